@@ -1,0 +1,70 @@
+"""Engine options: frozen, documented under each field, checked once, closed to strangers."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from rollout_engine._structs import UserStruct
+from rollout_engine.errors import ConfigError
+
+KV_TILE = 64
+"""Tokens of context that attention reads at a time; `block_size` divides it (DESIGN.md section 7)."""
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of one engine. Unknown names, wrong types and broken bounds raise `ConfigError`.
+
+    >>> EngineConfig(model="path/or/hub-id", max_num_seqs=64)
+    """
+
+    error_class = ConfigError
+
+    model: str
+    """Directory of a checkpoint, or a hub id."""
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer; None: the model's."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where the model runs."""
+    max_model_len: Positive | None = None
+    """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one request fits the KV pool."""
+    block_size: Positive = 16
+    """Tokens per KV block; divides 64, the KV tile."""
+    kv_cache_bytes: Positive | None = None
+    """Size of the KV pool. None: on a CPU, the smaller of 4 GiB and a quarter of the available memory."""
+    num_kv_blocks: Positive | None = None
+    """Size of the KV pool in blocks; excludes `kv_cache_bytes`."""
+    max_num_seqs: Positive = 256
+    """Most sequences in one step."""
+    max_num_batched_tokens: Positive = 8192
+    """Most tokens computed in one step; longer prompts are computed in chunks."""
+    enable_prefix_caching: bool = True
+    """Reuse KV blocks of equal prefixes computed under the same policy version."""
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] = 0
+    """Root of the sequence seeds of requests that name none. (Any 63-bit number.)"""
+    deterministic: bool | Literal["auto"] = "auto"
+    """Log-probs independent of batch, chunking and thread count, equal to `exact` on the trainer. "auto": True on a CPU."""
+    num_threads: Positive | None = None
+    """Threads of the model's forward. None: one per physical core."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """"dummy": random weights from the configuration alone, for tests and measurements."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, outputs have no text."""
+    log_stats: bool = True
+    """Log one line of statistics when a batch of work ends."""
+
+    def check(self) -> None:
+        if KV_TILE % self.block_size:
+            raise ConfigError(f"block_size={self.block_size} is not allowed: it must divide {KV_TILE} (1, 2, 4, 8, 16, 32 or 64).")
+        if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
+            raise ConfigError("kv_cache_bytes and num_kv_blocks both set: give one of them.")
+        if not self.model:
+            raise ConfigError("model='' is not allowed: give a checkpoint directory or a hub id.")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
+        """Same as calling the class: validates names, types and bounds."""
+        return cls(**kwargs)

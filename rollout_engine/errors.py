@@ -1,0 +1,105 @@
+"""Every error a user can meet. A message says what was expected, what came, where, and what to do.
+
+    RolloutEngineError
+    ├── ConfigError (ValueError)       an engine option
+    ├── RequestError (ValueError)      one request: field, value, bound
+    ├── LifecycleError                 a verb in the wrong state
+    ├── WeightUpdateError (SyncError)
+    │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
+    ├── EngineDeadError                the core is gone; every open request gets it
+    └── EngineGenerateError            one request failed, the engine lives
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from sync import errors as sync_errors
+
+
+class RolloutEngineError(Exception):
+    """Root of all errors raised by this library."""
+
+
+class ConfigError(RolloutEngineError, ValueError):
+    """An engine option is unknown, of the wrong type, or out of bounds; or the model cannot be served."""
+
+
+class RequestError(RolloutEngineError, ValueError):
+    """A request was refused before it was queued. `field`, `value` and `bound` say why."""
+
+    def __init__(self, message: str, *, field: str = "", value: object = None, bound: str = "") -> None:
+        super().__init__(message)
+        self.field, self.value, self.bound = field, value, bound
+
+    @classmethod
+    def for_field(cls, field: str, value: object, bound: str, hint: str = "") -> "RequestError":
+        """The one way to word a refused field: ``top_p=0 is not allowed: must be in (0, 1].``"""
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        message = f"{field}={shown} is not allowed: must be {bound}." + (f" {hint}" if hint else "")
+        return cls(message, field=field, value=value, bound=bound)
+
+
+class LifecycleError(RolloutEngineError):
+    """A verb was called in a state that does not allow it."""
+
+
+class WeightUpdateError(RolloutEngineError, sync_errors.SyncError):
+    """A weight update was refused or failed; the old weights serve on, untouched."""
+
+
+class ManifestMismatchError(WeightUpdateError, sync_errors.ManifestMismatch):
+    """Names, shapes, dtypes or tied aliases differ from the engine's own."""
+
+
+class StaleVersionError(WeightUpdateError, sync_errors.StaleVersion):
+    """The version does not move forward; `reset_version=True` is for a trainer that restarted."""
+
+
+class ChecksumError(WeightUpdateError, sync_errors.ChecksumMismatch):
+    """Bytes arrived that are not the bytes sent, or a value is not finite."""
+
+
+class TransferTimeoutError(WeightUpdateError, sync_errors.TransferTimeout):
+    """The other side of a weight transfer did not answer in time."""
+
+
+class DirtyWeightsError(WeightUpdateError):
+    """The live weights are incomplete; only a complete update clears this."""
+
+
+class EngineDeadError(RolloutEngineError):
+    """The engine is gone. Every open request gets this error."""
+
+
+class EngineGenerateError(RolloutEngineError):
+    """One request failed; the engine and every other request go on."""
+
+
+_FROM_SYNC: dict[type[sync_errors.SyncError], type[WeightUpdateError]] = {
+    sync_errors.ManifestMismatch: ManifestMismatchError,
+    sync_errors.StaleVersion: StaleVersionError,
+    sync_errors.ChecksumMismatch: ChecksumError,
+    sync_errors.TransferTimeout: TransferTimeoutError,
+}
+
+
+@contextmanager
+def as_weight_errors() -> Iterator[None]:
+    """Re-raise a transport's own `SyncError` as the public error of the same meaning."""
+    try:
+        yield
+    except WeightUpdateError:
+        raise
+    except sync_errors.SyncError as error:
+        raise _FROM_SYNC.get(type(error), WeightUpdateError)(str(error)) from error
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Message for a name that does not exist, with the closest one that does."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean '{close[0]}'?" if close else f" Known: {', '.join(names)}."
+    return f"Unknown {kind} '{name}'.{hint}"

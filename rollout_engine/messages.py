@@ -1,0 +1,121 @@
+"""Everything that crosses from front end to core to worker and back. Typed, in one place; new fields last and defaulted.
+
+                add_request                    execute
+    front end ───────────────> EngineCore ───────────────> ModelRunner
+              EngineCoreRequest            SchedulerOutput
+              <─────────────── (scheduler) <───────────────
+              EngineCoreOutput             ModelRunnerOutput
+
+Ids: a request is `request_id`; with n > 1 its samples are the children `{i}_{request_id}`, with n = 1 the request
+itself. Below the core only children (sequences) exist.
+"""
+
+import msgspec
+import numpy as np
+
+from rollout_engine.outputs import FinishReason
+from rollout_engine.sampling_params import SamplingParams
+
+
+class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, ready for the core: ids checked, seeds and stop ids resolved."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """`params.max_tokens` resolved against `max_model_len`."""
+    seed: int
+    """Sequence seed of sample 0; sample i uses `child_seed(seed, i)`."""
+    eos_token_ids: list[int] = []
+    """The checkpoint's end ids, empty with `ignore_eos`."""
+    priority: int = 0
+    """Lower runs first; ties by arrival."""
+    cache_salt: str = ""
+    """Prompts share KV only with prompts of the same salt."""
+
+
+class EngineCoreOutput(msgspec.Struct):
+    """What one sequence gained in one step. `new_token_ids` is empty when it was aborted."""
+
+    request_id: str
+    """The parent's id."""
+    index: int
+    new_token_ids: list[int]
+    new_logprobs: list[float] | None = None
+    new_top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [T, k], float32 [T, k]) for the new tokens."""
+    new_kept_logprob_mass: list[float] | None = None
+    policy_version: int = 0
+    kv_min_version: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    error: str | None = None
+
+
+class NewSequence(msgspec.Struct):
+    """First sight of a sequence by the runner, or its return after preemption: the full state."""
+
+    request_id: str
+    """Child id."""
+    token_ids: list[int]
+    """Prompt and tokens sampled so far. The runner appends what it samples to its own copy."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """This sequence's own seed."""
+    eos_token_ids: list[int] = []
+
+
+class ScheduledSequence(msgspec.Struct):
+    """Work of one sequence in one step: compute tokens [num_computed, num_computed + num_tokens)."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    block_ids: list[int]
+    """The whole block table, position order; the core's own list: read it, do not keep it."""
+
+
+class SampleTask(msgspec.Struct):
+    """Draw one token for `request_id` from the logits of the last scheduled token of `scheduled[row]`.
+
+    Several tasks share a row when the prompt of n samples has just been computed.
+    """
+
+    request_id: str
+    row: int
+
+
+class SchedulerOutput(msgspec.Struct):
+    """One step's work. Executed in this order: drop `finished`, learn `new`, copy `block_copies`, compute, sample."""
+
+    step: int
+    policy_version: int
+    finished: list[str]
+    """Sequences whose state the runner may forget (ended or preempted)."""
+    new: list[NewSequence]
+    block_copies: list[tuple[int, int]]
+    """(source, destination) block ids, whole blocks, copied before anything is computed."""
+    scheduled: list[ScheduledSequence]
+    samples: list[SampleTask]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+class ModelRunnerOutput(msgspec.Struct):
+    """One token per `SchedulerOutput.samples` entry, same order, as columns."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """In each request's own mode; None when no request of the step asked."""
+    kept_logprob_mass: list[float] | None = None
+    """Log of the kept mass; 0.0 for requests without truncation. None when no request of the step truncates."""
+    top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [N, K], float32 [N, K]) with K the largest k asked; None when nobody asked."""
+    errors: dict[int, str] = {}
+    """Sample index -> why that sequence cannot go on (for example NaN logits); its token id is -1."""
