@@ -1,0 +1,30 @@
+# Needs Python 3.11 to 3.13 and make; everything else goes into .venv on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test test-all lint clean
+
+setup: .venv/installed
+
+demo: setup
+	$(BIN)/python examples/grpo.py
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The constraints pin every version, torch's too: an open range would fetch gigabytes of device libraries.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[envs,dev]"
+	touch $@

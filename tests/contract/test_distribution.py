@@ -1,0 +1,64 @@
+"""What the distribution declares is what the code uses."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "reasoning-gym": "reasoning_gym"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOLS = {"mypy", "ruff"}
+
+
+def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
+    assert _third_party(package_sources) == _names(PROJECT["dependencies"])
+
+
+def test_every_extra_is_imported_by_examples_or_tests(sources):
+    used = _third_party([s for s in sources if not s.in_package])
+    extras = _names(line for lines in PROJECT["optional-dependencies"].values() for line in lines)
+    assert extras - TOOLS <= used
+    assert used <= extras | _names(PROJECT["dependencies"])
+
+
+def test_every_dependency_is_pinned_once():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = [re.match(r"([A-Za-z0-9_.-]+)==[0-9][\w.]*$", line) for line in lines]
+    assert all(pinned)
+    names = [_normal(match.group(1)) for match in pinned]
+    assert len(names) == len(set(names))
+    wanted = [
+        *PROJECT["dependencies"],
+        *(line for lines in PROJECT["optional-dependencies"].values() for line in lines),
+    ]
+    assert {_normal(_bare(line)) for line in wanted} <= set(names)
+
+
+def test_every_folder_of_code_is_a_package(package_sources):
+    folders = {source.path.parent for source in package_sources}
+    assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_ci_only_calls_make_test():
+    commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if not line.startswith("#")]
+    assert commands[-1] == "exec make test"
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def _third_party(sources) -> set[str]:
+    found = {i.name.split(".")[0] for s in sources for i in s.imports()}
+    ours = {"rollout_engine", "sync", "conftest", *(s.path.stem for s in sources)}
+    return found - sys.stdlib_module_names - ours
+
+
+def _names(lines) -> set[str]:
+    return {IMPORT_NAMES.get(_bare(line), _bare(line)) for line in lines}
+
+
+def _bare(line: str) -> str:
+    return re.split(r"[<>=\[;! ]", line)[0]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,117 @@
+"""Who may import whom. Every import counts: inside functions and under TYPE_CHECKING too."""
+
+import subprocess
+import sys
+
+import pytest
+
+FLOOR_2 = tuple(
+    f"rollout_engine.{name}"
+    for name in ("_structs", "config", "errors", "messages", "outputs", "sampling_params", "seeds")
+)
+EVERYTHING = ("rollout_engine", "sync")
+
+# Package or module -> what of ours it may import, besides itself. The longest matching name on either side counts.
+MAY_IMPORT = {
+    "sync": (),
+    "rollout_engine.kernels": (),
+    **{module: (*FLOOR_2, "sync.errors") for module in FLOOR_2},
+    "rollout_engine.core": FLOOR_2,
+    "rollout_engine.model": (*FLOOR_2, "rollout_engine.kernels"),
+    "rollout_engine.exact": (*FLOOR_2, "rollout_engine.kernels", "rollout_engine.model"),
+    "rollout_engine.execution": (*FLOOR_2, "rollout_engine.model", "sync"),
+    "rollout_engine.frontend": (*FLOOR_2, "rollout_engine.core", "sync"),
+    "rollout_engine.frontend.llm_engine": (
+        *FLOOR_2,
+        "rollout_engine.core",
+        "rollout_engine.execution",
+        "rollout_engine.frontend",
+        "sync",
+    ),
+    "rollout_engine.rollout_batch": EVERYTHING,
+    "rollout_engine.rewards": EVERYTHING,
+    "rollout_engine.policy": EVERYTHING,
+    "rollout_engine.testing": EVERYTHING,
+    "rollout_engine": (),
+    "examples": EVERYTHING,
+    "tests": EVERYTHING,
+}
+# Nobody below may lean on the public face or on what stands above it.
+TOP = ("rollout_engine.policy", "rollout_engine.rollout_batch", "rollout_engine.rewards", "rollout_engine.testing")
+
+TORCH_FREE = (*FLOOR_2, "rollout_engine.core", "sync.errors")
+HEAVY = {"torch", "tensordict", "transformers", "tokenizers", "safetensors", "socket", "zmq", "time"}
+
+
+def test_every_module_has_a_floor(package_sources):
+    without = [source.where for source in package_sources if _rule(source.module) is None]
+    assert not without, f"name their floor in MAY_IMPORT: {without}"
+
+
+def test_imports_only_go_down(package_sources):
+    wrong = [
+        f"{source.where}:{found.line} imports {found.name}"
+        for source in package_sources
+        for found in source.imports()
+        if _is_ours(found.name) and not _allowed(source.module, found.name)
+    ]
+    assert not wrong, wrong
+
+
+def test_our_modules_are_imported_at_the_top_of_the_file(sources):
+    wrong = [
+        f"{source.where}:{found.line} imports {found.name}"
+        for source in sources
+        for found in source.imports()
+        if _is_ours(found.name) and (found.in_function or found.type_checking)
+    ]
+    assert not wrong, wrong
+
+
+def test_the_brain_imports_neither_torch_nor_sockets_nor_clock(package_sources):
+    wrong = [
+        f"{source.where}:{found.line} imports {found.name}"
+        for source in package_sources
+        if _within(source.module, TORCH_FREE)
+        for found in source.imports()
+        if found.name.split(".")[0] in HEAVY
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("module", ["rollout_engine", "rollout_engine.core.engine_core", *FLOOR_2])
+def test_torch_stays_unloaded(module):
+    code = f"import sys, {module}; print(sorted({HEAVY - {'socket', 'time'}!r} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert loaded.strip() == "[]"
+
+
+def test_importing_the_package_is_quick():
+    code = "import time; start = time.perf_counter(); import rollout_engine; print(time.perf_counter() - start)"
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(5)]
+    assert min(float(run.stdout) for run in runs) < 0.05  # seconds
+
+
+def _is_ours(name: str) -> bool:
+    return _within(name, EVERYTHING)
+
+
+def _within(name: str, owners: tuple[str, ...]) -> bool:
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
+
+
+def _rule(module: str) -> str | None:
+    """The longest entry of MAY_IMPORT that covers `module`; the bare `rollout_engine` covers only itself."""
+    matches = [owner for owner in MAY_IMPORT if module == owner or module.startswith(f"{owner}.")]
+    owner = max(matches, key=len, default=None)
+    return None if owner == "rollout_engine" != module else owner
+
+
+def _allowed(module: str, target: str) -> bool:
+    owner = _rule(module)
+    assert owner is not None
+    if target == "rollout_engine":
+        return False
+    if _within(target, TOP) and not _within(module, TOP):
+        return False
+    return target == owner or target.startswith(f"{owner}.") or _within(target, MAY_IMPORT[owner])

@@ -1,0 +1,79 @@
+"""The names users rely on: they exist, keep their arguments, and every error is among them."""
+
+import inspect
+
+import pytest
+
+import rollout_engine
+from rollout_engine import errors
+
+# Name -> the arguments it must take, in this order; "*" starts the keyword-only ones. More arguments may follow.
+SIGNATURES = {
+    "LLM.generate": "self prompts sampling_params * use_tqdm",
+    "LLM.chat": "self messages sampling_params",
+    "LLM.score": "self prompt_token_ids completion_token_ids * temperature",
+    "LLM.update_weights": "self source * version kv reset_version",
+    "LLMEngine.from_config": "config",
+    "LLMEngine.add_request": "self request_id prompt params * priority",
+    "LLMEngine.step": "self",
+    "LLMEngine.abort_request": "self request_ids",
+    "LLMEngine.has_unfinished_requests": "self",
+    "LLMEngine.get_num_unfinished_requests": "self",
+    "LLMEngine.get_cache_usage": "self",
+    "LLMEngine.get_model_metadata": "self",
+    "LLMEngine.update_weights": "self source * version kv reset_version",
+    "RolloutPolicy.rollout": "self prompts sampling_params * num_samples columns reward_fn seed layout",
+    "RolloutPolicy.arollout": "self prompts sampling_params * num_samples columns reward_fn seed layout",
+    "RolloutPolicy.score": "self batch temperature",
+    "RolloutPolicy.update_weights": "self source",
+    "RolloutPolicy.shutdown": "self",
+    "exact.enable": "model",
+    "exact.token_logprobs": "model input_ids attention_mask * temperature",
+}
+FIELDS = {
+    "EngineConfig": "model tokenizer dtype device max_model_len block_size kv_cache_bytes num_kv_blocks max_num_seqs "
+    "max_num_batched_tokens enable_prefix_caching seed deterministic num_threads load_format skip_tokenizer_init",
+    "SamplingParams": "n temperature top_p top_k min_p max_tokens min_tokens stop stop_token_ids ignore_eos "
+    "seed logprobs logprobs_mode detokenize skip_special_tokens include_stop_str_in_output truncate_prompt_tokens "
+    "output_kind",
+    "RequestOutput": "request_id prompt prompt_token_ids prompt_logprobs outputs finished num_cached_tokens metrics",
+    "CompletionOutput": "index text token_ids logprobs top_logprobs cumulative_logprob kept_logprob_mass finish_reason "
+    "stop_reason version_spans seed error",
+    "VersionSpan": "start end policy_version kv_min_version",
+    "UpdateReport": "version digest num_tensors num_bytes seconds stall_seconds num_in_flight",
+}
+
+
+@pytest.mark.parametrize("name", rollout_engine.__all__)
+def test_every_public_name_can_be_imported(name):
+    assert getattr(rollout_engine, name) is not None
+    assert name in dir(rollout_engine)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
+        rollout_engine.LLMM  # noqa: B018
+
+
+def test_every_error_is_public():
+    classes = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert classes <= set(rollout_engine.__all__)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_arguments_keep_their_names_and_places(path):
+    function = rollout_engine
+    for part in path.split("."):
+        function = getattr(function, part)
+    positional, _, keywords = SIGNATURES[path].partition(" *")
+    have = inspect.signature(function).parameters
+    places = [name for name, p in have.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert places[: len(positional.split())] == positional.split()
+    assert [name for name in keywords.split() if name not in have] == []
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_keep_their_names(name):
+    assert set(FIELDS[name].split()) <= set(getattr(rollout_engine, name).__struct_fields__)
