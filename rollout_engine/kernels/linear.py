@@ -1,0 +1,120 @@
+"""Matrix products whose every row is the same bits, whatever else is in the batch.
+
+A GEMM library picks its blocking by the number of rows, so a token's activations can change in the last bit with the
+batch around it. Two remedies, both measured (`reference/performance.md` 7): weights pre-packed by oneDNN fix the
+blocking over a range of row counts, and calling in blocks of fixed height fixes it where they do not (AMX). `plan_for`
+finds by trial, once per shape, the cheapest `RowPlan` that holds on this CPU, for one thread and for many.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class NotInvariant(RuntimeError):
+    """Row independence could not be had on this machine."""
+
+
+class RowPlan(NamedTuple):
+    """How to call one GEMM shape: in blocks of at most `max_rows`, the last one padded up to `min_rows`."""
+
+    packed: bool
+    min_rows: int
+    max_rows: int
+
+
+PLAIN = RowPlan(packed=False, min_rows=1, max_rows=1 << 40)
+"""The library as it is: rows may depend on their batch."""
+
+_CANDIDATES = (
+    RowPlan(True, 2, 256),
+    RowPlan(True, 32, 32),
+    RowPlan(True, 16, 16),
+    RowPlan(True, 64, 64),
+    RowPlan(False, 16, 256),
+    RowPlan(False, 32, 32),
+    RowPlan(False, 64, 64),
+)
+_plans: dict[tuple[int, int, torch.dtype], RowPlan] = {}
+
+
+def pack(weight: Tensor, plan: RowPlan) -> Tensor:
+    """The operand `matmul` wants: oneDNN's blocked layout of `weight` [N, K], or the weight itself."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if plan.packed else weight
+
+
+def matmul(x: Tensor, operand: Tensor, bias: Tensor | None, plan: RowPlan) -> Tensor:
+    """x [R, K] @ weight.T + bias -> [R, N], in `x.dtype`; each row depends only on itself under a probed plan."""
+    rows = x.shape[0]
+    if plan.min_rows <= rows <= plan.max_rows:
+        return _gemm(x, operand, bias, plan)
+    blocks = [_gemm(_padded(block, plan.min_rows), operand, bias, plan) for block in x.split(plan.max_rows)]
+    return blocks[0][:rows] if len(blocks) == 1 else torch.cat(blocks)[:rows]
+
+
+def plan_for(weight: Tensor) -> RowPlan:
+    """The cheapest plan under which rows of a GEMM with `weight`'s shape [N, K] and dtype are independent, proven here.
+
+    Raises `NotInvariant` where none holds. The verdict depends on the CPU and library alone, so a trainer and an
+    engine on the same kind of machine find the same one.
+    """
+    key = (*weight.shape, weight.dtype)
+    if key not in _plans:
+        _plans[key] = _first_that_holds(*key)
+    return _plans[key]
+
+
+def _gemm(x: Tensor, operand: Tensor, bias: Tensor | None, plan: RowPlan) -> Tensor:
+    if plan.packed:
+        return torch.ops.mkldnn._linear_pointwise(x, operand, bias, "none", [], "")
+    return F.linear(x, operand, bias)
+
+
+def _padded(block: Tensor, min_rows: int) -> Tensor:
+    missing = min_rows - block.shape[0]
+    return F.pad(block, (0, 0, 0, missing)) if missing > 0 else block
+
+
+@torch.no_grad()
+def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype) -> RowPlan:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(320, in_features, generator=generator).to(dtype)
+    # A few hundred distinct rows are enough to tell blockings apart, and cheap to draw even for a vocabulary.
+    seen = torch.randn(min(out_features, 256), in_features, generator=generator).to(dtype)
+    weight = seen.repeat(-(-out_features // len(seen)), 1)[:out_features]
+    threads = torch.get_num_threads()
+    try:
+        for plan in _CANDIDATES:
+            if _holds(plan, x, weight, sorted({1, 2, threads})):
+                return plan
+    finally:
+        torch.set_num_threads(threads)
+    raise NotInvariant(
+        f"no way was found to make {dtype} products with a weight of shape [{out_features}, {in_features}] independent "
+        "of the batch on this CPU"
+    )
+
+
+def _holds(plan: RowPlan, x: Tensor, weight: Tensor, thread_counts: list[int]) -> bool:
+    try:
+        operand = pack(weight, plan)
+        expected = matmul(x, operand, None, plan)
+        for threads in thread_counts:
+            torch.set_num_threads(threads)
+            for start, rows in _trial_windows(plan, len(x)):
+                if not torch.equal(matmul(x[start : start + rows], operand, None, plan), expected[start : start + rows]):
+                    return False
+    except RuntimeError:  # this dtype has no packed kernel here
+        return False
+    return True
+
+
+def _trial_windows(plan: RowPlan, total: int) -> list[tuple[int, int]]:
+    """(start, rows) of the row ranges to compare: every height a plan may call, each at its own offset."""
+    if plan.min_rows == plan.max_rows:
+        heights = [1, plan.min_rows, plan.min_rows + 3, 3 * plan.min_rows]
+    else:
+        heights = [1, *range(plan.min_rows, 20), 24, 31, 32, 33, 36, 48, 63, 64, 65, 80, 96, 127, 128, 160, 200, 255, 256]
+    return [((7 * rows) % (total - rows + 1), rows) for rows in heights]

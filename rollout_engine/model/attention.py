@@ -1,0 +1,210 @@
+"""The attention function that Hugging Face modules call: over our paged KV inside the engine, dense on a trainer.
+
+Inside `PagedKV.step(...)` keys and values go to their slots and queries read the block tables; outside, every batch
+row is a sequence of its own that starts at position 0 (`rollout_engine.exact`).
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.paged_attention import KV_TILE, DenseAttention, Scoring, TilePlan, attend, padded_rows
+from rollout_engine.model.geometry import LayerGeometry
+
+ATTENTION_NAME = "rollout_engine"
+_active = threading.local()
+
+
+class SequenceChunk(NamedTuple):
+    """Tokens [num_computed_tokens, num_computed_tokens + len(token_ids)) of one sequence, to be computed in one step."""
+
+    token_ids: Sequence[int]
+    num_computed_tokens: int
+    block_ids: Sequence[int]
+    """Block table from position 0, covering the chunk."""
+
+
+class PagedKV:
+    """The KV pool of all layers: per layer K [num_blocks, Hk, block_size, Dk] and V [..., Dv], in the model's dtype."""
+
+    def __init__(self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.block_size = block_size
+        self.layers = [
+            tuple(
+                torch.zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype)
+                for dim in (layer.head_dim_k, layer.head_dim_v)
+            )
+            for layer in geometry
+        ]
+
+    @contextmanager
+    def step(self, chunks: Sequence[SequenceChunk]) -> Iterator[None]:
+        """Within it, attention of this thread's forwards runs over `chunks`, laid end to end in the flat batch."""
+        _active.step = _PagedStep(self, chunks)
+        try:
+            yield
+        finally:
+            _active.step = None
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination), in every layer."""
+        if not pairs:
+            return
+        source, destination = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        for layer in self.layers:
+            for pool in layer:
+                pool[destination] = pool[source]
+
+
+class _Batch(NamedTuple):
+    """Chunks of similar length, computed in one call, longest context first."""
+
+    tokens: Tensor
+    """int64 [N, Q]: where each query lies in the flat batch (0 where padding)."""
+    real: Tensor
+    """bool [N, Q]: which of them are queries."""
+    positions: Tensor
+    """int64 [N, R]: each row's position, -1 where padding; R = Q * group rounded up."""
+    tile_blocks: Tensor
+    """int64 [N, tiles, blocks per tile]."""
+    last_positions: Tensor
+    """int64 [N]: of the newest key."""
+    tiles: TilePlan
+
+
+class _PagedStep:
+    """Where this step's tokens are written and what each batch reads; one for all layers."""
+
+    def __init__(self, kv: PagedKV, chunks: Sequence[SequenceChunk]) -> None:
+        self.kv = kv
+        self._chunks = chunks
+        self._batches: dict[int, list[_Batch]] = {}
+        size = kv.block_size
+        positions = [c.num_computed_tokens + i for c in chunks for i in range(len(c.token_ids))]
+        self.positions = torch.tensor(positions, dtype=torch.int64)
+        offsets = iter(positions)
+        blocks = [c.block_ids[next(offsets) // size] for c in chunks for _ in c.token_ids]
+        self._slot_blocks = torch.tensor(blocks, dtype=torch.int64)
+        self._slot_offsets = self.positions % size
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv]."""
+        keys, values = self.kv.layers[layer]
+        keys[self._slot_blocks, :, self._slot_offsets] = k
+        values[self._slot_blocks, :, self._slot_offsets] = v
+        num_tokens, num_heads, _ = q.shape
+        num_kv_heads = keys.shape[1]
+        group = num_heads // num_kv_heads
+        out = q.new_empty(num_tokens, num_heads, values.shape[-1])
+        for batch in self._batches_for(group):
+            rows = _gather_queries(q, batch, num_kv_heads, group)
+            mixed, _ = attend(rows, batch.positions, num_kv_heads, _tile_reader(batch, keys, values), batch.tiles, scoring)
+            count, width = batch.tokens.shape
+            by_token = mixed[:, : width * group].reshape(count, num_kv_heads, width, group, -1).transpose(1, 2)
+            out[batch.tokens[batch.real]] = by_token.reshape(count, width, num_heads, -1)[batch.real].to(out.dtype)
+        return out
+
+    def _batches_for(self, group: int) -> list[_Batch]:
+        if group not in self._batches:
+            self._batches[group] = list(_batched(self._chunks, self.kv.block_size, group))
+        return self._batches[group]
+
+
+def _batched(chunks: Sequence[SequenceChunk], block_size: int, group: int) -> Iterator[_Batch]:
+    """Chunks of length 1 together, then 2, 3-4, 5-8, ...: padding at most doubles a batch."""
+    by_width: dict[int, list[tuple[SequenceChunk, int]]] = {}
+    start = 0
+    for chunk in chunks:
+        by_width.setdefault((len(chunk.token_ids) - 1).bit_length(), []).append((chunk, start))
+        start += len(chunk.token_ids)
+    for members in by_width.values():
+        members.sort(key=lambda m: -(m[0].num_computed_tokens + len(m[0].token_ids)))
+        yield _make_batch(members, block_size, group)
+
+
+def _make_batch(members: list[tuple[SequenceChunk, int]], block_size: int, group: int) -> _Batch:
+    lengths = torch.tensor([len(c.token_ids) for c, _ in members])
+    first = [c.num_computed_tokens for c, _ in members]
+    last = [c.num_computed_tokens + len(c.token_ids) - 1 for c, _ in members]
+    width = int(lengths.max())
+    offsets = torch.arange(width)
+    real = offsets < lengths[:, None]
+    tokens = (offsets + torch.tensor([start for _, start in members])[:, None]).masked_fill_(~real, 0)
+    positions = torch.full((len(members), padded_rows(width * group)), -1, dtype=torch.int64)
+    by_token = (offsets + torch.tensor(first)[:, None]).masked_fill_(~real, -1)
+    positions[:, : width * group] = by_token.repeat_interleave(group, dim=1)
+    tiles = TilePlan.of(first, last, group)
+    per_tile = KV_TILE // block_size
+    table = torch.zeros(len(members), len(tiles) * per_tile, dtype=torch.int64)
+    for row, (chunk, _) in zip(table, members, strict=True):
+        used = min(len(chunk.block_ids), len(row))
+        row[:used] = torch.tensor(chunk.block_ids[:used], dtype=torch.int64)
+    return _Batch(tokens, real, positions, table.view(len(members), -1, per_tile), torch.tensor(last), tiles)
+
+
+def _gather_queries(q: Tensor, batch: _Batch, num_kv_heads: int, group: int) -> Tensor:
+    """q [T, H, D] -> float32 [N * Hk, R, D], zero rows at the end."""
+    count, width = batch.tokens.shape
+    rows = q.new_zeros(count, num_kv_heads, batch.positions.shape[1], q.shape[-1], dtype=torch.float32)
+    by_token = rows[:, :, : width * group].view(count, num_kv_heads, width, group, -1)
+    by_token.copy_(q[batch.tokens].view(count, width, num_kv_heads, group, -1).transpose(1, 2))
+    return rows.view(count * num_kv_heads, -1, q.shape[-1])
+
+
+def _tile_reader(batch: _Batch, keys: Tensor, values: Tensor) -> Any:
+    def read(j: int, num_sequences: int) -> tuple[Tensor, Tensor]:
+        blocks = batch.tile_blocks[:num_sequences, j].flatten()
+        # A block may hold anything past the context's end; a value nobody may see must still be finite.
+        unwritten = torch.arange(j * KV_TILE, (j + 1) * KV_TILE) > batch.last_positions[:num_sequences, None]
+        tile_v = _read_tile(values, blocks, num_sequences)
+        if unwritten.any():
+            tile_v.view(num_sequences, -1, *tile_v.shape[1:]).masked_fill_(unwritten[:, None, :, None], 0.0)
+        return _read_tile(keys, blocks, num_sequences), tile_v
+
+    return read
+
+
+def _read_tile(pool: Tensor, blocks: Tensor, num_sequences: int) -> Tensor:
+    """Blocks of `pool` -> float32 [N * Hk, KV_TILE, D]."""
+    _, num_kv_heads, block_size, dim = pool.shape
+    tile = pool.new_empty(num_sequences, num_kv_heads, KV_TILE // block_size, block_size, dim, dtype=torch.float32)
+    tile.copy_(pool.index_select(0, blocks).view(num_sequences, -1, num_kv_heads, block_size, dim).transpose(1, 2))
+    return tile.view(num_sequences * num_kv_heads, KV_TILE, dim)
+
+
+def rollout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None)."""
+    if attention_mask is not None or dropout or not getattr(module, "is_causal", True):
+        raise ConfigError(f"{type(module).__name__} asks for a mask of its own, dropout or bidirectional attention: not supported.")
+    strangers = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _HARMLESS]
+    if strangers:
+        raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, sliding_window or 0, softcap or 0.0)
+    step: _PagedStep | None = getattr(_active, "step", None)
+    if step is None:
+        return DenseAttention.apply(query, key, value, scoring), None
+    flat = (x[0].transpose(0, 1) for x in (query, key, value))
+    return step.attend(module.layer_idx, *flat, scoring).unsqueeze(0), None  # type: ignore[arg-type]
+
+
+_HARMLESS = {"position_ids", "cache_position"}
+
+AttentionInterface.register(ATTENTION_NAME, rollout_attention)

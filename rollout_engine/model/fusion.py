@@ -1,0 +1,183 @@
+"""Swap a Hugging Face module's linears and SiLUs for row-invariant ones, in place; q/k/v and gate/up run as one GEMM.
+
+The engine and `rollout_engine.exact` on the trainer call the same function, so they round at the same places. Names in
+`state_dict` do not change. In the engine the fused weights are also views of one buffer (`fuse_projections`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from rollout_engine.kernels import linear
+from rollout_engine.kernels.activation import silu
+
+_FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def make_row_invariant(module: nn.Module) -> None:
+    """Replace every `nn.Linear` and SiLU below `module`. Parameters, their names and their tying stay as they are."""
+    for group in _groups(module):
+        shared = LinearGroup(group)
+        for slot, child in enumerate(group):
+            child.__class__ = RowInvariantLinear
+            child._group, child._slot = shared, slot
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in (nn.SiLU, SiLUActivation):
+                setattr(parent, name, RowInvariantSiLU())
+
+
+def fuse_projections(module: nn.Module) -> None:
+    """Move q/k/v and gate/up weights into one buffer each; the parameters become row slices of it."""
+    for group in _groups(module):
+        if len(group) == 1:
+            continue
+        for name in ("weight", "bias"):
+            parameters = [getattr(child, name) for child in group]
+            if parameters[0] is None:
+                continue
+            buffer = torch.cat([p.data for p in parameters])
+            for parameter, view in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
+                parameter.data = view
+
+
+def repack(module: nn.Module) -> None:
+    """Rebuild every packed copy from the live weights, after these were written in place."""
+    for group in {id(g): g for child in module.modules() if (g := getattr(child, "_group", None))}.values():
+        group.repack()
+
+
+class LinearGroup:
+    """One GEMM over the linears of `children`, which share their input.
+
+    The first child called computes all; the others find their slice waiting if they are given the same input tensor.
+    """
+
+    def __init__(self, children: list[nn.Linear]) -> None:
+        self.children = children
+        self._operand: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._stamp: tuple[int, ...] = ()
+        self._input: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies start unpacked: the packed operand is derived, and oneDNN's layout cannot be copied."""
+        return {"children": self.children}
+
+    def __setstate__(self, state: dict[str, list[nn.Linear]]) -> None:
+        self.__init__(state["children"])  # type: ignore[misc]
+
+    def output(self, slot: int, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N of child `slot`]."""
+        if self._input is not x or slot not in self._waiting:
+            self._waiting = dict(enumerate(self._compute(x)))
+            self._input = x
+        result = self._waiting.pop(slot)
+        if not self._waiting:
+            self._input = None
+        return result
+
+    def repack(self) -> None:
+        with torch.no_grad():
+            weight = _stacked([child.weight.detach() for child in self.children])
+            self._plan = linear.plan_for(weight)
+            self._operand = linear.pack(weight, self._plan)
+            if self.children[0].bias is not None:
+                self._bias = _stacked([child.bias.detach() for child in self.children]).clone()
+        self._stamp = self._current_stamp()
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x [R, K] -> [R, sum of N], without autograd."""
+        if self._stamp != self._current_stamp():
+            self.repack()
+        return linear.matmul(x, self._operand, self._bias, self._plan)
+
+    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows = x.reshape(-1, x.shape[-1])
+        sizes = [child.out_features for child in self.children]
+        biases = [child.bias for child in self.children if child.bias is not None]
+        if torch.is_grad_enabled():
+            out = _GroupedLinear.apply(rows, self, len(sizes), *(child.weight for child in self.children), *biases)
+        else:
+            out = self.matmul(rows)
+        parts = out.split(sizes, dim=-1) if len(sizes) > 1 else (out,)
+        return tuple(part.contiguous().view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True))
+
+    def _current_stamp(self) -> tuple[int, ...]:
+        """Moves when a weight is written in place by an optimizer, replaced, or moved."""
+        tensors = [t for child in self.children for t in (child.weight, child.bias) if t is not None]
+        return tuple(stamp for t in tensors for stamp in (t.data_ptr(), t._version))
+
+
+class RowInvariantLinear(nn.Linear):
+    """An `nn.Linear` whose output rows do not depend on their batch; computed with its siblings where they share x."""
+
+    _group: LinearGroup
+    _slot: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._group.output(self._slot, input)
+
+
+class RowInvariantSiLU(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return silu(input)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The packed product forward; ordinary matrix products backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: LinearGroup, num_weights: int, *parameters: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.num_weights = num_weights
+        ctx.save_for_backward(x, *parameters[:num_weights])
+        return group.matmul(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        x, *weights = ctx.saved_tensors
+        grads = grad.split([len(w) for w in weights], dim=-1)
+        needs = ctx.needs_input_grad
+        grad_x = sum((g @ w for g, w in zip(grads[1:], weights[1:], strict=True)), grads[0] @ weights[0]) if needs[0] else None
+        grad_w = [g.t() @ x if need else None for g, need in zip(grads, needs[3:], strict=False)]
+        grad_b = [g.sum(0) if need else None for g, need in zip(grads, needs[3 + ctx.num_weights :], strict=False)]
+        return grad_x, None, None, *grad_w, *grad_b
+
+
+def _groups(module: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Every linear below `module` once: siblings that can share one GEMM together, the others alone."""
+    taken: set[int] = set()
+    for parent in list(module.modules()):
+        children = dict(parent.named_children())
+        for names in _FUSED_NAMES:
+            siblings = [children.get(name) for name in names]
+            if all(map(_is_linear, siblings)) and len({_signature(s) for s in siblings}) == 1:
+                taken.update(id(s) for s in siblings)
+                yield siblings  # type: ignore[misc]
+        for child in children.values():
+            if _is_linear(child) and id(child) not in taken:
+                taken.add(id(child))
+                yield [child]  # type: ignore[list-item]
+
+
+def _is_linear(child: nn.Module | None) -> bool:
+    return type(child) in (nn.Linear, RowInvariantLinear)
+
+
+def _signature(child: nn.Linear) -> tuple[object, ...]:
+    return child.in_features, child.bias is None, child.weight.dtype
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """The parts below one another: the buffer they are slices of where that is so, else a copy."""
+    first = parts[0]
+    end = first.storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != end:
+            return torch.cat(parts)
+        end += part.numel()
+    shape = (sum(len(p) for p in parts), *first.shape[1:])
+    return torch.as_strided(first, shape, first.stride(), first.storage_offset())
