@@ -43,7 +43,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most tokens computed in one step; longer prompts are computed in chunks."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes computed under the same policy version."""
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Root of the sequence seeds of requests that name none. (Any 63-bit number.)"""
     deterministic: bool | Literal["auto"] = "auto"
     """Log-probs independent of batch, chunking and thread count, equal to `exact` on the trainer. "auto": True on a CPU."""
