@@ -1,0 +1,38 @@
+"""A Hugging Face module built from its configuration alone: on meta, then empty storage, tied, buffers computed."""
+
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+def construct(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """A causal LM in eval mode, without gradients, on the CPU. Its parameters are uninitialised memory.
+
+    `attention` names a registered attention function. `config` is not changed; the module has its own copy.
+    """
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation="eager",
+            trust_remote_code=False,
+        )
+    module.to_empty(device="cpu")
+    module.tie_weights()
+    with torch.no_grad():
+        for child in module.modules():
+            if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies: in no checkpoint
+                module._init_weights(child)
+    return module.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def initialize(module: PreTrainedModel, *, seed: int = 0) -> None:
+    """Fill every parameter as its architecture initialises it (matrices normal, norms one); same seed, same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for child in module.modules():
+            if next(child.parameters(recurse=False), None) is not None:
+                module._init_weights(child)

@@ -1,0 +1,149 @@
+"""From `EngineConfig` to a Hugging Face module ready to serve: admitted, filled, every weight accounted for."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.attention import ATTENTION_NAME
+from rollout_engine.model.checkpoint import TensorEntry, find_directory, read_entries
+from rollout_engine.model.construct import initialize
+from rollout_engine.model.fusion import fuse_projections
+from rollout_engine.model.gate import admit, build_module, position_limit
+from rollout_engine.model.geometry import LayerGeometry
+from rollout_engine.model.weight_table import WeightTable
+
+logger = logging.getLogger(__name__)
+
+_NEVER_EXPECTED = [r"rotary_emb\.inv_freq$"]
+"""In files written by old library versions; computed from the configuration since."""
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+class LoadedModel(NamedTuple):
+    """A causal LM on the CPU, in eval mode, and what the engine has to know of it."""
+
+    module: PreTrainedModel
+    """Attention goes to `ATTENTION_NAME`; q/k/v and gate/up parameters are slices of one buffer each."""
+    hf_config: PretrainedConfig
+    dtype: torch.dtype
+    geometry: list[LayerGeometry]
+    """One per attention layer, in the order of the layers."""
+    eos_token_ids: list[int]
+    """Ids that end a sequence, by the checkpoint's generation_config.json, else by its config.json; may be empty."""
+    max_model_len: int
+    """Most positions the checkpoint serves exactly."""
+    vocab_size: int
+    """Width of the logits; token ids are below it."""
+    targets: dict[str, Tensor]
+    """Live storage by name, the module's names and the checkpoint's: where a weight update writes."""
+    aliases: list[list[str]]
+    """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load `config.model` on the CPU. Raises `ConfigError` for whatever cannot be served exactly."""
+    directory = find_directory(config.model, weights=config.load_format == "auto")
+    hf_config = _read_config(directory)
+    entries = read_entries(directory) if config.load_format == "auto" else []
+    dtype = _resolve_dtype(config.dtype, hf_config, entries)
+    module = build_module(hf_config, dtype, ATTENTION_NAME)
+    max_model_len = _served_length(module.config, config.max_model_len)
+    geometry = admit(module)
+    fuse_projections(module)
+    table = WeightTable.of(module)
+    if config.load_format == "auto":
+        table.load(entries, ignored=_NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ()))
+    else:
+        initialize(module)
+    return LoadedModel(
+        module=module,
+        hf_config=module.config,
+        dtype=dtype,
+        geometry=geometry,
+        eos_token_ids=_read_eos_token_ids(directory, module.config),
+        max_model_len=max_model_len,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        targets=table.views,
+        aliases=table.aliases(),
+    )
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{directory} has no config.json, so it is not a checkpoint. Give the directory that holds it."
+        )
+    raw = _read_json(path)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as problem:  # the library's checks of a foreign file raise many kinds
+        if "auto_map" in raw:
+            raise ConfigError(
+                f"{path}: model_type '{raw.get('model_type')}' needs code shipped with the checkpoint (auto_map), and such "
+                "code is never run here. Use an architecture that transformers has built in."
+            ) from None
+        raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except msgspec.DecodeError as problem:
+        raise ConfigError(f"{path} is not valid JSON ({problem}).") from None
+
+
+def _resolve_dtype(asked: str, hf_config: PretrainedConfig, entries: Iterable[TensorEntry]) -> torch.dtype:
+    if asked == "float16":
+        raise ConfigError(
+            "dtype='float16' is not served on a CPU: use 'float32' (exact for float16 weights) or 'bfloat16'."
+        )
+    if asked != "auto":
+        return getattr(torch, asked)
+    stored = hf_config.dtype or hf_config.get_text_config().dtype or _first_float_dtype(entries)
+    stored = getattr(torch, stored) if isinstance(stored, str) else stored
+    dtype = torch.bfloat16 if stored == torch.bfloat16 and _has_native_bfloat16() else torch.float32
+    if dtype != stored and stored is not None:
+        logger.info("dtype='auto': the checkpoint's %s is served as %s on this CPU.", stored, dtype)
+    return dtype
+
+
+def _first_float_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
+    return next((_TORCH_DTYPES[e.dtype] for e in entries if e.dtype in _TORCH_DTYPES), None)
+
+
+def _has_native_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def _served_length(hf_config: PretrainedConfig, asked: int | None) -> int:
+    """Most positions served: the checkpoint's own, or `asked` where it names none."""
+    limit = position_limit(hf_config)
+    if limit is None and asked is None:
+        raise ConfigError("The checkpoint's configuration names no longest sequence: set max_model_len.")
+    if limit is not None and asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len={asked} is not allowed: this checkpoint serves exactly up to {limit} positions, its original "
+            "length. Lower it, or leave it out."
+        )
+    return limit or asked or 0
+
+
+def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:
+    path = directory / "generation_config.json"
+    found = _read_json(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = getattr(hf_config, "eos_token_id", None)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(i, int) for i in ids):
+        raise ConfigError(f"{path}: eos_token_id={found!r} is not allowed: must be a token id or a list of them.")
+    return ids

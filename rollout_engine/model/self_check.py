@@ -1,0 +1,155 @@
+"""The last question of the gate, put to numbers: does our paged forward compute what Hugging Face's own does?
+
+A small copy of the architecture (few layers, narrow, windows of 8 tokens, float32) gets weights so large that a lost
+softcap, a wrong scale or a window off by one shows; under usual initial weights they hide. Every position's logits of
+several sequences, computed in chunks and single tokens over shuffled blocks, are compared with one eager forward each.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rollout_engine.model.attention import ATTENTION_NAME, SequenceChunk
+from rollout_engine.model.construct import construct, initialize
+from rollout_engine.model.forward import PagedModel
+from rollout_engine.model.fusion import fuse_projections, make_row_invariant
+from rollout_engine.model.geometry import LayerGeometry, Refusal, probe_geometry
+
+TOLERANCE = 1e-3
+"""Largest error allowed, relative to the largest logit: real faults are ten to a thousand times above it."""
+
+_BLOCK_SIZE = 4
+_WINDOW = 8
+_VOCAB_SIZE = 128
+_INTERMEDIATE_SIZE = 96
+
+
+def check_numerics(config: PretrainedConfig, geometry: list[LayerGeometry]) -> None:
+    """Raise `Refusal` unless a small copy of `config`'s architecture computes the same logits both ways."""
+    engine, reference, small_geometry = _small_twins(config, geometry)
+    error = _relative_error(engine, reference, small_geometry)
+    if not error <= TOLERANCE:
+        raise Refusal(
+            f"on a small copy its logits differ from transformers' own by {error:.1e} of the largest "
+            f"(allowed: {TOLERANCE:.0e})"
+        )
+
+
+def _small_twins(
+    config: PretrainedConfig, geometry: list[LayerGeometry]
+) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
+    """(with our attention, with eager attention, geometry) under equal weights, as small as keeps the kind."""
+    problem: Exception | None = None
+    for small in (_narrowed(_shortened(config, geometry)), _shortened(config, geometry)):
+        try:
+            engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
+            _spread_weights(engine)
+            small_geometry = probe_geometry(engine)
+            reference = construct(small, dtype=torch.float32, attention="eager")
+        except Exception as failure:  # a foreign constructor may dislike any size
+            problem = failure
+            continue
+        if [_kind(g) for g in small_geometry] == [_kind(g) for g in geometry[: len(small_geometry)]]:
+            reference.load_state_dict(engine.state_dict())
+            fuse_projections(engine)
+            make_row_invariant(engine)
+            return engine, reference, small_geometry
+    raise Refusal(
+        f"no small copy of it could be made to check its numbers ({problem or 'its layers changed with its size'})"
+    )
+
+
+def _shortened(config: PretrainedConfig, geometry: list[LayerGeometry]) -> PretrainedConfig:
+    """As many first layers as show every kind of layer, a small vocabulary, short windows."""
+    small = copy.deepcopy(config)
+    total = len(geometry)
+    needed = max(2, 1 + max([_kind(g) for g in geometry].index(kind) for kind in {_kind(g) for g in geometry}))
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list) and len(value) == total:
+            setattr(small, name, value[:needed])
+    small.num_hidden_layers = min(needed, total)
+    small.vocab_size = _VOCAB_SIZE
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    if getattr(small, "sliding_window", None):
+        small.sliding_window = _WINDOW
+    return small
+
+
+def _narrowed(config: PretrainedConfig) -> PretrainedConfig:
+    """At most two key/value heads, and the rest in proportion: head sizes and grouping stay."""
+    small = copy.deepcopy(config)
+    heads = small.num_attention_heads
+    kv_heads = getattr(small, "num_key_value_heads", None) or heads
+    fewer = min(kv_heads, 2) * (heads // kv_heads)
+    small.hidden_size = small.hidden_size * fewer // heads
+    small.num_attention_heads = fewer
+    if hasattr(small, "num_key_value_heads"):
+        small.num_key_value_heads = min(kv_heads, 2)
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(small, name, None):
+            setattr(small, name, min(getattr(small, name), _INTERMEDIATE_SIZE))
+    return small
+
+
+def _kind(layer: LayerGeometry) -> tuple[object, ...]:
+    """All of a layer's geometry but the sizes that a small copy changes."""
+    group = layer.num_heads // layer.num_kv_heads
+    windowed = layer.sliding_window is not None
+    return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed
+
+
+@torch.no_grad()
+def _spread_weights(module: PreTrainedModel) -> None:
+    """Matrices normal with std 0.3 at hidden size 64 and the same gain at any other; vectors 0.1 around their start."""
+    initialize(module)
+    generator = torch.Generator().manual_seed(0)
+    std = 2.4 / module.config.hidden_size**0.5
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, std, generator=generator)
+        else:
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+@torch.no_grad()
+def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometry: list[LayerGeometry]) -> float:
+    longest = max([26] + [layer.sliding_window + 10 for layer in geometry if layer.sliding_window])
+    lengths = (longest - 7, 7, longest)
+    prompts = [torch.randint(_VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    expected = [reference(input_ids=torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
+    largest = max(float(logits.abs().max()) for logits in expected)
+    tables = _shuffled_tables(lengths)
+    paged = PagedModel(engine, geometry, num_blocks=sum(map(len, tables)), block_size=_BLOCK_SIZE)
+    worst = 0.0
+    for step in _steps(lengths):
+        chunks = [SequenceChunk(prompts[s][first:end], first, tables[s]) for s, first, end in step]
+        logits = paged.forward(chunks, range(sum(end - first for _, first, end in step)))
+        wanted = torch.cat([expected[s][first:end] for s, first, end in step])
+        difference = float((logits - wanted).abs().max())
+        worst = max(worst, difference) if difference == difference else difference
+    return worst / largest
+
+
+def _shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:
+    counts = [-(-n // _BLOCK_SIZE) for n in lengths]
+    free = random.Random(0).sample(range(sum(counts)), sum(counts))
+    return [[free.pop() for _ in range(count)] for count in counts]
+
+
+def _steps(lengths: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
+    """Per step, (sequence, first, end) of the tokens to compute: uneven chunks, the last three tokens one by one."""
+    done = [0] * len(lengths)
+    sizes = (5, max(11, max(lengths) // 4), 3)
+    step = 0
+    while done != list(lengths):
+        work = []
+        for s, length in enumerate(lengths):
+            size = min(sizes[(step + s) % 3], max(1, length - 3 - done[s]))
+            if done[s] < length:
+                work.append((s, done[s], done[s] + size))
+                done[s] += size
+        yield work
+        step += 1
