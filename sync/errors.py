@@ -1,10 +1,10 @@
 """Errors of weight transport. Torch-free, so that every floor above may import them.
 
-    SyncError
-    ├── ManifestMismatch      the tensors offered are not the tensors expected
-    ├── StaleVersion          the version does not move forward
-    ├── ChecksumMismatch      bytes arrived that are not the bytes sent
-    └── TransferTimeout       the other side did not answer in time
+SyncError
+├── ManifestMismatch      the tensors offered are not the tensors expected
+├── StaleVersion          the version does not move forward
+├── ChecksumMismatch      bytes arrived that are not the bytes sent
+└── TransferTimeout       the other side did not answer in time
 """
 
 

@@ -1,0 +1,28 @@
+"""Weight transports: how a trainer's tensors reach an engine, and how both sides know that they did.
+
+`rollout_engine.errors` needs `sync.errors` without torch, so the public names load on first use (PEP 562).
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "make_sender": "sync.transports",
+    "make_receiver": "sync.transports",
+    "WeightManifest": "sync.manifest",
+    "TensorSpec": "sync.manifest",
+    "WeightSender": "sync.base",
+    "WeightReceiver": "sync.base",
+    "SyncError": "sync.errors",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sync' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

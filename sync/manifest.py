@@ -1,0 +1,85 @@
+"""The manifest of one weight version: what travels, in which form, and the digests that prove it arrived.
+
+Digests are xxh3-128 (hexadecimal) of a tensor's contiguous bytes in the receiver's dtype. The total digest covers name,
+dtype, shape and digest of every tensor, sorted by name: equal totals mean equal weights under equal names.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from sync.errors import ManifestMismatch
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a version."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch spells it, without the prefix: "float32", "bfloat16"."""
+    digest: str
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All tensors of a version. Each tied group travels once, under its first name."""
+
+    version: int
+    tensors: list[TensorSpec]
+    aliases: list[list[str]] = []
+    """Groups of names that are one tensor on the sender's side; the first of each group is in `tensors`."""
+    digest: str
+
+    @classmethod
+    def of(cls, version: int, tensors: Sequence[TensorSpec], aliases: Sequence[Sequence[str]] = ()) -> "WeightManifest":
+        """A manifest with its total digest filled in."""
+        groups = [list(group) for group in aliases]
+        return cls(version=version, tensors=list(tensors), aliases=groups, digest=total_digest(tensors))
+
+    def check(self) -> None:
+        """Raise `ManifestMismatch` unless names are unique and the total digest belongs to these tensors."""
+        names = [spec.name for spec in self.tensors]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ManifestMismatch(f"The manifest of version {self.version} lists {first_names(twice)} more than once.")
+        if total_digest(self.tensors) != self.digest:
+            raise ManifestMismatch(
+                f"The manifest of version {self.version} is damaged: its digest is not its tensors'."
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors together, in the receiver's dtypes."""
+        return sum(torch.Size(s.shape).numel() * getattr(torch, s.dtype).itemsize for s in self.tensors)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(name: str, tensor: Tensor) -> TensorSpec:
+    """The spec of `tensor` as it is now, digest included."""
+    return TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype), tensor_digest(tensor))
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """xxh3-128 of the tensor's elements in row-major order; strides do not matter."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
+
+
+def total_digest(tensors: Iterable[TensorSpec]) -> str:
+    """One digest for a set of tensors, whatever order they come in."""
+    lines = sorted((s.name, s.dtype, tuple(s.shape), s.digest) for s in tensors)
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(lines))
+
+
+def first_names(names: Iterable[str], limit: int = 10) -> str:
+    """The first `limit` of `names` for a message, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more

@@ -1,0 +1,31 @@
+"""The transports by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from sync.base import WeightReceiver, WeightSender
+from sync.errors import SyncError
+from sync.inproc import InprocReceiver, InprocSender
+
+_End = TypeVar("_End")
+_SENDERS: Mapping[str, Callable[..., WeightSender]] = {"inproc": InprocSender}
+_RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {"inproc": InprocReceiver}
+
+
+def make_sender(name: str, **options: Any) -> WeightSender:
+    """The trainer's end of transport `name` ("inproc"). Raises `SyncError` for a name that does not exist."""
+    return _make(_SENDERS, name, options)
+
+
+def make_receiver(name: str, **options: Any) -> WeightReceiver:
+    """The engine's end of transport `name`; "inproc" takes `sender=`, the other end. Raises as `make_sender`."""
+    return _make(_RECEIVERS, name, options)
+
+
+def _make(ends: Mapping[str, Callable[..., _End]], name: str, options: dict[str, Any]) -> _End:
+    if name not in ends:
+        raise SyncError(f"Unknown weight transport '{name}'. Known: {', '.join(sorted(ends))}.")
+    try:
+        return ends[name](**options)
+    except TypeError as problem:
+        raise SyncError(f"Options {sorted(options)} do not fit weight transport '{name}': {problem}.") from None
