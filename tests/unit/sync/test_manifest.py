@@ -1,0 +1,75 @@
+"""What a manifest says about tensors, and what it refuses."""
+
+import msgspec
+import pytest
+import torch
+import xxhash
+
+from sync.errors import ManifestMismatch
+from sync.manifest import TensorSpec, WeightManifest, describe, first_names, tensor_digest, total_digest
+
+
+def specs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [describe(name, torch.randn(3, 4, generator=generator)) for name in ("a", "b", "c")]
+
+
+def test_digest_is_xxh3_128_of_the_row_major_bytes():
+    tensor = torch.arange(6, dtype=torch.int32).view(2, 3)
+    assert tensor_digest(tensor) == xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+def test_digest_does_not_depend_on_strides(dtype):
+    tensor = (torch.arange(12) % 5).view(3, 4).to(dtype)
+    assert tensor_digest(tensor.t().contiguous().t()) == tensor_digest(tensor)
+
+
+def test_digest_of_scalar_and_of_nothing():
+    assert tensor_digest(torch.tensor(1.0)) == xxhash.xxh3_128_hexdigest(torch.tensor(1.0).numpy().tobytes())
+    assert tensor_digest(torch.empty(0, 3)) == xxhash.xxh3_128_hexdigest(b"")
+
+
+def test_digest_tells_one_flipped_bit():
+    tensor = torch.zeros(1000)
+    before = tensor_digest(tensor)
+    tensor.view(torch.int32)[777] ^= 1
+    assert tensor_digest(tensor) != before
+
+
+def test_total_digest_does_not_depend_on_order():
+    assert total_digest(specs()) == total_digest(reversed(specs()))
+
+
+@pytest.mark.parametrize("field,value", [("name", "z"), ("shape", (4, 3)), ("dtype", "bfloat16"), ("digest", "0" * 32)])
+def test_total_digest_depends_on_every_field(field, value):
+    changed = specs()
+    changed[1] = msgspec.structs.replace(changed[1], **{field: value})
+    assert total_digest(changed) != total_digest(specs())
+
+
+def test_manifest_survives_the_wire():
+    manifest = WeightManifest.of(3, specs(), [["a", "tied"]])
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest)
+    assert again == manifest
+    again.check()
+
+
+def test_bytes_count_the_dtype():
+    sizes = [TensorSpec("a", (2, 3), "bfloat16", ""), TensorSpec("b", (), "float32", "")]
+    assert WeightManifest.of(1, sizes).num_bytes == 16
+
+
+def test_a_name_listed_twice_is_refused():
+    with pytest.raises(ManifestMismatch, match="lists a more than once"):
+        WeightManifest.of(1, [*specs(), specs()[0]]).check()
+
+
+def test_a_changed_list_under_the_old_digest_is_refused():
+    manifest = msgspec.structs.replace(WeightManifest.of(1, specs()), tensors=specs(seed=1))
+    with pytest.raises(ManifestMismatch, match="damaged"):
+        manifest.check()
+
+
+def test_messages_name_ten_and_count_the_rest():
+    assert first_names(map(str, range(12))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
