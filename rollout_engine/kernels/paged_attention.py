@@ -9,6 +9,7 @@ Shapes: a *row* is one (query token, query head); the `group` query heads of one
 that a KV head is read once. `N` sequences, `Hk` KV heads, `R` rows of one KV head in one sequence.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ KV_TILE = 64
 ROW_TILE = 8
 """Rows of one product come in multiples of this: below it a GEMM library picks other kernels (`prove_row_invariance`)."""
 
+_CACHED_MASK_ELEMENTS = 1 << 22
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -35,26 +37,64 @@ class Scoring(NamedTuple):
 
 
 Tile = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(tile, num_sequences) -> K [num_sequences * Hk, KV_TILE, Dk], V [..., Dv], float32, finite wherever no query may look."""
+"""(tile, num_sequences) -> K [num_sequences * Hk, KV_TILE, Dk], V [..., Dv], float32; V finite everywhere."""
 
 
-def attend(
-    query: Tensor, positions: Tensor, num_kv_heads: int, tile: Tile, tiles: "TilePlan", scoring: Scoring
-) -> tuple[Tensor, Tensor]:
-    """query float32 [N * Hk, R, Dk], positions int64 [N, R] (-1: padding) -> output float32 [N * Hk, R, Dv], lse [N * Hk, R].
+class TilePlan:
+    """Which sequences and rows meet each KV tile, and what they may see of it; shared by all layers.
 
-    R is a multiple of `ROW_TILE`; sequences come longest context first (`TilePlan`).
+    positions int64 [N, R]: each row's position, -1 where padding; rows ascend. Sequences come longest context first.
+    """
+
+    def __init__(self, positions: Tensor, group: int) -> None:
+        self.positions = positions
+        real = positions >= 0
+        first = positions.masked_fill(~real, 1 << 60).amin(1).tolist()
+        last = positions.amax(1).tolist()
+        self.steps: list[tuple[int, int]] = []
+        """Per tile: number of sequences that reach it, first row that does (a multiple of `ROW_TILE`)."""
+        count = len(last)
+        for start in range(0, last[0] + 1, KV_TILE):
+            while last[count - 1] < start:
+                count -= 1
+            skipped = max(0, start - max(first[:count])) * group
+            self.steps.append((count, skipped - skipped % ROW_TILE))
+        self._hidden: dict[tuple[int, int], Tensor | None] = {}
+
+    def hidden(self, j: int, sliding_window: int) -> Tensor | None:
+        """bool [n, 1, rows, KV_TILE]: keys of tile `j` that a row may not see; None where all rows see all keys."""
+        key = (j, sliding_window)
+        if key in self._hidden:
+            return self._hidden[key]
+        count, first_row = self.steps[j]
+        positions = self.positions[:count, first_row:]
+        keys = torch.arange(j * KV_TILE, (j + 1) * KV_TILE, device=positions.device)
+        distance = positions.unsqueeze(-1) - keys
+        hidden = distance < 0
+        if sliding_window:
+            hidden |= distance >= sliding_window
+        needed = bool((hidden.any(-1) & (positions >= 0)).any())
+        result = hidden.unsqueeze(1) if needed else None
+        if not needed or hidden.numel() <= _CACHED_MASK_ELEMENTS:
+            self._hidden[key] = result
+        return result
+
+
+def attend(query: Tensor, num_kv_heads: int, tile: Tile, plan: TilePlan, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """query float32 [N * Hk, R, Dk] -> output float32 [N * Hk, R, Dv], log-sum-exp [N * Hk, R]; padding rows arbitrary.
+
+    R is a multiple of `ROW_TILE`.
     """
     query = query * scoring.scale
     top = query.new_full((*query.shape[:2], 1), _LOWEST)
     total = torch.zeros_like(top)
     out: Tensor | None = None
-    for j, (num_sequences, first_row) in enumerate(tiles):
+    for j, (num_sequences, first_row) in enumerate(plan.steps):
         keys, values = tile(j, num_sequences)
         if out is None:
             out = query.new_zeros(*query.shape[:2], values.shape[-1])
         active = (slice(num_sequences * num_kv_heads), slice(first_row, None))
-        scores = _scores(query[active], keys, positions[:num_sequences, first_row:], num_kv_heads, j, scoring)
+        scores = _scores(query[active], keys, plan, j, num_kv_heads, scoring)
         old_top = top[active]
         new_top = torch.maximum(old_top, scores.amax(-1, keepdim=True))
         rescale = torch.sub(old_top, new_top).exp_()
@@ -67,39 +107,15 @@ def attend(
     return out / total, (top + total.log()).squeeze(-1)
 
 
-class TilePlan(list[tuple[int, int]]):
-    """For each KV tile: (sequences that reach it, first row that sees it). Sequences sorted longest context first."""
-
-    @classmethod
-    def of(cls, first_positions: list[int], last_positions: list[int], group: int) -> "TilePlan":
-        """Per sequence the positions of its first and last query; the last also bounds its context."""
-        plan = cls()
-        num_sequences = len(last_positions)
-        for start in range(0, last_positions[0] + 1, KV_TILE):
-            while last_positions[num_sequences - 1] < start:
-                num_sequences -= 1
-            skipped = max(0, min(start - first for first in first_positions[:num_sequences])) * group
-            plan.append((num_sequences, skipped - skipped % ROW_TILE))
-        return plan
-
-
-def _scores(query: Tensor, keys: Tensor, positions: Tensor, num_kv_heads: int, j: int, scoring: Scoring) -> Tensor:
-    """Scaled scores [n * Hk, R, KV_TILE], -inf where the row may not look."""
+def _scores(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, scoring: Scoring) -> Tensor:
+    """Scores [n * Hk, rows, KV_TILE] of scaled queries, -inf where the row may not look."""
     scores = torch.bmm(query, keys.transpose(1, 2))
     if scoring.softcap:
         scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    hidden = hidden_keys(positions, j, scoring.sliding_window)  # [n, R, KV_TILE]
-    by_sequence = scores.view(-1, num_kv_heads, *scores.shape[1:])
-    by_sequence.masked_fill_(hidden.unsqueeze(1), float("-inf"))
+    hidden = plan.hidden(j, scoring.sliding_window)
+    if hidden is not None:
+        scores.view(-1, num_kv_heads, *scores.shape[1:]).masked_fill_(hidden, float("-inf"))
     return scores
-
-
-def hidden_keys(positions: Tensor, j: int, sliding_window: int) -> Tensor:
-    """bool [..., KV_TILE]: keys of tile `j` that a query at `positions` [...] may not see."""
-    keys = torch.arange(j * KV_TILE, (j + 1) * KV_TILE, device=positions.device)
-    distance = positions.unsqueeze(-1) - keys
-    hidden = distance < 0
-    return hidden | (distance >= sliding_window) if sliding_window else hidden
 
 
 class DenseAttention(torch.autograd.Function):
@@ -109,11 +125,9 @@ class DenseAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         batch, num_heads, length, _ = q.shape
         num_kv_heads = k.shape[1]
-        group = num_heads // num_kv_heads
         query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
-        positions = _row_positions(batch, length, group, query.shape[1], q.device)
-        plan = TilePlan.of([0] * batch, [length - 1] * batch, group)
-        out, lse = attend(query, positions, num_kv_heads, lambda j, n: (keys[:, j], values[:, j]), plan, scoring)
+        plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
+        out, lse = attend(query, num_kv_heads, lambda j, n: (keys[:, j], values[:, j]), plan, scoring)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scoring = scoring
         return _from_rows(out, batch, num_heads, length).to(q.dtype)
@@ -125,17 +139,17 @@ class DenseAttention(torch.autograd.Function):
         scoring: Scoring = ctx.scoring
         batch, num_heads, length, _ = q.shape
         num_kv_heads = k.shape[1]
-        group = num_heads // num_kv_heads
         query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
         grad_out = _to_rows(grad.transpose(1, 2), num_kv_heads)
-        positions = _row_positions(batch, length, group, query.shape[1], q.device)
+        plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
+        padding = plan.positions[:, None, :, None] < 0
         delta = (grad_out * out).sum(-1, keepdim=True)
         grad_q, grad_k, grad_v = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
-        for j, (_, first) in enumerate(TilePlan.of([0] * batch, [length - 1] * batch, group)):
-            rows = slice(first, None)
-            scores = _scores(query[:, rows] * scoring.scale, keys[:, j], positions[:, rows], num_kv_heads, j, scoring)
+        for j, (_, first_row) in enumerate(plan.steps):
+            rows = slice(first_row, None)
+            scores = _scores(query[:, rows] * scoring.scale, keys[:, j], plan, j, num_kv_heads, scoring)
             weights = (scores - lse[:, rows, None]).exp()
-            weights.view(batch, num_kv_heads, *weights.shape[1:]).masked_fill_((positions[:, None, rows, None] < 0), 0.0)
+            weights.view(batch, num_kv_heads, *weights.shape[1:]).masked_fill_(padding[:, :, rows], 0.0)
             grad_scores = weights * (torch.bmm(grad_out[:, rows], values[:, j].transpose(1, 2)) - delta[:, rows])
             if scoring.softcap:
                 grad_scores *= (1 - (scores / scoring.softcap) ** 2).nan_to_num_(0.0, 0.0, 0.0)
@@ -187,10 +201,12 @@ def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
     return tiles.reshape(batch, num_kv_heads, -1, dim)[:, :, :length].to(like.dtype)
 
 
-def _row_positions(batch: int, length: int, group: int, rows: int, device: torch.device) -> Tensor:
-    positions = torch.full((rows,), -1, dtype=torch.int64, device=device)
+@functools.lru_cache(maxsize=4)
+def _dense_plan(batch: int, length: int, group: int, device: torch.device) -> TilePlan:
+    """Every sequence at positions 0..length-1."""
+    positions = torch.full((padded_rows(length * group),), -1, dtype=torch.int64, device=device)
     positions[: length * group] = torch.arange(length, device=device).repeat_interleave(group)
-    return positions.expand(batch, rows)
+    return TilePlan(positions.expand(batch, -1), group)
 
 
 def prove_row_invariance(head_dims: set[int]) -> None:

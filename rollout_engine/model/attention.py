@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.kernels.paged_attention import KV_TILE, DenseAttention, Scoring, TilePlan, attend, padded_rows
+from rollout_engine.kernels.paged_attention import KV_TILE, DenseAttention, Scoring, Tile, TilePlan, attend, padded_rows
 from rollout_engine.model.geometry import LayerGeometry
 
 ATTENTION_NAME = "rollout_engine"
@@ -69,13 +69,12 @@ class _Batch(NamedTuple):
     """int64 [N, Q]: where each query lies in the flat batch (0 where padding)."""
     real: Tensor
     """bool [N, Q]: which of them are queries."""
-    positions: Tensor
-    """int64 [N, R]: each row's position, -1 where padding; R = Q * group rounded up."""
-    tile_blocks: Tensor
-    """int64 [N, tiles, blocks per tile]."""
-    last_positions: Tensor
-    """int64 [N]: of the newest key."""
-    tiles: TilePlan
+    plan: TilePlan
+    """Positions [N, R], R = Q * group rounded up."""
+    tile_rows: list[Tensor]
+    """Per tile int64 [n * Hk * blocks per tile]: its rows of the pool seen as [num_blocks * Hk, block_size * D]."""
+    unwritten: list[Tensor | None]
+    """Per tile bool [n, 1, KV_TILE, 1]: slots past a context's end, which may hold anything; None where there are none."""
 
 
 class _PagedStep:
@@ -84,7 +83,7 @@ class _PagedStep:
     def __init__(self, kv: PagedKV, chunks: Sequence[SequenceChunk]) -> None:
         self.kv = kv
         self._chunks = chunks
-        self._batches: dict[int, list[_Batch]] = {}
+        self._batches: dict[tuple[int, int], list[_Batch]] = {}
         size = kv.block_size
         positions = [c.num_computed_tokens + i for c in chunks for i in range(len(c.token_ids))]
         self.positions = torch.tensor(positions, dtype=torch.int64)
@@ -102,80 +101,86 @@ class _PagedStep:
         num_kv_heads = keys.shape[1]
         group = num_heads // num_kv_heads
         out = q.new_empty(num_tokens, num_heads, values.shape[-1])
-        for batch in self._batches_for(group):
+        for batch in self._batches_for(group, num_kv_heads):
             rows = _gather_queries(q, batch, num_kv_heads, group)
-            mixed, _ = attend(rows, batch.positions, num_kv_heads, _tile_reader(batch, keys, values), batch.tiles, scoring)
+            mixed, _ = attend(rows, num_kv_heads, _tile_reader(batch, keys, values), batch.plan, scoring)
             count, width = batch.tokens.shape
             by_token = mixed[:, : width * group].reshape(count, num_kv_heads, width, group, -1).transpose(1, 2)
             out[batch.tokens[batch.real]] = by_token.reshape(count, width, num_heads, -1)[batch.real].to(out.dtype)
         return out
 
-    def _batches_for(self, group: int) -> list[_Batch]:
-        if group not in self._batches:
-            self._batches[group] = list(_batched(self._chunks, self.kv.block_size, group))
-        return self._batches[group]
+    def _batches_for(self, group: int, num_kv_heads: int) -> list[_Batch]:
+        key = (group, num_kv_heads)
+        if key not in self._batches:
+            self._batches[key] = [
+                _make_batch(members, self.kv.block_size, group, num_kv_heads) for members in _by_width(self._chunks)
+            ]
+        return self._batches[key]
 
 
-def _batched(chunks: Sequence[SequenceChunk], block_size: int, group: int) -> Iterator[_Batch]:
-    """Chunks of length 1 together, then 2, 3-4, 5-8, ...: padding at most doubles a batch."""
+def _by_width(chunks: Sequence[SequenceChunk]) -> Iterator[list[tuple[SequenceChunk, int]]]:
+    """(chunk, start in the flat batch): lengths 1 together, then 2, 3-4, 5-8, ...: padding at most doubles a batch."""
     by_width: dict[int, list[tuple[SequenceChunk, int]]] = {}
     start = 0
     for chunk in chunks:
         by_width.setdefault((len(chunk.token_ids) - 1).bit_length(), []).append((chunk, start))
         start += len(chunk.token_ids)
     for members in by_width.values():
-        members.sort(key=lambda m: -(m[0].num_computed_tokens + len(m[0].token_ids)))
-        yield _make_batch(members, block_size, group)
+        yield sorted(members, key=lambda m: -(m[0].num_computed_tokens + len(m[0].token_ids)))
 
 
-def _make_batch(members: list[tuple[SequenceChunk, int]], block_size: int, group: int) -> _Batch:
+def _make_batch(members: list[tuple[SequenceChunk, int]], block_size: int, group: int, num_kv_heads: int) -> _Batch:
     lengths = torch.tensor([len(c.token_ids) for c, _ in members])
-    first = [c.num_computed_tokens for c, _ in members]
-    last = [c.num_computed_tokens + len(c.token_ids) - 1 for c, _ in members]
+    first = torch.tensor([c.num_computed_tokens for c, _ in members])
     width = int(lengths.max())
     offsets = torch.arange(width)
     real = offsets < lengths[:, None]
     tokens = (offsets + torch.tensor([start for _, start in members])[:, None]).masked_fill_(~real, 0)
     positions = torch.full((len(members), padded_rows(width * group)), -1, dtype=torch.int64)
-    by_token = (offsets + torch.tensor(first)[:, None]).masked_fill_(~real, -1)
+    by_token = (offsets + first[:, None]).masked_fill_(~real, -1)
     positions[:, : width * group] = by_token.repeat_interleave(group, dim=1)
-    tiles = TilePlan.of(first, last, group)
-    per_tile = KV_TILE // block_size
-    table = torch.zeros(len(members), len(tiles) * per_tile, dtype=torch.int64)
-    for row, (chunk, _) in zip(table, members, strict=True):
-        used = min(len(chunk.block_ids), len(row))
-        row[:used] = torch.tensor(chunk.block_ids[:used], dtype=torch.int64)
-    return _Batch(tokens, real, positions, table.view(len(members), -1, per_tile), torch.tensor(last), tiles)
+    plan = TilePlan(positions, group)
+    table = _block_table([c.block_ids for c, _ in members], len(plan.steps) * (KV_TILE // block_size))
+    heads = torch.arange(num_kv_heads)[:, None]
+    last = first + lengths - 1
+    tile_rows, unwritten = [], []
+    for j, (count, _) in enumerate(plan.steps):
+        blocks = table[:count].view(count, len(plan.steps), 1, -1)[:, j]  # [n, 1, blocks per tile]
+        tile_rows.append((blocks * num_kv_heads + heads).flatten())
+        past = torch.arange(j * KV_TILE, (j + 1) * KV_TILE) > last[:count, None]
+        unwritten.append(past[:, None, :, None] if past.any() else None)
+    return _Batch(tokens, real, plan, tile_rows, unwritten)
+
+
+def _block_table(block_ids: list[Sequence[int]], width: int) -> Tensor:
+    """int64 [N, width], cut or filled with block 0."""
+    rows = [list(ids[:width]) + [0] * (width - len(ids)) for ids in block_ids]
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def _gather_queries(q: Tensor, batch: _Batch, num_kv_heads: int, group: int) -> Tensor:
     """q [T, H, D] -> float32 [N * Hk, R, D], zero rows at the end."""
     count, width = batch.tokens.shape
-    rows = q.new_zeros(count, num_kv_heads, batch.positions.shape[1], q.shape[-1], dtype=torch.float32)
+    rows = q.new_zeros(count, num_kv_heads, batch.plan.positions.shape[1], q.shape[-1], dtype=torch.float32)
     by_token = rows[:, :, : width * group].view(count, num_kv_heads, width, group, -1)
     by_token.copy_(q[batch.tokens].view(count, width, num_kv_heads, group, -1).transpose(1, 2))
     return rows.view(count * num_kv_heads, -1, q.shape[-1])
 
 
-def _tile_reader(batch: _Batch, keys: Tensor, values: Tensor) -> Any:
+def _tile_reader(batch: _Batch, keys: Tensor, values: Tensor) -> Tile:
     def read(j: int, num_sequences: int) -> tuple[Tensor, Tensor]:
-        blocks = batch.tile_blocks[:num_sequences, j].flatten()
-        # A block may hold anything past the context's end; a value nobody may see must still be finite.
-        unwritten = torch.arange(j * KV_TILE, (j + 1) * KV_TILE) > batch.last_positions[:num_sequences, None]
-        tile_v = _read_tile(values, blocks, num_sequences)
-        if unwritten.any():
-            tile_v.view(num_sequences, -1, *tile_v.shape[1:]).masked_fill_(unwritten[:, None, :, None], 0.0)
-        return _read_tile(keys, blocks, num_sequences), tile_v
+        tile_k, tile_v = (_read_tile(pool, batch.tile_rows[j]) for pool in (keys, values))
+        unwritten = batch.unwritten[j]
+        if unwritten is not None:  # a value nobody may see must still be finite
+            tile_v.view(num_sequences, -1, *tile_v.shape[1:]).masked_fill_(unwritten, 0.0)
+        return tile_k, tile_v
 
     return read
 
 
-def _read_tile(pool: Tensor, blocks: Tensor, num_sequences: int) -> Tensor:
-    """Blocks of `pool` -> float32 [N * Hk, KV_TILE, D]."""
-    _, num_kv_heads, block_size, dim = pool.shape
-    tile = pool.new_empty(num_sequences, num_kv_heads, KV_TILE // block_size, block_size, dim, dtype=torch.float32)
-    tile.copy_(pool.index_select(0, blocks).view(num_sequences, -1, num_kv_heads, block_size, dim).transpose(1, 2))
-    return tile.view(num_sequences * num_kv_heads, KV_TILE, dim)
+def _read_tile(pool: Tensor, rows: Tensor) -> Tensor:
+    """Rows of `pool` [num_blocks, Hk, block_size, D] -> float32 [n * Hk, KV_TILE, D]."""
+    return pool.flatten(0, 1).index_select(0, rows).view(-1, KV_TILE, pool.shape[-1]).float()
 
 
 def rollout_attention(

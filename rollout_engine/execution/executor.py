@@ -1,0 +1,48 @@
+"""The executor in the caller's own process: no sockets, no spawn."""
+
+import numpy as np
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.execution.weights import WeightUpdater
+from rollout_engine.execution.worker import ModelInfo, Worker
+from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+
+
+class InlineExecutor:
+    """Runs one worker by plain calls. Satisfies `core.executor.Executor`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker: Worker | None = worker
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "InlineExecutor":
+        """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
+        return cls(Worker(config))
+
+    @property
+    def worker(self) -> Worker:
+        assert self._worker is not None, "executor is shut down"
+        return self._worker
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.worker.info
+
+    @property
+    def updater(self) -> WeightUpdater:
+        return self.worker.updater
+
+    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.runner.execute(work)
+
+    def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
+        """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
+        return self.worker.score(sequences, num_prompt, temperature)
+
+    def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of every weight."""
+        return self.updater.metadata()
+
+    def shutdown(self) -> None:
+        """Drop the model and the KV pool."""
+        self._worker = None

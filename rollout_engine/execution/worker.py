@@ -1,0 +1,83 @@
+"""One device's share of the engine: the model, its KV pool, its weights."""
+
+import msgspec
+import numpy as np
+import torch
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.execution.kv_size import bytes_per_block, cap_model_len, size_pool
+from rollout_engine.execution.scoring import score
+from rollout_engine.execution.weights import WeightUpdater
+from rollout_engine.kernels.linear import NotInvariant
+from rollout_engine.kernels.paged_attention import prove_row_invariance
+from rollout_engine.model.forward import PagedModel
+from rollout_engine.model.fusion import make_row_invariant, repack
+from rollout_engine.model.loader import LoadedModel, load_model
+from rollout_engine.model.runner import ModelRunner
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front end and the core need to know of a loaded model."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    choices: str
+    """Every choice made at start-up, for one log line."""
+
+
+class Worker:
+    """Loads the model, sizes the KV pool, and owns `runner` (steps) and `updater` (weights)."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        loaded = load_model(config)
+        self._deterministic = config.deterministic is not False
+        if self._deterministic:
+            _make_deterministic(loaded)
+        num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
+        model = PagedModel(loaded.module, loaded.geometry, num_blocks=num_blocks, block_size=config.block_size)
+        self.runner = ModelRunner(model)
+        self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._after_commit)
+        self.info = ModelInfo(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=cap_model_len(config, loaded.max_model_len, num_blocks),
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            choices=self._choices(config, loaded, num_blocks),
+        )
+
+    def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
+        """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
+        module = self.runner.model.module
+        return score(module, sequences, num_prompt, temperature=temperature, vocab_size=self.info.vocab_size)
+
+    def _after_commit(self) -> None:
+        if self._deterministic:
+            repack(self.runner.model.module)
+
+    def _choices(self, config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:
+        pool_mib = num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
+        return (
+            f"{type(loaded.module).__name__} from {config.model}: device cpu, dtype {loaded.dtype}, "
+            f"{torch.get_num_threads()} threads, deterministic {self._deterministic}, "
+            f"KV pool {num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB), "
+            f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
+        )
+
+
+def _make_deterministic(loaded: LoadedModel) -> None:
+    """Swap in row-invariant operations and prove them on this machine; `ConfigError` where that fails."""
+    try:
+        make_row_invariant(loaded.module)
+        prove_row_invariance({dim for layer in loaded.geometry for dim in (layer.head_dim_k, layer.head_dim_v)})
+        repack(loaded.module)
+    except NotInvariant as problem:
+        raise ConfigError(f"deterministic=True is not possible here: {problem}. Use deterministic=False.") from None
