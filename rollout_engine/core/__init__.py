@@ -1,0 +1,1 @@
+"""The brain: requests, blocks, prefix cache, scheduler, step. Plain Python: state in, decision out."""

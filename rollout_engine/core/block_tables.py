@@ -1,0 +1,143 @@
+"""The block tables of sequences: grow, share, copy on write, publish, release."""
+
+from collections.abc import Iterable
+
+from rollout_engine.core.block_pool import BlockPool
+from rollout_engine.core.prefix_cache import PrefixBlock, PrefixCache
+from rollout_engine.core.request import Sequence
+
+
+class BlockTables:
+    """Every change of a sequence's `block_ids` happens here, over one pool and one prefix cache."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, policy_version: int) -> None:
+        self.policy_version = policy_version
+        """The version that computes KV now; the only one whose blocks are published and found."""
+        self._block_size = block_size
+        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache()
+        self._caching = enable_prefix_caching
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Blocks referenced by live requests / all blocks."""
+        return 1.0 - self._pool.num_free / self._pool.num_blocks
+
+    def num_missing(self, sequence: Sequence, end: int) -> int:
+        """Free blocks it takes to compute `sequence` up to token `end`, its copy on write included."""
+        return -(-end // self._block_size) - len(sequence.block_ids) + self._writes_shared_block(sequence)
+
+    def extend(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
+        """Give every position below `end` a block of its own to be written; returns (source, destination) copies."""
+        copies = []
+        if self._writes_shared_block(sequence):
+            index = sequence.num_computed_tokens // self._block_size
+            source, destination = sequence.block_ids[index], self._allocate()
+            sequence.block_ids[index] = destination
+            self._release(source)
+            copies.append((source, destination))
+        while len(sequence.block_ids) * self._block_size < end:
+            sequence.block_ids.append(self._allocate())
+        return copies
+
+    def attach_prefix(self, sequence: Sequence) -> None:
+        """Start `sequence` on the known blocks of its prefix; at least one token is left to compute."""
+        if not self._caching:
+            return
+        assert not sequence.block_ids, f"{sequence.sequence_id} already has blocks"
+        for index in range((sequence.num_tokens - 1) // self._block_size):
+            found = self._cache.find(self._identify(sequence, index))
+            if found is None:
+                break
+            block, identity = found
+            self._pool.share(block)
+            sequence.block_ids.append(block)
+            sequence.prefix.append(identity)
+        if sequence.block_ids:
+            sequence.num_computed_tokens = len(sequence.block_ids) * self._block_size
+            sequence.kv_min_version = self.policy_version
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make its newly filled blocks findable, unless some of its KV is older than the current version."""
+        num_full = sequence.num_computed_tokens // self._block_size
+        if len(sequence.prefix) == num_full or not self._caching or sequence.kv_min_version != self.policy_version:
+            return
+        for index in range(len(sequence.prefix), num_full):
+            identity = self._identify(sequence, index)
+            self._cache.publish(sequence.block_ids[index], identity)
+            known = self._cache.find(identity)
+            sequence.prefix.append(known[1] if known else identity)
+
+    def fork(self, leader: Sequence, child: Sequence) -> None:
+        """`child` continues from all that `leader` has computed, on the same blocks."""
+        for block in leader.block_ids:
+            self._pool.share(block)
+        child.block_ids = leader.block_ids.copy()
+        child.prefix = leader.prefix.copy()
+        child.num_computed_tokens = leader.num_computed_tokens
+        child.kv_min_version = leader.kv_min_version
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop all its references, the tail first, so that the head of a prefix stays cached longest."""
+        for block in reversed(sequence.block_ids):
+            self._release(block)
+        sequence.block_ids = []
+        sequence.prefix = []
+        sequence.num_computed_tokens = 0
+        sequence.kv_min_version = None
+
+    def clear_cache(self) -> None:
+        """Forget every known prefix."""
+        self._cache.clear()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Recount references and compare every table with what its sequence claims."""
+        sequences = list(sequences)
+        self._pool.check_integrity(sequence.block_ids for sequence in sequences)
+        self._cache.check_integrity()
+        for sequence in sequences:
+            self._check_table(sequence)
+
+    def _allocate(self) -> int:
+        block = self._pool.allocate()
+        self._cache.forget(block)
+        return block
+
+    def _release(self, block: int) -> None:
+        worth_keeping = self._cache.holds(block, self.policy_version)
+        self._pool.release(block, worth_keeping=worth_keeping)
+
+    def _writes_shared_block(self, sequence: Sequence) -> bool:
+        index, offset = divmod(sequence.num_computed_tokens, self._block_size)
+        return offset > 0 and self._pool.is_shared(sequence.block_ids[index])
+
+    def _identify(self, sequence: Sequence, index: int) -> PrefixBlock:
+        start = index * self._block_size
+        return PrefixBlock(
+            sequence.prefix[index - 1] if index else None,
+            sequence.token_ids[start : start + self._block_size],
+            self.policy_version,
+            sequence.request.source.cache_salt,
+        )
+
+    def _check_table(self, sequence: Sequence) -> None:
+        name = sequence.sequence_id
+        num_computed, num_blocks = sequence.num_computed_tokens, len(sequence.block_ids)
+        assert num_computed <= sequence.num_tokens, f"{name}: computed {num_computed} of {sequence.num_tokens} tokens"
+        assert num_computed <= num_blocks * self._block_size, f"{name}: {num_computed} tokens in {num_blocks} blocks"
+        assert (num_computed == 0) == (sequence.kv_min_version is None), (
+            f"{name}: {num_computed} tokens of KV version None"
+        )
+        assert len(sequence.prefix) <= num_computed // self._block_size, f"{name}: a partial block was published"
+        for index, identity in enumerate(sequence.prefix):
+            ours = PrefixBlock(
+                identity.parent,
+                sequence.token_ids[index * self._block_size : (index + 1) * self._block_size],
+                identity.version,
+                identity.salt,
+            )
+            assert ours.content == identity.content, f"{name}: block {index} was published with other tokens"

@@ -1,0 +1,73 @@
+"""The core's own check of a request: whatever came in can be computed, or is refused."""
+
+import msgspec
+
+from rollout_engine.errors import RequestError
+from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.sampling_params import MAX_N
+
+
+class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes the core works with; see `EngineConfig` for the user's side of them."""
+
+    num_blocks: int
+    block_size: int
+    """Tokens per block."""
+    max_model_len: int
+    """Most tokens of one sequence, prompt included."""
+    max_num_seqs: int
+    """Most sequences that run at the same time."""
+    max_num_batched_tokens: int
+    """Most tokens computed in one step."""
+    vocab_size: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks",
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "vocab_size",
+        ):
+            assert getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
+
+
+def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
+    """Raise `RequestError` naming field, value and bound if `request` can never be served."""
+    if not isinstance(request.request_id, str) or not request.request_id:
+        raise RequestError.for_field("request_id", request.request_id, "a non-empty string")
+    _check_tokens("prompt_token_ids", request.prompt_token_ids, config.vocab_size)
+    if not request.prompt_token_ids:
+        raise RequestError.for_field("prompt_token_ids", [], "at least one token")
+    if not 1 <= request.params.n <= MAX_N:
+        raise RequestError.for_field("n", request.params.n, f"in [1, {MAX_N}]")
+    if not 0 <= request.seed < 2**64:
+        raise RequestError.for_field("seed", request.seed, "in [0, 2**64)")
+    _check_length(request, config)
+
+
+def _check_tokens(field: str, token_ids: list[int], vocab_size: int) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        position, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        raise RequestError.for_field(f"{field}[{position}]", token_id, f"in [0, {vocab_size}), the vocabulary")
+
+
+def _check_length(request: EngineCoreRequest, config: CoreConfig) -> None:
+    if request.max_tokens < 1:
+        raise RequestError.for_field("max_tokens", request.max_tokens, "at least 1")
+    num_prompt_tokens = len(request.prompt_token_ids)
+    num_tokens = num_prompt_tokens + request.max_tokens
+    if num_tokens > config.max_model_len:
+        room = config.max_model_len - num_prompt_tokens
+        hint = f"The prompt has {num_prompt_tokens} tokens, and both together at most max_model_len={config.max_model_len}."
+        bound = (
+            f"at most {room}" if room > 0 else f"absent: a prompt must be shorter than {config.max_model_len} tokens"
+        )
+        raise RequestError.for_field("max_tokens", request.max_tokens, bound, hint)
+    capacity = config.num_blocks * config.block_size
+    if num_tokens - 1 > capacity:  # the last token is never fed back, so it needs no KV
+        room = capacity - num_prompt_tokens + 1
+        hint = f"The prompt has {num_prompt_tokens} tokens and the KV pool holds {capacity}: raise num_kv_blocks or kv_cache_bytes."
+        raise RequestError.for_field("max_tokens", request.max_tokens, f"at most {room}", hint)

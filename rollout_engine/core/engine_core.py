@@ -1,0 +1,237 @@
+"""The engine's loop on one screen: schedule, execute, update."""
+
+import logging
+from collections.abc import Iterable
+
+from rollout_engine.core.block_tables import BlockTables
+from rollout_engine.core.door import CoreConfig, check_request
+from rollout_engine.core.executor import Executor
+from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.scheduler import Scheduler
+from rollout_engine.core.stats import CoreStats
+from rollout_engine.core.token_columns import token_columns
+from rollout_engine.errors import RequestError, WeightUpdateError
+from rollout_engine.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from rollout_engine.outputs import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Requests in, tokens out. Every sequence ends in exactly one output with a `finish_reason`."""
+
+    def __init__(self, executor: Executor, config: CoreConfig, *, policy_version: int = 0) -> None:
+        self._executor = executor
+        self._config = config
+        self._tables = BlockTables(
+            config.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy_version=policy_version,
+        )
+        self._scheduler = Scheduler(
+            self._tables,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._requests: dict[str, Request] = {}
+        self._sequences: dict[str, Sequence] = {}
+        self._num_arrived = 0
+        self._undelivered: list[EngineCoreOutput] = []
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights."""
+        return self._tables.policy_version
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def stats(self) -> CoreStats:
+        return self._scheduler.stats
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step()` has anything to give."""
+        return bool(self._requests or self._undelivered)
+
+    def cache_usage(self) -> float:
+        """Blocks referenced by live requests / all blocks."""
+        return self._tables.usage
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or its id is in use."""
+        check_request(request, self._config)
+        if request.request_id in self._requests:
+            raise RequestError.for_field("request_id", request.request_id, "unique among unfinished requests")
+        made = Request(request, self._num_arrived)
+        for sequence in made.sequences:
+            if sequence.sequence_id in self._sequences:
+                other = self._sequences[sequence.sequence_id].request.source.request_id
+                hint = f"It would name a sequence '{sequence.sequence_id}', and so does unfinished request '{other}'."
+                raise RequestError.for_field("request_id", request.request_id, "distinct from all sequence ids", hint)
+        self._num_arrived += 1
+        self._requests[request.request_id] = made
+        self._sequences.update((sequence.sequence_id, sequence) for sequence in made.sequences)
+        self._scheduler.add(made)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """End requests, or single samples by child id `{i}_{request_id}`; one output per sequence ended.
+
+        An unknown or finished id is a no-op. Where an id names both a request and a sample of another, the request
+        is meant.
+        """
+        outputs = []
+        for request_id in request_ids:
+            if request_id in self._requests:
+                outputs += self._end_all(self._requests[request_id], "abort")
+            elif request_id in self._sequences and not self._sequences[request_id].ended:
+                outputs.append(self._end(self._sequences[request_id], "abort"))
+        return outputs
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Schedule, execute, update. Called while idle it lets the runner forget what has ended."""
+        outputs, self._undelivered = self._undelivered, []
+        work = self._scheduler.schedule()
+        if not work.scheduled and not work.finished:
+            return outputs
+        try:
+            result = self._executor.execute(work)
+            _check_result(work, result)
+        except BaseException as error:
+            outputs += self._fail(work, error)
+            if isinstance(error, Exception):
+                return outputs
+            self._undelivered = outputs  # interrupted from outside: the next step() delivers
+            raise
+        return outputs + self._update(work, result)
+
+    def commit_version(self, version: int, kv: str = "keep") -> int:
+        """The weights are now `version`'s. Called between steps; returns the number of live requests.
+
+        kv="keep": sequences go on over the KV they have. kv="recompute": they compute it again under the new weights;
+        always so when `version` does not grow, since old KV could not be told from new by its version any more.
+        """
+        if kv not in ("keep", "recompute"):
+            raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
+        grows = version > self._tables.policy_version
+        if not grows:
+            self._tables.clear_cache()
+        if kv == "recompute" or not grows:
+            self._scheduler.recompute_all()
+        self._tables.policy_version = version
+        return len(self._requests)
+
+    def check_integrity(self) -> None:
+        """Recount everything from scratch; AssertionError says what is off."""
+        self._scheduler.check_integrity()
+        sequences = {s.sequence_id: s for request in self._requests.values() for s in request.sequences}
+        assert sequences == self._sequences, "the sequences of live requests and the known sequences differ"
+        for request_id, request in self._requests.items():
+            live = request.live_sequences
+            queued = [sequence for sequence in live if sequence.queue is not None]
+            assert len(live) == request.num_live > 0, (
+                f"{request_id}: {len(live)} live sequences, {request.num_live} counted"
+            )
+            assert queued == (live if request.forked else live[:1]), (
+                f"{request_id}: {len(queued)} of {len(live)} sequences queued"
+            )
+        num_queued = sum(s.queue is not None for s in sequences.values())
+        scheduler = self._scheduler
+        assert num_queued == len(scheduler.waiting) + len(scheduler.parked) + len(scheduler.running), (
+            "a stranger is queued"
+        )
+
+    def _update(self, work: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        self.stats.num_steps += 1
+        for row in work.scheduled:
+            self._scheduler.advance(self._sequences[row.request_id], row.num_tokens)
+        outputs = []
+        for index, task in enumerate(work.samples):
+            sequence = self._sequences[task.request_id]
+            if index in result.errors:
+                outputs.append(self._end(sequence, "error", error=result.errors[index]))
+            else:
+                outputs.append(self._append(sequence, result, index))
+        return outputs
+
+    def _append(self, sequence: Sequence, result: ModelRunnerOutput, index: int) -> EngineCoreOutput:
+        self.stats.num_tokens_sampled += 1
+        sequence.append(result.token_ids[index])
+        output = self._output(sequence, [result.token_ids[index]])
+        params = sequence.request.source.params
+        if params.logprobs is not None:
+            output.new_logprobs, output.new_kept_logprob_mass, output.new_top_logprobs = token_columns(
+                result, index, params
+            )
+        output.finish_reason, output.stop_reason = sequence.finish()
+        if output.finish_reason is not None:
+            self._retire(sequence)
+        return output
+
+    def _fail(self, work: SchedulerOutput, error: BaseException) -> list[EngineCoreOutput]:
+        """The executor raised: what it was working on ends, everything else goes on."""
+        self.stats.num_steps += 1
+        self.stats.num_failed_steps += 1
+        message = f"step {work.step} failed: {type(error).__name__}: {error}"
+        logger.warning("%s\n%s", message, _dump(work), exc_info=error)
+        self._scheduler.unsend(work)
+        outputs = []
+        for row in work.scheduled:
+            sequence = self._sequences[row.request_id]
+            if sequence.request.forked:
+                outputs.append(self._end(sequence, "error", error=message))
+            else:  # it computed the prompt for all
+                outputs += self._end_all(sequence.request, "error", error=message)
+        return outputs
+
+    def _end_all(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineCoreOutput]:
+        """The leader ends last, so that no sibling has to take over."""
+        return [self._end(sequence, reason, error) for sequence in reversed(request.live_sequences)][::-1]
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineCoreOutput:
+        """End a sequence that got no token."""
+        output = self._output(sequence, [])
+        output.finish_reason, output.error = reason, error
+        self._retire(sequence)
+        return output
+
+    def _output(self, sequence: Sequence, new_token_ids: list[int]) -> EngineCoreOutput:
+        request, version = sequence.request, self.policy_version
+        return EngineCoreOutput(
+            request_id=request.source.request_id,
+            index=sequence.index,
+            new_token_ids=new_token_ids,
+            policy_version=version,
+            kv_min_version=version if sequence.kv_min_version is None else sequence.kv_min_version,
+            num_cached_tokens=request.num_cached_tokens or 0,
+        )
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._scheduler.end(sequence)
+        request = sequence.request
+        if request.num_live == 0:
+            del self._requests[request.source.request_id]
+            for ended in request.sequences:
+                del self._sequences[ended.sequence_id]
+
+
+def _check_result(work: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    for name in ("token_ids", "logprobs", "kept_logprob_mass"):
+        column = getattr(result, name)
+        if column is not None and len(column) != len(work.samples):
+            raise ValueError(f"the executor returned {len(column)} {name} for {len(work.samples)} samples")
+
+
+def _dump(work: SchedulerOutput) -> str:
+    """What was scheduled, one line a sequence, without any tokens."""
+    rows = [
+        f"  {row.request_id}: tokens [{row.num_computed_tokens}, {row.num_computed_tokens + row.num_tokens}), {len(row.block_ids)} blocks"
+        for row in work.scheduled
+    ]
+    head = (
+        f"policy_version {work.policy_version}, {work.num_tokens} tokens, {len(work.scheduled)} scheduled, "
+        f"{len(work.samples)} samples, {len(work.new)} new, {len(work.block_copies)} block copies"
+    )
+    return "\n".join([head, *rows])

@@ -1,0 +1,191 @@
+"""A deterministic fake model over simulated KV blocks: stale, torn or foreign KV raises instead of passing."""
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+import numpy as np
+
+from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.seeds import mix
+
+
+class FakeKVError(AssertionError):
+    """KV was read that was never written, or that belongs to another context."""
+
+
+class FakeExecutor:
+    """An `Executor` without a model. The next token is `fake_next_token` of the context read through the blocks.
+
+    Every slot (block, offset) holds (digest of the context up to its token, version that computed it), and each
+    write and each sample reads its context back through the block table.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        vocab_size: int,
+        fail_at_steps: Collection[int] = (),
+        scripts: Mapping[str, list[int]] | None = None,
+        errors: Mapping[str, str] | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.fail_at_steps = fail_at_steps
+        """Values of `SchedulerOutput.step` at which to raise, half of the work done."""
+        self.scripts = scripts or {}
+        """Sequence id -> its first tokens, for example a stop id."""
+        self.errors = errors or {}
+        """Sequence id -> message reported in place of its next token."""
+        self.sequences: dict[str, FakeSequence] = {}
+        self.num_steps = 0
+        self.num_tokens_computed = 0
+        self.kv_min_versions: dict[str, int] = {}
+        """Sequence id -> oldest version among the KV its last sample attended."""
+        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        for sequence_id in work.finished:
+            self.sequences.pop(sequence_id, None)
+            self.kv_min_versions.pop(sequence_id, None)
+        for new in work.new:
+            if new.request_id in self.sequences:
+                raise FakeKVError(f"{new.request_id} is new, but already known")
+            self.sequences[new.request_id] = FakeSequence(new)
+        self._copy_blocks(work.block_copies)
+        self._check_slots(work.scheduled)
+        for index, row in enumerate(work.scheduled):
+            if work.step in self.fail_at_steps and 2 * index >= len(work.scheduled):
+                raise RuntimeError(f"told to fail at step {work.step}")
+            self._compute(row, work.policy_version)
+        self.num_steps += 1
+        return self._sample(work)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        destinations = [destination for _, destination in copies]
+        if len(set(destinations)) < len(copies) or set(destinations) & {source for source, _ in copies[1:]}:
+            for position, (source, _) in enumerate(copies):
+                if source in destinations[:position]:
+                    raise FakeKVError(f"block {source} is copied from after it was copied to")
+            if len(set(destinations)) < len(copies):
+                raise FakeKVError(f"a block is copied to twice: {destinations}")
+        for source, destination in copies:
+            for offset in range(self.block_size):
+                if (source, offset) in self._slots:
+                    self._slots[destination, offset] = self._slots[source, offset]
+
+    def _check_slots(self, scheduled: list[ScheduledSequence]) -> None:
+        written = [self._slot(row, position) for row in scheduled for position in _positions(row)]
+        if len(set(written)) < len(written):
+            raise FakeKVError("two sequences write the same KV slot in one step")
+
+    def _compute(self, row: ScheduledSequence, version: int) -> None:
+        digest, _ = self._read(row, row.num_computed_tokens)
+        tokens = self.sequences[row.request_id].token_ids
+        for position in _positions(row):
+            digest = mix(digest, tokens[position])
+            self._slots[self._slot(row, position)] = (digest, version)
+            self.num_tokens_computed += 1
+
+    def _sample(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        token_ids, errors = [], {}
+        for index, task in enumerate(work.samples):
+            row = work.scheduled[task.row]
+            state = self.sequences[task.request_id]
+            if len(state.token_ids) != row.num_computed_tokens + row.num_tokens:
+                raise FakeKVError(
+                    f"{task.request_id} samples after {row.num_computed_tokens + row.num_tokens} tokens, has {len(state.token_ids)}"
+                )
+            digest, self.kv_min_versions[task.request_id] = self._read(row, len(state.token_ids))
+            if task.request_id in self.errors:
+                errors[index] = self.errors[task.request_id]
+                token_ids.append(-1)
+                continue
+            token_ids.append(self._next_token(task.request_id, digest))
+            state.token_ids.append(token_ids[-1])
+        params = [self.sequences[task.request_id].params for task in work.samples]
+        return _with_columns(token_ids, params, errors, self.vocab_size)
+
+    def _next_token(self, sequence_id: str, digest: int) -> int:
+        state = self.sequences[sequence_id]
+        script = self.scripts.get(sequence_id, [])
+        if state.num_sampled < len(script):
+            return script[state.num_sampled]
+        return _draw(digest, state.seed, self.vocab_size, state.banned)
+
+    def _read(self, row: ScheduledSequence, end: int) -> tuple[int, int]:
+        """(digest of the context, its oldest version) as found in the blocks; raises where they disagree."""
+        digest, oldest = 0, 2**63
+        for position, token_id in enumerate(self.sequences[row.request_id].token_ids[:end]):
+            digest = mix(digest, token_id)
+            found = self._slots.get(self._slot(row, position))
+            if found is None:
+                raise FakeKVError(f"{row.request_id} reads position {position}, which was never written")
+            if found[0] != digest:
+                raise FakeKVError(f"{row.request_id} reads KV of another context at position {position}")
+            oldest = min(oldest, found[1])
+        return digest, oldest
+
+    def _slot(self, row: ScheduledSequence, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.block_size)
+        if index >= len(row.block_ids):
+            raise FakeKVError(f"{row.request_id} has no block for position {position}")
+        return row.block_ids[index], offset
+
+
+class FakeSequence:
+    """What the fake runner remembers of a sequence; `token_ids` is its own copy."""
+
+    __slots__ = ("num_prompt_tokens", "params", "seed", "stop_ids", "token_ids")
+
+    def __init__(self, new: NewSequence) -> None:
+        self.token_ids = list(new.token_ids)
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.params = new.params
+        self.seed = new.seed
+        self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def banned(self) -> Collection[int]:
+        return self.stop_ids if self.num_sampled < self.params.min_tokens else ()
+
+
+def fake_next_token(context: list[int], seed: int, vocab_size: int, banned: Collection[int] = ()) -> int:
+    """The token the fake model draws after `context`: the slow truth of tests, from the tokens alone."""
+    digest = 0
+    for token_id in context:
+        digest = mix(digest, token_id)
+    return _draw(digest, seed, vocab_size, banned)
+
+
+def _draw(digest: int, seed: int, vocab_size: int, banned: Collection[int]) -> int:
+    first = mix(digest, seed) % vocab_size
+    candidates = ((first + shift) % vocab_size for shift in range(vocab_size))
+    return next((token_id for token_id in candidates if token_id not in banned), first)
+
+
+def _positions(row: ScheduledSequence) -> range:
+    return range(row.num_computed_tokens, row.num_computed_tokens + row.num_tokens)
+
+
+def _with_columns(
+    token_ids: list[int], params: list[SamplingParams], errors: dict[int, str], vocab_size: int
+) -> ModelRunnerOutput:
+    """Made-up log-probs that identify their token: -1 - id / vocab_size, and the next ids as runners-up."""
+    output = ModelRunnerOutput(token_ids, None, errors=errors)
+    if any(p.logprobs is not None for p in params):
+        output.logprobs = [-1.0 - token_id / vocab_size for token_id in token_ids]
+    if any(p.truncates for p in params):
+        output.kept_logprob_mass = [-0.125 if p.truncates else 0.0 for p in params]
+    width = max((p.logprobs or 0 for p in params), default=0)
+    if width:
+        shifts = np.arange(width, dtype=np.int32)
+        ids = (np.array(token_ids, dtype=np.int32)[:, None] + shifts) % vocab_size
+        values = np.array(output.logprobs, dtype=np.float32)[:, None] - shifts.astype(np.float32)
+        output.top_logprobs = (ids.astype(np.int32), values)
+    return output

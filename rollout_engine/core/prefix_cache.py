@@ -1,0 +1,86 @@
+"""Which full blocks are known, by what they are: tokens, everything before them, policy version and salt."""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+
+class PrefixBlock:
+    """The identity of one full KV block: its own tokens after its parent's, under one policy version and salt."""
+
+    __slots__ = ("content", "hash", "parent", "salt", "version")
+
+    def __init__(self, parent: "PrefixBlock | None", token_ids: Sequence[int], version: int, salt: str) -> None:
+        self.parent = parent
+        self.content = array("I", token_ids).tobytes()
+        self.version = version
+        self.salt = salt
+        self.hash = block_hash(parent.hash if parent else b"", self.content, version, salt)
+
+    def same_as(self, other: "PrefixBlock") -> bool:
+        """Compare contents back to the root: a hash collision is a miss, never a wrong hit.
+
+        Known blocks replace equal new ones in every chain, so this stops at the first or second parent.
+        """
+        one: PrefixBlock | None = self
+        two: PrefixBlock | None = other
+        while one is not two:
+            if one is None or two is None:
+                return False
+            if (one.content, one.version, one.salt) != (two.content, two.version, two.salt):
+                return False
+            one, two = one.parent, two.parent
+        return True
+
+
+def block_hash(parent: bytes, content: bytes, version: int, salt: str) -> bytes:
+    """blake2b-128 over fixed-width fields and, last, the salt."""
+    fields = (
+        parent.rjust(16, b"\0"),
+        version.to_bytes(8, "big", signed=True),
+        content,
+        salt.encode("utf-8", "surrogatepass"),
+    )
+    return hashlib.blake2b(b"".join(fields), digest_size=16).digest()
+
+
+class PrefixCache:
+    """Two maps kept inverse to each other: hash -> block id, block id -> identity."""
+
+    def __init__(self) -> None:
+        self._block_by_hash: dict[bytes, int] = {}
+        self._identity: dict[int, PrefixBlock] = {}
+
+    def find(self, wanted: PrefixBlock) -> tuple[int, PrefixBlock] | None:
+        """The block that holds `wanted`, and the identity already known for it."""
+        block = self._block_by_hash.get(wanted.hash)
+        if block is None or not self._identity[block].same_as(wanted):
+            return None
+        return block, self._identity[block]
+
+    def publish(self, block: int, identity: PrefixBlock) -> None:
+        """Make `block` findable. When the hash is taken (same content, or a collision) the first block stays."""
+        if identity.hash not in self._block_by_hash:
+            self._block_by_hash[identity.hash] = block
+            self._identity[block] = identity
+
+    def forget(self, block: int) -> None:
+        """The block is about to be overwritten, or can never match again."""
+        identity = self._identity.pop(block, None)
+        if identity is not None:
+            del self._block_by_hash[identity.hash]
+
+    def holds(self, block: int, version: int) -> bool:
+        """Whether `block` can still be found under `version`."""
+        identity = self._identity.get(block)
+        return identity is not None and identity.version == version
+
+    def clear(self) -> None:
+        self._block_by_hash.clear()
+        self._identity.clear()
+
+    def check_integrity(self) -> None:
+        """The two maps are inverse to each other."""
+        assert len(self._block_by_hash) == len(self._identity), "hash and identity maps differ in size"
+        for block, identity in self._identity.items():
+            assert self._block_by_hash.get(identity.hash) == block, f"cached block {block} is not found by its own hash"

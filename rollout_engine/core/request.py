@@ -1,0 +1,111 @@
+"""What the core keeps of a request, and of each of its n sequences."""
+
+from rollout_engine.core.prefix_cache import PrefixBlock
+from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.outputs import FinishReason
+from rollout_engine.seeds import child_seed
+
+
+class Request:
+    """One prompt and its n sequences.
+
+    Until the prompt is computed only one sequence exists for the scheduler: the leader, the first that has not ended.
+    """
+
+    __slots__ = ("eos_token_ids", "forked", "num_cached_tokens", "num_live", "sequences", "source", "stop_token_ids")
+
+    def __init__(self, source: EngineCoreRequest, arrival: int) -> None:
+        self.source = source
+        self.eos_token_ids = frozenset(source.eos_token_ids)
+        self.stop_token_ids = frozenset(source.params.stop_token_ids or ())
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache at first sight; None before that."""
+        self.forked = False
+        """The prompt was computed and every sequence has its own block table."""
+        self.num_live = source.params.n
+        self.sequences = [Sequence(self, index, arrival) for index in range(source.params.n)]
+
+    @property
+    def live_sequences(self) -> list["Sequence"]:
+        return [sequence for sequence in self.sequences if not sequence.ended]
+
+    @property
+    def leader(self) -> "Sequence":
+        """The sequence that computes the prompt for all."""
+        return next(sequence for sequence in self.sequences if not sequence.ended)
+
+
+class Sequence:
+    """One sample of a request: its tokens, and the KV blocks of those computed so far.
+
+    tokens   |0 ........ num_computed_tokens ........ num_tokens|
+    KV       |  in block_ids                |  to catch up      |
+    """
+
+    __slots__ = (
+        "block_ids",
+        "ended",
+        "in_runner",
+        "index",
+        "kv_min_version",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "order",
+        "prefix",
+        "queue",
+        "request",
+        "seed",
+        "sequence_id",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int, arrival: int) -> None:
+        source = request.source
+        self.request = request
+        self.index = index
+        self.sequence_id = f"{index}_{source.request_id}" if source.params.n > 1 else source.request_id
+        self.order = (source.priority, arrival, index)
+        """Who goes first; unique."""
+        self.seed = child_seed(source.seed, index)
+        self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.token_ids = source.prompt_token_ids
+        """Prompt and sampled tokens. The prompt's own list until the first token is appended."""
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.prefix: list[PrefixBlock] = []
+        """What the first full blocks are, as far as the prefix cache has been told or asked."""
+        self.kv_min_version: int | None = None
+        """Oldest policy version among the computed KV; None when there is none."""
+        self.queue: list[Sequence] | None = None
+        """The scheduler's queue it stands in; None before the fork and after the end."""
+        self.in_runner = False
+        """The runner has (or may have) state of it."""
+        self.ended = False
+
+    def __lt__(self, other: "Sequence") -> bool:
+        return self.order < other.order
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> None:
+        if self.num_output_tokens == 0:
+            self.token_ids = self.token_ids.copy()
+        self.token_ids.append(token_id)
+
+    def finish(self) -> tuple[FinishReason | None, int | None]:
+        """(finish_reason, stop_reason) that the last sampled token brings about."""
+        request, token_id = self.request, self.token_ids[-1]
+        if self.num_output_tokens >= request.source.params.min_tokens:
+            if token_id in request.eos_token_ids:
+                return "stop", None
+            if token_id in request.stop_token_ids:
+                return "stop", token_id
+        if self.num_output_tokens >= request.source.max_tokens:
+            return "length", None
+        return None, None

@@ -1,0 +1,220 @@
+"""Who computes what in the next step."""
+
+from bisect import bisect_left, insort
+
+from rollout_engine.core.block_tables import BlockTables
+from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.stats import CoreStats
+from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+
+
+class Scheduler:
+    """Sequences stand in one of three queues, each sorted by (priority, arrival, index).
+
+    waiting   hold no blocks                          ──admit──>  running
+    parked    forked, hold references to shared KV    ──admit──>  running
+    running   at most max_num_seqs
+
+    When blocks run out, the last of `parked` drops its references, then the last of `running` is preempted; both go
+    back to `waiting` with their tokens and compute their KV again later. The first running sequence can always take
+    all blocks, and the door let no request in that needs more: every step with work computes something.
+    """
+
+    def __init__(self, tables: BlockTables, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.tables = tables
+        self.stats = CoreStats()
+        self.waiting: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._forgotten: list[str] = []
+
+    def schedule(self) -> SchedulerOutput:
+        """One token budget: running sequences first, then parked and waiting ones by (priority, arrival)."""
+        work = SchedulerOutput(
+            step=self.stats.num_steps,
+            policy_version=self.tables.policy_version,
+            finished=[],
+            new=[],
+            block_copies=[],
+            scheduled=[],
+            samples=[],
+        )
+        budget = self._schedule_running(work, self._max_num_batched_tokens)
+        self._schedule_waiting(work, budget)
+        work.finished, self._forgotten = self._forgotten, []
+        assert work.scheduled or not (self.waiting or self.parked or self.running), "work, but nothing scheduled"
+        return work
+
+    def add(self, request: Request) -> None:
+        """Queue the leader; the other sequences appear when it has computed the prompt."""
+        self._move(request.leader, self.waiting)
+
+    def end(self, sequence: Sequence) -> None:
+        """Take `sequence` out for good. Where it led a prompt not yet computed, the next live one leads from here."""
+        was_leader = sequence.queue is not None and not sequence.request.forked
+        self._move(sequence, None)
+        self.tables.release(sequence)
+        self._forget(sequence)
+        sequence.ended = True
+        sequence.request.num_live -= 1
+        if was_leader and sequence.request.num_live:
+            self.add(sequence.request)
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """`num_tokens` more of `sequence` were computed; with the prompt complete its siblings fork off."""
+        prompt_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
+        self.stats.num_prompt_tokens_computed += min(num_tokens, prompt_left)
+        self.stats.num_tokens_computed += num_tokens
+        sequence.num_computed_tokens += num_tokens
+        if sequence.kv_min_version is None:
+            sequence.kv_min_version = self.tables.policy_version
+        self.tables.publish(sequence)
+        if not sequence.request.forked and sequence.num_computed_tokens == sequence.num_tokens:
+            self._fork(sequence)
+
+    def unsend(self, work: SchedulerOutput) -> None:
+        """The runner failed on `work` and may not have forgotten what it named: say it again next time."""
+        self._forgotten = work.finished + self._forgotten
+
+    def recompute_all(self) -> None:
+        """Every sequence with KV drops it and computes it again."""
+        for sequence in self.running + self.parked:
+            self._drop(sequence)
+
+    def check_integrity(self) -> None:
+        """Queues are sorted and disjoint, and hold what their names promise."""
+        queued = self.waiting + self.parked + self.running
+        assert len({sequence.sequence_id for sequence in queued}) == len(queued), "a sequence stands in two queues"
+        assert len(self.running) <= self._max_num_seqs, f"{len(self.running)} running of {self._max_num_seqs}"
+        for queue in (self.waiting, self.parked, self.running):
+            assert queue == sorted(queue), "a queue is out of order"
+            assert all(sequence.queue is queue for sequence in queue), "a sequence does not know its queue"
+        assert not any(sequence.block_ids or sequence.in_runner for sequence in self.waiting), (
+            "a waiting sequence holds something"
+        )
+        assert all(sequence.block_ids and sequence.in_runner for sequence in self.parked), (
+            "a parked sequence holds nothing"
+        )
+        assert not any(sequence.ended for sequence in queued), "an ended sequence is queued"
+        self.tables.check_integrity(queued)
+
+    def _schedule_running(self, work: SchedulerOutput, budget: int) -> int:
+        position = 0
+        while budget and position < len(self.running):
+            sequence = self.running[position]
+            num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+            if not self._make_room(sequence, sequence.num_computed_tokens + num_tokens):
+                break
+            self._assign(work, sequence, num_tokens)
+            budget -= num_tokens
+            position += 1
+        return budget
+
+    def _schedule_waiting(self, work: SchedulerOutput, budget: int) -> None:
+        while budget and len(self.running) < self._max_num_seqs and (self.waiting or self.parked):
+            sequence = min(self.waiting[:1] + self.parked[:1])
+            if not self._admit(sequence):
+                break
+            num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+            self._assign(work, sequence, num_tokens)
+            budget -= num_tokens
+
+    def _make_room(self, sequence: Sequence, end: int) -> bool:
+        """Free blocks until running `sequence` fits up to `end`; False if it had to give up its own."""
+        while self.tables.num_missing(sequence, end) > self.tables.num_free:
+            if self.parked:
+                self._drop_references()
+                continue
+            victim = self.running[-1]
+            self.stats.num_preemptions += 1
+            self._drop(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move to `running` if all its tokens fit beside the others. It takes blocks from none that runs."""
+        came_without_blocks = sequence.queue is self.waiting
+        if came_without_blocks:
+            self.tables.attach_prefix(sequence)
+        while self.tables.num_missing(sequence, sequence.num_tokens) > self.tables.num_free:
+            if self.running or not self.parked or self.parked[-1] is sequence:
+                assert self.running, f"{sequence.sequence_id} does not fit an empty pool"
+                if came_without_blocks:
+                    self.tables.release(sequence)
+                return False
+            self._drop_references()
+        self._move(sequence, self.running)
+        if came_without_blocks:
+            self._count_cached(sequence)
+        return True
+
+    def _assign(self, work: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
+        """Write one row of `work`, and the samples drawn from it."""
+        end = sequence.num_computed_tokens + num_tokens
+        copies = self.tables.extend(sequence, end)
+        self.stats.num_block_copies += len(copies)
+        work.block_copies += copies
+        self._introduce(work, sequence)
+        row = len(work.scheduled)
+        work.scheduled.append(
+            ScheduledSequence(sequence.sequence_id, sequence.num_computed_tokens, num_tokens, sequence.block_ids)
+        )
+        if end < sequence.num_tokens:
+            return
+        drawn = [sequence] if sequence.request.forked else sequence.request.live_sequences
+        for sample in drawn:
+            self._introduce(work, sample)
+            work.samples.append(SampleTask(sample.sequence_id, row))
+
+    def _introduce(self, work: SchedulerOutput, sequence: Sequence) -> None:
+        if sequence.in_runner:
+            return
+        request = sequence.request
+        work.new.append(
+            NewSequence(
+                request_id=sequence.sequence_id,
+                token_ids=sequence.token_ids,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                params=request.source.params,
+                seed=sequence.seed,
+                eos_token_ids=request.source.eos_token_ids,
+            )
+        )
+        sequence.in_runner = True
+
+    def _fork(self, leader: Sequence) -> None:
+        leader.request.forked = True
+        for sibling in leader.request.live_sequences:
+            if sibling is not leader:
+                self.tables.fork(leader, sibling)
+                self._move(sibling, self.parked)
+
+    def _drop_references(self) -> None:
+        self.stats.num_references_dropped += 1
+        self._drop(self.parked[-1])
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Back to `waiting`, without blocks and unknown to the runner, its tokens kept."""
+        self.tables.release(sequence)
+        self._forget(sequence)
+        self._move(sequence, self.waiting)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.in_runner:
+            self._forgotten.append(sequence.sequence_id)
+            sequence.in_runner = False
+
+    def _count_cached(self, sequence: Sequence) -> None:
+        self.stats.num_cached_tokens += sequence.num_computed_tokens
+        if sequence.request.num_cached_tokens is None:
+            sequence.request.num_cached_tokens = sequence.num_computed_tokens
+
+    def _move(self, sequence: Sequence, queue: list[Sequence] | None) -> None:
+        if sequence.queue is not None:
+            del sequence.queue[bisect_left(sequence.queue, sequence)]
+        if queue is not None:
+            insort(queue, sequence)
+        sequence.queue = queue
