@@ -1,0 +1,189 @@
+"""Results to the TensorDict that trainers read: the one place that knows its keys.
+
+B sequences, group-major; P, R, T: longest prompt, response, prompt + response; N tokens in all.
+
+    key                                       padded   packed
+    ("tokens", "prompt")                      [B, P]   [1, sum P]   int64; padded on the left
+    ("tokens", "response")                    [B, R]   [1, sum R]   int64; sampled ids, end token included
+    ("tokens", "full")                        [B, T]   [1, N]       int64
+    ("masks", "all_attention_mask")           [B, T]   [1, N]       bool; real tokens of full
+    ("masks", "all_assistant_mask")           [B, T]   [1, N]       bool; tokens the policy sampled
+    ("masks", "response")                     [B, R]   [1, sum R]   bool; real tokens of response
+    ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; 0 outside the mask
+    "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only where top-k, top-p or min-p cut
+    "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
+    "group_id", "sample_index", "seed"        [B]                   int64
+    "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
+    ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards
+    "cu_seqlens"                                       [B + 1]      int32; where each sequence of full starts
+
+Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the packed one [].
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
+
+Layout = Literal["padded", "packed"]
+RESERVED_KEYS = frozenset(
+    "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed finish_reason "
+    "text next cu_seqlens".split()
+)
+"""Top-level keys that no column may take."""
+
+
+def rollout_batch(
+    outputs: Sequence[RequestOutput],
+    *,
+    pad_token_id: int,
+    group_ids: Sequence[int] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    rewards: Sequence[Sequence[float]] | None = None,
+    layout: Layout = "padded",
+) -> TensorDict:
+    """One TensorDict from finished results, keys as in the table above.
+
+    Args:
+        outputs: one per prompt, with log-probs; every sample of every prompt becomes a sequence.
+        pad_token_id: fills what is no token.
+        group_ids: one per prompt; default 0, 1, 2, ...
+        columns: name -> one value per prompt, repeated for its samples.
+        rewards: per prompt, one per sample.
+        layout: "padded", or "packed" (nothing padded: all sequences end to end in one row).
+
+    A seed is a 64-bit pattern; `int(seed) % 2**64` is the number that replays the sequence with n=1.
+    Raises `RequestError` for an unknown layout and for results without log-probs.
+    """
+    check_layout(layout)
+    samples = [sample for output in outputs for sample in output.outputs]
+    rows = _repeated(range(len(outputs)), outputs)
+    prompts = _repeated([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
+    responses = [np.array(sample.token_ids, np.int64) for sample in samples]
+    masks = _masks(np.array([*map(len, prompts)], np.int64), np.array([*map(len, responses)], np.int64), layout)
+
+    batch_size = [len(samples)] if layout == "padded" else []
+    batch = TensorDict(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
+    groups = np.arange(len(outputs)) if group_ids is None else np.array(group_ids, np.int64)
+    batch["group_id"] = _tensor(groups[rows])
+    batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
+    batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
+    batch["finish_reason"] = NonTensorStack(*(sample.finish_reason for sample in samples))
+    batch["text", "prompt"] = NonTensorStack(*(outputs[row].prompt for row in rows))
+    batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
+    for name, values in (columns or {}).items():
+        batch[name] = NonTensorStack(*(values[row] for row in rows))
+    if rewards is not None:
+        batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
+        batch["next", "done"] = torch.ones(len(samples), 1, dtype=torch.bool)
+    if layout == "packed":
+        ends = np.cumsum([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=np.int32)
+        batch["cu_seqlens"] = _tensor(np.concatenate([np.zeros(1, np.int32), ends]))
+    return batch
+
+
+def check_layout(layout: str) -> None:
+    """Raise `RequestError` unless `layout` exists."""
+    if layout not in get_args(Layout):
+        raise RequestError.for_field("layout", layout, " or ".join(map(repr, get_args(Layout))))
+
+
+class _Masks(NamedTuple):
+    """bool, in the shape of the layout. Filling True places from the left, row by row, keeps token order."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+    full: np.ndarray
+    assistant: np.ndarray
+
+
+def _masks(num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout) -> _Masks:
+    if layout == "packed":
+        lengths = np.stack([num_prompt, num_response], axis=1).reshape(-1)
+        assistant = np.repeat(np.tile([False, True], len(num_prompt)), lengths)[None]
+        prompt, response, full = (np.ones((1, int(n.sum())), bool) for n in (num_prompt, num_response, lengths))
+        return _Masks(prompt, response, full, assistant)
+    p, r = num_prompt[:, None], num_response[:, None]
+    width = int(num_prompt.max(initial=0))
+    at = np.arange(int((num_prompt + num_response).max(initial=0)))
+    response = at[: int(num_response.max(initial=0))] < r
+    return _Masks(np.arange(width) >= width - p, response, at < p + r, (at >= p) & (at < p + r))
+
+
+def _token_keys(
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    samples: list[CompletionOutput],
+    masks: _Masks,
+    pad_token_id: int,
+) -> dict[str, Any]:
+    full = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    logprobs = _joined([_logprobs(sample) for sample in samples], np.float32)
+    policy_version, kv_min_version = _versions(samples)
+    keys: dict[str, Any] = {
+        "tokens": {
+            "prompt": _placed(masks.prompt, _joined(prompts, np.int64), pad_token_id),
+            "response": _placed(masks.response, _joined(responses, np.int64), pad_token_id),
+            "full": _placed(masks.full, _joined(full, np.int64), pad_token_id),
+        },
+        "masks": {
+            "all_attention_mask": _tensor(masks.full),
+            "all_assistant_mask": _tensor(masks.assistant),
+            "response": _tensor(masks.response),
+        },
+        "log_probs": {
+            "response": _placed(masks.response, logprobs, 0.0),
+            "full": _placed(masks.assistant, logprobs, 0.0),
+        },
+        "policy_version": _placed(masks.assistant, policy_version, -1),
+        "kv_min_version": _placed(masks.assistant, kv_min_version, -1),
+    }
+    if any(sample.kept_logprob_mass is not None for sample in samples):
+        kept = [_or_zeros(sample.kept_logprob_mass, sample) for sample in samples]
+        keys["kept_logprob_mass"] = _placed(masks.response, _joined(kept, np.float32), 0.0)
+    return keys
+
+
+def _logprobs(sample: CompletionOutput) -> np.ndarray:
+    if sample.logprobs is None and sample.token_ids:
+        raise RequestError.for_field("logprobs", None, "set for rollouts", "logprobs=0 is cheap.")
+    return _or_zeros(sample.logprobs, sample)
+
+
+def _or_zeros(values: np.ndarray | None, sample: CompletionOutput) -> np.ndarray:
+    return np.zeros(len(sample.token_ids), np.float32) if values is None else values
+
+
+def _versions(samples: list[CompletionOutput]) -> tuple[np.ndarray, np.ndarray]:
+    """(policy_version, kv_min_version) of every sampled token, int64, all samples end to end."""
+    spans: list[VersionSpan] = [span for sample in samples for span in sample.version_spans]
+    lengths = [span.end - span.start for span in spans]
+    assert sum(lengths) == sum(len(sample.token_ids) for sample in samples), "version spans do not tile the tokens"
+    columns = np.array([(span.policy_version, span.kv_min_version) for span in spans], np.int64).reshape(-1, 2)
+    policy_version, kv_min_version = np.repeat(columns, lengths, axis=0).T
+    return policy_version, kv_min_version
+
+
+def _repeated(values: Sequence[Any], outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [value for value, output in zip(values, outputs, strict=True) for _ in output.outputs]
+
+
+def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *parts])
+
+
+def _placed(mask: np.ndarray, flat: np.ndarray, fill: float) -> Tensor:
+    placed = np.full(mask.shape, fill, flat.dtype)
+    placed[mask] = flat
+    return _tensor(placed)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
