@@ -3,6 +3,7 @@
 import numpy as np
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.execution.worker import ModelInfo, Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
@@ -33,6 +34,8 @@ class InlineExecutor:
         return self.worker.updater
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        if self.updater.dirty:
+            raise DirtyWeightsError("A weight update failed half-way: send a complete one before generating again.")
         return self.worker.runner.execute(work)
 
     def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:

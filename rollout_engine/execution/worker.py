@@ -5,14 +5,12 @@ import numpy as np
 import torch
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
 from rollout_engine.execution.kv_size import bytes_per_block, cap_model_len, size_pool
 from rollout_engine.execution.scoring import score
 from rollout_engine.execution.weights import WeightUpdater
-from rollout_engine.kernels.linear import NotInvariant
-from rollout_engine.kernels.paged_attention import prove_row_invariance
+from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
-from rollout_engine.model.fusion import make_row_invariant, repack
+from rollout_engine.model.fusion import repack
 from rollout_engine.model.loader import LoadedModel, load_model
 from rollout_engine.model.runner import ModelRunner
 
@@ -39,7 +37,7 @@ class Worker:
         loaded = load_model(config)
         self._deterministic = config.deterministic is not False
         if self._deterministic:
-            _make_deterministic(loaded)
+            make_deterministic(loaded.module, loaded.geometry)
         num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
         model = PagedModel(loaded.module, loaded.geometry, num_blocks=num_blocks, block_size=config.block_size)
         self.runner = ModelRunner(model)
@@ -71,13 +69,3 @@ class Worker:
             f"KV pool {num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB), "
             f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
         )
-
-
-def _make_deterministic(loaded: LoadedModel) -> None:
-    """Swap in row-invariant operations and prove them on this machine; `ConfigError` where that fails."""
-    try:
-        make_row_invariant(loaded.module)
-        prove_row_invariance({dim for layer in loaded.geometry for dim in (layer.head_dim_k, layer.head_dim_v)})
-        repack(loaded.module)
-    except NotInvariant as problem:
-        raise ConfigError(f"deterministic=True is not possible here: {problem}. Use deterministic=False.") from None

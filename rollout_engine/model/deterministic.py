@@ -1,0 +1,21 @@
+"""Turn a loaded module into one whose every row is the same bits, and prove it on this machine."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.linear import NotInvariant
+from rollout_engine.kernels.paged_attention import prove_row_invariance
+from rollout_engine.model.fusion import make_row_invariant, repack
+from rollout_engine.model.geometry import LayerGeometry
+
+
+def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> None:
+    """Swap in row-invariant linears and activations, in place; `ConfigError` where this CPU does not allow it."""
+    try:
+        prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)})
+        make_row_invariant(module)
+        repack(module)
+    except NotInvariant as problem:
+        raise ConfigError(f"deterministic=True is not possible here: {problem}. Use deterministic=False.") from None

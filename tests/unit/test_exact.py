@@ -1,0 +1,91 @@
+"""The trainer's side: right values and gradients, any padding, and no silent misuse."""
+
+import copy
+
+import pytest
+import torch
+
+from rollout_engine import exact
+from rollout_engine.errors import ConfigError
+from rollout_engine.testing import tiny_model
+
+
+def plain_logprobs(model, ids, mask):
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * (mask[:, 1:] * mask[:, :-1])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("dtype", "atol", "grad_error"), [(torch.float32, 2e-5, 1e-5), (torch.bfloat16, 0.3, 0.1)])
+def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(architecture, dtype, atol, grad_error):
+    reference = tiny_model(architecture, dtype=dtype, attn_implementation="eager").requires_grad_(True)
+    trainer = exact.enable(copy.deepcopy(reference))
+    ids = torch.randint(3, 259, (4, 150), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(150) < torch.tensor([150, 90, 10, 2])[:, None]
+    weights = torch.randn(4, 149, generator=torch.Generator().manual_seed(1))
+    ours, theirs = exact.token_logprobs(trainer, ids, mask), plain_logprobs(reference, ids, mask.long())
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    for (name, p), (_, q) in zip(reference.named_parameters(), trainer.named_parameters(), strict=True):
+        error = (p.grad.float() - q.grad.float()).norm() / p.grad.float().norm()
+        assert error < grad_error, name
+
+
+def test_padding_may_stand_anywhere():
+    trainer = exact.enable(tiny_model("qwen3"))
+    ids = torch.randint(3, 259, (1, 30))
+    with torch.no_grad():
+        plain = exact.token_logprobs(trainer, ids)
+        left = exact.token_logprobs(trainer, *_with_padding(ids, [0] * 7 + list(range(7, 37)), 37))
+        assert torch.equal(left[:, 7:], plain) and not left[:, :7].any()
+        holes = [0, 1, 2, *range(5, 32)]
+        spread = exact.token_logprobs(trainer, *_with_padding(ids, holes, 40))
+        assert torch.equal(spread[:, [p - 1 for p in holes[1:]]], plain)
+
+
+def _with_padding(ids, places, length):
+    wide, mask = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.bool)
+    places = places[-ids.shape[1] :]
+    wide[0, places], mask[0, places] = ids[0], True
+    return wide, mask
+
+
+def test_temperature_divides_the_logits():
+    trainer = exact.enable(tiny_model("llama"))
+    ids = torch.randint(3, 259, (2, 12))
+    with torch.no_grad():
+        cold = exact.token_logprobs(trainer, ids, temperature=0.5)
+        logits = trainer(ids).logits[:, :-1]
+        expected = (logits / 0.5).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(cold, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_left_padded_batch_given_to_the_model_itself_is_refused():
+    trainer = exact.enable(tiny_model("llama"))
+    mask = torch.tensor([[0, 1, 1]])
+    with pytest.raises(ValueError, match="right-padded"):
+        trainer(input_ids=torch.tensor([[0, 5, 6]]), attention_mask=mask)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ConfigError, match="Linear"):
+        exact.enable(torch.nn.Linear(2, 2))
+
+
+def test_state_dict_and_training_survive():
+    model = tiny_model("qwen3")
+    names = list(model.state_dict())
+    exact.enable(exact.enable(model))
+    assert list(model.state_dict()) == names
+    model.requires_grad_(True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ids = torch.randint(3, 259, (2, 16))
+    losses = []
+    for _ in range(8):
+        loss = -exact.token_logprobs(model, ids).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
