@@ -47,11 +47,7 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[list[int]]) -> None:
         """Recount references from all block tables."""
         counted = Counter(block for table in tables for block in table)
-        for block, num_references in enumerate(self._num_references):
-            assert num_references == counted[block], (
-                f"block {block}: {num_references} references, {counted[block]} in tables"
-            )
-            assert (block in self._free) == (num_references == 0), (
-                f"block {block}: {num_references} references and free list disagree"
-            )
+        for block, count in enumerate(self._num_references):
+            assert count == counted[block], f"block {block}: {count} references, {counted[block]} in tables"
+            assert (block in self._free) == (count == 0), f"block {block}: {count} references, free list disagrees"
         assert len(self._free) <= self.num_blocks, "more free blocks than blocks"

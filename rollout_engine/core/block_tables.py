@@ -129,15 +129,8 @@ class BlockTables:
         num_computed, num_blocks = sequence.num_computed_tokens, len(sequence.block_ids)
         assert num_computed <= sequence.num_tokens, f"{name}: computed {num_computed} of {sequence.num_tokens} tokens"
         assert num_computed <= num_blocks * self._block_size, f"{name}: {num_computed} tokens in {num_blocks} blocks"
-        assert (num_computed == 0) == (sequence.kv_min_version is None), (
-            f"{name}: {num_computed} tokens of KV version None"
-        )
+        assert (num_computed == 0) == (sequence.kv_min_version is None), f"{name}: KV without a version"
         assert len(sequence.prefix) <= num_computed // self._block_size, f"{name}: a partial block was published"
         for index, identity in enumerate(sequence.prefix):
-            ours = PrefixBlock(
-                identity.parent,
-                sequence.token_ids[index * self._block_size : (index + 1) * self._block_size],
-                identity.version,
-                identity.salt,
-            )
-            assert ours.content == identity.content, f"{name}: block {index} was published with other tokens"
+            tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
+            assert identity.holds(tokens), f"{name}: block {index} was published with other tokens"

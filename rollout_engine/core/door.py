@@ -23,14 +23,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_blocks",
-            "block_size",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "vocab_size",
-        ):
+        for name in self.__struct_fields__[:6]:
             assert getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
 
 
@@ -61,13 +54,13 @@ def _check_length(request: EngineCoreRequest, config: CoreConfig) -> None:
     num_tokens = num_prompt_tokens + request.max_tokens
     if num_tokens > config.max_model_len:
         room = config.max_model_len - num_prompt_tokens
-        hint = f"The prompt has {num_prompt_tokens} tokens, and both together at most max_model_len={config.max_model_len}."
-        bound = (
-            f"at most {room}" if room > 0 else f"absent: a prompt must be shorter than {config.max_model_len} tokens"
+        hint = (
+            f"The prompt has {num_prompt_tokens} tokens; with max_tokens at most max_model_len={config.max_model_len}."
         )
+        bound = f"at most {room}" if room > 0 else "0, so the prompt is too long"
         raise RequestError.for_field("max_tokens", request.max_tokens, bound, hint)
     capacity = config.num_blocks * config.block_size
     if num_tokens - 1 > capacity:  # the last token is never fed back, so it needs no KV
         room = capacity - num_prompt_tokens + 1
-        hint = f"The prompt has {num_prompt_tokens} tokens and the KV pool holds {capacity}: raise num_kv_blocks or kv_cache_bytes."
+        hint = f"The prompt has {num_prompt_tokens} tokens and the KV pool holds {capacity}: raise num_kv_blocks."
         raise RequestError.for_field("max_tokens", request.max_tokens, f"at most {room}", hint)

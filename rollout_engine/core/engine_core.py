@@ -9,9 +9,15 @@ from rollout_engine.core.executor import Executor
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.stats import CoreStats
-from rollout_engine.core.token_columns import token_columns
+from rollout_engine.core.token_columns import add_logprobs
 from rollout_engine.errors import RequestError, WeightUpdateError
-from rollout_engine.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from rollout_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from rollout_engine.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -126,22 +132,15 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError says what is off."""
         self._scheduler.check_integrity()
-        sequences = {s.sequence_id: s for request in self._requests.values() for s in request.sequences}
-        assert sequences == self._sequences, "the sequences of live requests and the known sequences differ"
-        for request_id, request in self._requests.items():
+        known = {s.sequence_id: s for request in self._requests.values() for s in request.sequences}
+        assert known == self._sequences, "the sequences of live requests and the known sequences differ"
+        for name, request in self._requests.items():
             live = request.live_sequences
+            assert len(live) == request.num_live > 0, f"{name}: {len(live)} live sequences, {request.num_live} counted"
             queued = [sequence for sequence in live if sequence.queue is not None]
-            assert len(live) == request.num_live > 0, (
-                f"{request_id}: {len(live)} live sequences, {request.num_live} counted"
-            )
-            assert queued == (live if request.forked else live[:1]), (
-                f"{request_id}: {len(queued)} of {len(live)} sequences queued"
-            )
-        num_queued = sum(s.queue is not None for s in sequences.values())
-        scheduler = self._scheduler
-        assert num_queued == len(scheduler.waiting) + len(scheduler.parked) + len(scheduler.running), (
-            "a stranger is queued"
-        )
+            assert queued == (live if request.forked else live[:1]), f"{name}: {len(queued)} of {len(live)} queued"
+        num_queued = sum(sequence.queue is not None for sequence in known.values())
+        assert num_queued == self._scheduler.num_queued, "a stranger is queued"
 
     def _update(self, work: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         self.stats.num_steps += 1
@@ -160,11 +159,7 @@ class EngineCore:
         self.stats.num_tokens_sampled += 1
         sequence.append(result.token_ids[index])
         output = self._output(sequence, [result.token_ids[index]])
-        params = sequence.request.source.params
-        if params.logprobs is not None:
-            output.new_logprobs, output.new_kept_logprob_mass, output.new_top_logprobs = token_columns(
-                result, index, params
-            )
+        add_logprobs(output, result, index, sequence.request.source.params)
         output.finish_reason, output.stop_reason = sequence.finish()
         if output.finish_reason is not None:
             self._retire(sequence)
@@ -226,12 +221,13 @@ def _check_result(work: SchedulerOutput, result: ModelRunnerOutput) -> None:
 
 def _dump(work: SchedulerOutput) -> str:
     """What was scheduled, one line a sequence, without any tokens."""
-    rows = [
-        f"  {row.request_id}: tokens [{row.num_computed_tokens}, {row.num_computed_tokens + row.num_tokens}), {len(row.block_ids)} blocks"
-        for row in work.scheduled
-    ]
     head = (
         f"policy_version {work.policy_version}, {work.num_tokens} tokens, {len(work.scheduled)} scheduled, "
         f"{len(work.samples)} samples, {len(work.new)} new, {len(work.block_copies)} block copies"
     )
-    return "\n".join([head, *rows])
+    return "\n".join([head, *(_dump_row(row) for row in work.scheduled)])
+
+
+def _dump_row(row: ScheduledSequence) -> str:
+    start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_tokens
+    return f"  {row.request_id}: tokens [{start}, {end}), {len(row.block_ids)} blocks"

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 
-import msgspec
 import numpy as np
 
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
@@ -63,14 +62,11 @@ class FakeExecutor:
         return self._sample(work)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        destinations = [destination for _, destination in copies]
-        if len(set(destinations)) < len(copies) or set(destinations) & {source for source, _ in copies[1:]}:
-            for position, (source, _) in enumerate(copies):
-                if source in destinations[:position]:
-                    raise FakeKVError(f"block {source} is copied from after it was copied to")
-            if len(set(destinations)) < len(copies):
-                raise FakeKVError(f"a block is copied to twice: {destinations}")
+        written: set[int] = set()
         for source, destination in copies:
+            if {source, destination} & written:
+                raise FakeKVError(f"the copies {copies} depend on their order beyond reading before writing")
+            written.add(destination)
             for offset in range(self.block_size):
                 if (source, offset) in self._slots:
                     self._slots[destination, offset] = self._slots[source, offset]
@@ -93,11 +89,10 @@ class FakeExecutor:
         for index, task in enumerate(work.samples):
             row = work.scheduled[task.row]
             state = self.sequences[task.request_id]
-            if len(state.token_ids) != row.num_computed_tokens + row.num_tokens:
-                raise FakeKVError(
-                    f"{task.request_id} samples after {row.num_computed_tokens + row.num_tokens} tokens, has {len(state.token_ids)}"
-                )
-            digest, self.kv_min_versions[task.request_id] = self._read(row, len(state.token_ids))
+            end = row.num_computed_tokens + row.num_tokens
+            if len(state.token_ids) != end:
+                raise FakeKVError(f"{task.request_id} has {len(state.token_ids)} tokens, but samples after {end}")
+            digest, self.kv_min_versions[task.request_id] = self._read(row, end)
             if task.request_id in self.errors:
                 errors[index] = self.errors[task.request_id]
                 token_ids.append(-1)

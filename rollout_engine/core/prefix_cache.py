@@ -15,7 +15,10 @@ class PrefixBlock:
         self.content = array("I", token_ids).tobytes()
         self.version = version
         self.salt = salt
-        self.hash = block_hash(parent.hash if parent else b"", self.content, version, salt)
+        self.hash: bytes = block_hash(parent.hash if parent else b"", self.content, version, salt)
+
+    def holds(self, token_ids: Sequence[int]) -> bool:
+        return self.content == array("I", token_ids).tobytes()
 
     def same_as(self, other: "PrefixBlock") -> bool:
         """Compare contents back to the root: a hash collision is a miss, never a wrong hit.
@@ -35,13 +38,9 @@ class PrefixBlock:
 
 def block_hash(parent: bytes, content: bytes, version: int, salt: str) -> bytes:
     """blake2b-128 over fixed-width fields and, last, the salt."""
-    fields = (
-        parent.rjust(16, b"\0"),
-        version.to_bytes(8, "big", signed=True),
-        content,
-        salt.encode("utf-8", "surrogatepass"),
-    )
-    return hashlib.blake2b(b"".join(fields), digest_size=16).digest()
+    version_bytes = version.to_bytes(8, "big", signed=True)
+    salt_bytes = salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(parent.rjust(16, b"\0") + version_bytes + content + salt_bytes, digest_size=16).digest()
 
 
 class PrefixCache:

@@ -30,6 +30,10 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._forgotten: list[str] = []
 
+    @property
+    def num_queued(self) -> int:
+        return len(self.waiting) + len(self.parked) + len(self.running)
+
     def schedule(self) -> SchedulerOutput:
         """One token budget: running sequences first, then parked and waiting ones by (priority, arrival)."""
         work = SchedulerOutput(
@@ -44,7 +48,7 @@ class Scheduler:
         budget = self._schedule_running(work, self._max_num_batched_tokens)
         self._schedule_waiting(work, budget)
         work.finished, self._forgotten = self._forgotten, []
-        assert work.scheduled or not (self.waiting or self.parked or self.running), "work, but nothing scheduled"
+        assert work.scheduled or not self.num_queued, "work, but nothing scheduled"
         return work
 
     def add(self, request: Request) -> None:
@@ -91,13 +95,10 @@ class Scheduler:
         for queue in (self.waiting, self.parked, self.running):
             assert queue == sorted(queue), "a queue is out of order"
             assert all(sequence.queue is queue for sequence in queue), "a sequence does not know its queue"
-        assert not any(sequence.block_ids or sequence.in_runner for sequence in self.waiting), (
-            "a waiting sequence holds something"
-        )
-        assert all(sequence.block_ids and sequence.in_runner for sequence in self.parked), (
-            "a parked sequence holds nothing"
-        )
-        assert not any(sequence.ended for sequence in queued), "an ended sequence is queued"
+        assert not any(s.block_ids or s.in_runner for s in self.waiting), "a waiting sequence holds something"
+        assert all(s.block_ids and s.in_runner for s in self.parked), "a parked sequence holds nothing"
+        assert all(s.in_runner for s in self.running), "a running sequence is unknown to the runner"
+        assert not any(s.ended for s in queued), "an ended sequence is queued"
         self.tables.check_integrity(queued)
 
     def _schedule_running(self, work: SchedulerOutput, budget: int) -> int:
@@ -158,10 +159,8 @@ class Scheduler:
         self.stats.num_block_copies += len(copies)
         work.block_copies += copies
         self._introduce(work, sequence)
-        row = len(work.scheduled)
-        work.scheduled.append(
-            ScheduledSequence(sequence.sequence_id, sequence.num_computed_tokens, num_tokens, sequence.block_ids)
-        )
+        row, start = len(work.scheduled), sequence.num_computed_tokens
+        work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, sequence.block_ids))
         if end < sequence.num_tokens:
             return
         drawn = [sequence] if sequence.request.forked else sequence.request.live_sequences
