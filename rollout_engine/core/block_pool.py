@@ -18,6 +18,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks without a reference."""
         return len(self._free)
 
     def allocate(self) -> int:
@@ -42,6 +43,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def is_shared(self, block: int) -> bool:
+        """Whether writing into `block` would change another sequence's context."""
         return self._num_references[block] > 1
 
     def check_integrity(self, tables: Iterable[list[int]]) -> None:

@@ -20,6 +20,7 @@ class BlockTables:
 
     @property
     def num_free(self) -> int:
+        """Blocks that nobody refers to, cached ones included."""
         return self._pool.num_free
 
     @property
@@ -89,6 +90,11 @@ class BlockTables:
         sequence.prefix = []
         sequence.num_computed_tokens = 0
         sequence.kv_min_version = None
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Its KV may be wrong: nobody else shall find it."""
+        for block in sequence.block_ids:
+            self._cache.forget(block)
 
     def clear_cache(self) -> None:
         """Forget every known prefix."""

@@ -1,5 +1,7 @@
 """The core's own check of a request: whatever came in can be computed, or is refused."""
 
+from typing import NoReturn
+
 import msgspec
 
 from rollout_engine.errors import RequestError
@@ -53,14 +55,17 @@ def _check_length(request: EngineCoreRequest, config: CoreConfig) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
     num_tokens = num_prompt_tokens + request.max_tokens
     if num_tokens > config.max_model_len:
-        room = config.max_model_len - num_prompt_tokens
-        hint = (
-            f"The prompt has {num_prompt_tokens} tokens; with max_tokens at most max_model_len={config.max_model_len}."
-        )
-        bound = f"at most {room}" if room > 0 else "0, so the prompt is too long"
-        raise RequestError.for_field("max_tokens", request.max_tokens, bound, hint)
+        _refuse_length(request, config.max_model_len - num_prompt_tokens, f"max_model_len={config.max_model_len}")
     capacity = config.num_blocks * config.block_size
     if num_tokens - 1 > capacity:  # the last token is never fed back, so it needs no KV
-        room = capacity - num_prompt_tokens + 1
-        hint = f"The prompt has {num_prompt_tokens} tokens and the KV pool holds {capacity}: raise num_kv_blocks."
-        raise RequestError.for_field("max_tokens", request.max_tokens, f"at most {room}", hint)
+        _refuse_length(request, capacity + 1 - num_prompt_tokens, f"the KV pool's {capacity} tokens (num_kv_blocks)")
+
+
+def _refuse_length(request: EngineCoreRequest, room: int, limit: str) -> NoReturn:
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if room < 1:
+        raise RequestError.for_field(
+            "prompt_token_ids", f"{num_prompt_tokens} tokens", f"shorter, to stay within {limit}"
+        )
+    hint = f"The prompt has {num_prompt_tokens} tokens; both together must stay within {limit}."
+    raise RequestError.for_field("max_tokens", request.max_tokens, f"at most {room}", hint)

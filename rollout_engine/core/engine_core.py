@@ -52,10 +52,12 @@ class EngineCore:
 
     @property
     def num_unfinished_requests(self) -> int:
+        """Requests (not sequences) that have not ended."""
         return len(self._requests)
 
     @property
     def stats(self) -> CoreStats:
+        """Counters since start."""
         return self._scheduler.stats
 
     def has_unfinished_requests(self) -> bool:
@@ -188,6 +190,8 @@ class EngineCore:
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineCoreOutput:
         """End a sequence that got no token."""
         output = self._output(sequence, [])
+        if reason == "error":
+            self._tables.distrust(sequence)
         output.finish_reason, output.error = reason, error
         self._retire(sequence)
         return output

@@ -45,6 +45,7 @@ class FakeExecutor:
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        """Do one step, in the order `SchedulerOutput` states; raises `FakeKVError` where its KV does not hold up."""
         for sequence_id in work.finished:
             self.sequences.pop(sequence_id, None)
             self.kv_min_versions.pop(sequence_id, None)
@@ -130,12 +131,12 @@ class FakeExecutor:
 
 
 class FakeSequence:
-    """What the fake runner remembers of a sequence; `token_ids` is its own copy."""
+    """What the fake runner remembers of a sequence; `token_ids` is its own, and grows."""
 
     __slots__ = ("num_prompt_tokens", "params", "seed", "stop_ids", "token_ids")
 
     def __init__(self, new: NewSequence) -> None:
-        self.token_ids = list(new.token_ids)
+        self.token_ids = new.token_ids
         self.num_prompt_tokens = new.num_prompt_tokens
         self.params = new.params
         self.seed = new.seed
@@ -143,10 +144,12 @@ class FakeSequence:
 
     @property
     def num_sampled(self) -> int:
+        """Tokens drawn so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def banned(self) -> Collection[int]:
+        """Stop ids, while there are fewer than `min_tokens` tokens."""
         return self.stop_ids if self.num_sampled < self.params.min_tokens else ()
 
 

@@ -18,6 +18,7 @@ class PrefixBlock:
         self.hash: bytes = block_hash(parent.hash if parent else b"", self.content, version, salt)
 
     def holds(self, token_ids: Sequence[int]) -> bool:
+        """Whether these are the block's own tokens."""
         return self.content == array("I", token_ids).tobytes()
 
     def same_as(self, other: "PrefixBlock") -> bool:
@@ -75,6 +76,7 @@ class PrefixCache:
         return identity is not None and identity.version == version
 
     def clear(self) -> None:
+        """Forget every block."""
         self._block_by_hash.clear()
         self._identity.clear()
 

@@ -27,6 +27,7 @@ class Request:
 
     @property
     def live_sequences(self) -> list["Sequence"]:
+        """Those that have not ended, in index order."""
         return [sequence for sequence in self.sequences if not sequence.ended]
 
     @property
@@ -87,13 +88,16 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and sampled tokens."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
+        """Sampled tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> None:
+        """Add a sampled token."""
         if self.num_output_tokens == 0:
             self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)

@@ -32,6 +32,7 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
+        """Sequences in all three queues."""
         return len(self.waiting) + len(self.parked) + len(self.running)
 
     def schedule(self) -> SchedulerOutput:
@@ -175,7 +176,7 @@ class Scheduler:
         work.new.append(
             NewSequence(
                 request_id=sequence.sequence_id,
-                token_ids=sequence.token_ids,
+                token_ids=sequence.token_ids.copy(),  # the runner appends to its own
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 params=request.source.params,
                 seed=sequence.seed,
