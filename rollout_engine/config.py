@@ -58,7 +58,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self) -> None:
         if KV_TILE % self.block_size:
-            raise ConfigError(f"block_size={self.block_size} is not allowed: it must divide {KV_TILE} (1, 2, 4, 8, 16, 32 or 64).")
+            raise ConfigError(
+                f"block_size={self.block_size} is not allowed: it must divide {KV_TILE} (1, 2, 4, 8, 16, 32 or 64)."
+            )
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_bytes and num_kv_blocks both set: give one of them.")
         if not self.model:

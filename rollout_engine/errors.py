@@ -1,13 +1,14 @@
 """Every error a user can meet. A message says what was expected, what came, where, and what to do.
 
-    RolloutEngineError
-    ├── ConfigError (ValueError)       an engine option
-    ├── RequestError (ValueError)      one request: field, value, bound
-    ├── LifecycleError                 a verb in the wrong state
-    ├── WeightUpdateError (SyncError)
-    │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
-    ├── EngineDeadError                the core is gone; every open request gets it
-    └── EngineGenerateError            one request failed, the engine lives
+RolloutEngineError
+├── ConfigError (ValueError)       an engine option
+├── RequestError (ValueError)      one request: field, value, bound
+├── LifecycleError                 a verb in the wrong state
+├── WeightUpdateError (SyncError)
+│   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
+├── EngineDeadError                the core is gone; every open request gets it
+├── EngineGenerateError            one request failed, the engine lives
+└── RewardError                    a reward function failed, the engine lives
 """
 
 import difflib
@@ -76,6 +77,10 @@ class EngineDeadError(RolloutEngineError):
 
 class EngineGenerateError(RolloutEngineError):
     """One request failed; the engine and every other request go on."""
+
+
+class RewardError(RolloutEngineError):
+    """A reward function raised, or did not return one finite number per completion; its rollout was aborted."""
 
 
 _FROM_SYNC: dict[type[sync_errors.SyncError], type[WeightUpdateError]] = {

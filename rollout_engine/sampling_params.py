@@ -65,7 +65,12 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """What streamed outputs carry: all so far, only the new part, or nothing before the end."""
 
     def check(self) -> None:
-        _require("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0")
+        _require(
+            "temperature",
+            self.temperature,
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "a finite number >= 0",
+        )
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         _require("seed", self.seed, self.seed is None or self.seed < 2**64, "below 2**64")
@@ -78,7 +83,12 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError.for_field("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
         for text in stop:
-            _require("stop", text, 0 < len(text) <= MAX_STOP_STRING_CHARS, f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")
+            _require(
+                "stop",
+                text,
+                0 < len(text) <= MAX_STOP_STRING_CHARS,
+                f"strings of 1 to {MAX_STOP_STRING_CHARS} characters",
+            )
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError.for_field("stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token in ids:

@@ -104,7 +104,9 @@ def _holds(plan: RowPlan, x: Tensor, weight: Tensor, thread_counts: list[int]) -
         for threads in thread_counts:
             torch.set_num_threads(threads)
             for start, rows in _trial_windows(plan, len(x)):
-                if not torch.equal(matmul(x[start : start + rows], operand, None, plan), expected[start : start + rows]):
+                if not torch.equal(
+                    matmul(x[start : start + rows], operand, None, plan), expected[start : start + rows]
+                ):
                     return False
     except RuntimeError:  # this dtype has no packed kernel here
         return False
@@ -116,5 +118,25 @@ def _trial_windows(plan: RowPlan, total: int) -> list[tuple[int, int]]:
     if plan.min_rows == plan.max_rows:
         heights = [1, plan.min_rows, plan.min_rows + 3, 3 * plan.min_rows]
     else:
-        heights = [1, *range(plan.min_rows, 20), 24, 31, 32, 33, 36, 48, 63, 64, 65, 80, 96, 127, 128, 160, 200, 255, 256]
+        heights = [
+            1,
+            *range(plan.min_rows, 20),
+            24,
+            31,
+            32,
+            33,
+            36,
+            48,
+            63,
+            64,
+            65,
+            80,
+            96,
+            127,
+            128,
+            160,
+            200,
+            255,
+            256,
+        ]
     return [((7 * rows) % (total - rows + 1), rows) for rows in heights]

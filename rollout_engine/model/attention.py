@@ -33,7 +33,9 @@ class SequenceChunk(NamedTuple):
 class PagedKV:
     """The KV pool of all layers: per layer K [num_blocks, Hk, block_size, Dk] and V [..., Dv], in the model's dtype."""
 
-    def __init__(self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
         self.block_size = block_size
         self.layers = [
             tuple(
@@ -197,7 +199,9 @@ def rollout_attention(
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None)."""
     if attention_mask is not None or dropout or not getattr(module, "is_causal", True):
-        raise ConfigError(f"{type(module).__name__} asks for a mask of its own, dropout or bidirectional attention: not supported.")
+        raise ConfigError(
+            f"{type(module).__name__} asks for a mask of its own, dropout or bidirectional attention: not supported."
+        )
     strangers = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _HARMLESS]
     if strangers:
         raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")

@@ -12,7 +12,9 @@ from rollout_engine.model.geometry import LayerGeometry
 class PagedModel:
     """A module built with `ATTENTION_NAME`, and its KV pool."""
 
-    def __init__(self, module: nn.Module, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, module: nn.Module, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int
+    ) -> None:
         dtype = next(module.parameters()).dtype
         self.module = module
         self.kv = PagedKV(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)

@@ -1,0 +1,39 @@
+"""A prompt is computed once: for its n samples, and for the next request that shares it."""
+
+import statistics
+import time
+
+import pytest
+
+from rollout_engine import LLM, SamplingParams
+from rollout_engine.testing import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=4, hidden_size=128))
+
+
+def test_sixteen_samples_compute_the_prompt_once(directory):
+    with LLM(directory, log_stats=False) as llm:
+        prompt = list(range(3, 203))
+        llm.generate([prompt], SamplingParams(n=16, max_tokens=5, ignore_eos=True), use_tqdm=False)
+        assert llm.engine.core.stats.num_prompt_tokens_computed == len(prompt)
+
+
+def test_a_known_prompt_reaches_its_first_token_ten_times_sooner(directory):
+    with LLM(directory, log_stats=False, max_num_batched_tokens=1024) as llm:
+        params = SamplingParams(max_tokens=1)
+        llm.generate([[9] * 1024], params, use_tqdm=False)
+        ratios = []
+        for trial in range(3):
+            prompts = [[3 + (7 * i + 13 * trial + k * k) % 250 for k in range(1024)] for i in range(4)]
+            cold, warm = (_seconds(llm, prompts, params) for _ in range(2))
+            ratios.append(cold / warm)
+        assert statistics.median(ratios) >= 10, ratios
+
+
+def _seconds(llm, prompts, params):
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start

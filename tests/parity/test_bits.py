@@ -1,0 +1,107 @@
+"""The numerics contract: engine log-probs and the exact trainer's agree bit for bit, whatever the engine did.
+
+Each round draws an engine (block size, chunking, a pool so small that requests are preempted, prefix caching, thread
+count), a set of prompts with shared prefixes, and sampling settings; then the trainer computes the same tokens in one
+dense batch on another thread count. No tolerance anywhere.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_engine import LLM, SamplingParams, exact
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def draw_engine(rng):
+    """Random engine options, with a pool that holds only a few of the sequences to come."""
+    block_size = rng.choice([1, 4, 16, 64])
+    return dict(
+        block_size=block_size,
+        num_kv_blocks=-(-rng.choice([260, 400, 2000]) // block_size),
+        max_num_batched_tokens=rng.choice([7, 33, 64, 500]),
+        max_num_seqs=rng.choice([2, 5, 64]),
+        enable_prefix_caching=rng.random() < 0.7,
+        num_threads=rng.choice([1, 2]),
+    )
+
+
+def draw_prompts(rng):
+    """Prompts of very different lengths, several of them continuations of others."""
+    prompts = [[rng.randrange(3, 259) for _ in range(rng.choice([1, 3, 17, 64, 130]))] for _ in range(4)]
+    prompts += [prompts[rng.randrange(4)][: rng.choice([16, 64, 130])] + [rng.randrange(3, 259)] for _ in range(3)]
+    return prompts
+
+
+def mismatches(outputs, trainer, temperature):
+    """(tokens compared, tokens whose log-probs differ) between the engine's outputs and the trainer."""
+    samples = [(out.prompt_token_ids, sample) for out in outputs for sample in out.outputs]
+    length = max(len(prompt) + len(sample.token_ids) for prompt, sample in samples)
+    ids = torch.zeros(len(samples), length, dtype=torch.int64)
+    mask = torch.zeros(len(samples), length, dtype=torch.bool)
+    for row, (prompt, sample) in enumerate(samples):
+        tokens = prompt + sample.token_ids
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), True
+    with torch.no_grad():
+        theirs = exact.token_logprobs(trainer, ids, mask, temperature=temperature).numpy()
+    compared = wrong = 0
+    for row, (prompt, sample) in enumerate(samples):
+        mine = sample.logprobs
+        right = theirs[row, len(prompt) - 1 : len(prompt) - 1 + len(mine)]
+        compared += len(mine)
+        wrong += int((mine.view(np.int32) != right.view(np.int32)).sum())
+    return compared, wrong
+
+
+def run_round(directory, trainer, rng, **overrides):
+    options = draw_engine(rng) | overrides
+    temperature = rng.choice([1.0, 0.7, 1.3])
+    params = SamplingParams(
+        temperature=temperature,
+        max_tokens=rng.choice([8, 40, 70]),
+        n=rng.choice([1, 2, 3]),
+        logprobs=0,
+        ignore_eos=True,
+    )
+    with LLM(str(directory), log_stats=False, **options) as llm:
+        outputs = []
+        for _ in range(2):  # the second call finds the first one's prefixes
+            outputs += llm.generate(draw_prompts(rng), params, use_tqdm=False)
+    torch.set_num_threads(rng.choice([1, 2]))
+    return mismatches(outputs, trainer, temperature)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):
+    directory = checkpoint(architecture, dtype)
+    trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory))
+    rng = random.Random(f"{architecture} {dtype}")
+    compared = wrong = 0
+    while compared < 2_000:
+        more, bad = run_round(directory, trainer, rng)
+        compared, wrong = compared + more, wrong + bad
+    assert wrong == 0, f"{wrong} of {compared} log-probs differ"
+
+
+def test_with_the_mode_off_differences_appear(checkpoint):
+    """The negative control: the comparison above can fail."""
+    directory = checkpoint("qwen2")
+    trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory))
+    compared, wrong = run_round(directory, trainer, random.Random(0), deterministic=False, max_num_seqs=5)
+    assert wrong > compared * 0.01
+
+
+def test_score_returns_the_sampled_log_probs_bit_for_bit(checkpoint):
+    with LLM(str(checkpoint("qwen3")), log_stats=False) as llm:
+        params = SamplingParams(max_tokens=40, n=3, logprobs=0, ignore_eos=True, temperature=0.8)
+        outputs = llm.generate([[5, 6, 7], list(range(3, 140))], params, use_tqdm=False)
+        samples = [(out.prompt_token_ids, sample) for out in outputs for sample in out.outputs]
+        scored = llm.score([p for p, _ in samples], [s.token_ids for _, s in samples], temperature=0.8)
+    for (_, sample), values in zip(samples, scored, strict=True):
+        assert np.array_equal(sample.logprobs, values)
