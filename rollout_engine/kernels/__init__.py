@@ -1,0 +1,1 @@
+"""Numerical kernels and their eager twins; they know nothing of the engine."""

@@ -1,0 +1,94 @@
+"""Log-probs of tokens: the one implementation behind the sampler, `score()` and the trainer, hence equal bit for bit.
+
+A row's arithmetic is the same whatever the other rows, its place among them, and the number of threads:
+
+    weight  = exp((logit - max) / temperature)         float32, one contiguous buffer
+    total   = sum of chunk sums, left to right         float32 within a chunk of 128, float64 across chunks
+    logprob = (logit - max) / temperature - log total  float64, rounded to float32 once
+
+Subtracting the maximum before the division keeps every temperature finite. Work goes in blocks of rows that stay in the
+cache; no float32 copy of all logits ever exists.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 128
+"""Neighbouring tokens summed first."""
+_BLOCK_NUMEL = 1 << 19
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """log_softmax(logits / temperature) at `token_ids`: float32 [N], differentiable with respect to the logits.
+
+    `logits` [N, V] of any floating dtype, `token_ids` int64 [N], `temperature` a number or [N]; 0 counts as 1.
+    A row that holds NaN or +inf, or nothing but -inf, gives NaN.
+    """
+    logprobs: Tensor = _TokenLogprobs.apply(logits, token_ids, row_temperatures(temperature, logits))
+    return logprobs
+
+
+def row_temperatures(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    """`temperature` as float32 [N], within float32's normal range; 0 (greedy) becomes 1."""
+    given = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).expand(logits.shape[0])
+    return torch.where(given == 0, 1.0, given).clamp(_TINY, _HUGE).float()
+
+
+def row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Consecutive blocks of rows, each small enough for the cache."""
+    rows = max(1, _BLOCK_NUMEL // logits.shape[1])
+    return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
+
+
+def row_weights(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """Unnormalised probabilities of one block: (weights float32 [n, K, CHUNK], zeros past V; maximum float32 [n])."""
+    n, vocab_size = logits.shape
+    weights = torch.empty(n, -(-vocab_size // CHUNK) * CHUNK, device=logits.device)
+    weights[:, :vocab_size] = logits
+    weights[:, vocab_size:] = -torch.inf
+    maximum = weights.amax(-1)
+    return weights.sub_(maximum[:, None]).div_(temperatures[:, None]).exp_().view(n, -1, CHUNK), maximum
+
+
+def cumulative_mass(weights: Tensor) -> Tensor:
+    """Mass of all chunks up to and including each: float64 [n, K] from weights [n, K, CHUNK]; the last is the total."""
+    return weights.sum(-1).double().cumsum(-1)
+
+
+def logprobs_at(logits: Tensor, maximum: Tensor, temperatures: Tensor, total: Tensor) -> Tensor:
+    """float32 log-probs of chosen logits; all arguments broadcast: logits at any dtype, float32, float32, float64."""
+    return (((logits.float() - maximum) / temperatures).double() - total.log()).float()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Backward: (onehot - softmax) / temperature * grad, float32 inside, weights computed again block by block."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
+        maximum = torch.empty_like(temperatures)
+        total = torch.empty_like(temperatures, dtype=torch.float64)
+        for block in row_blocks(logits):
+            weights, maximum[block] = row_weights(logits[block], temperatures[block])
+            total[block] = cumulative_mass(weights)[:, -1]
+        ctx.save_for_backward(logits, token_ids, temperatures, total)
+        chosen = logits.gather(-1, token_ids[:, None])[:, 0]
+        return logprobs_at(chosen, maximum, temperatures, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, token_ids, temperatures, total = ctx.saved_tensors
+        scale = grad / temperatures
+        shrink = -scale / total.float()
+        grad_logits = torch.empty_like(logits)
+        for block in row_blocks(logits):
+            weights, _ = row_weights(logits[block], temperatures[block])
+            flat = weights.flatten(1).mul_(shrink[block, None])
+            flat.scatter_add_(-1, token_ids[block, None], scale[block, None])
+            grad_logits[block] = flat[:, : logits.shape[1]]
+        return grad_logits, None, None

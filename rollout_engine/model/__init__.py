@@ -1,0 +1,1 @@
+"""Hugging Face modules reading our cache, and the sampler behind them."""
