@@ -21,6 +21,7 @@ _NAMES = {
         "LifecycleError",
         "ManifestMismatchError",
         "RequestError",
+        "RewardError",
         "RolloutEngineError",
         "StaleVersionError",
         "TransferTimeoutError",
