@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import huggingface_hub
 import msgspec
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def find_directory(model: str, *, weights: bool) -> Path:
     wanted = _DESCRIPTION_FILES + (["*.safetensors"] if weights else [])
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
+    except (OSError, HFValidationError) as problem:  # offline, absent and forbidden are all OSErrors
         raise ConfigError(
             f"model='{model}': no such directory, and as a hub id it could not be fetched ({_first_line(problem)}). "
             "Check the spelling, or download it where there is a network and give the directory."
@@ -87,14 +87,14 @@ def read_entries(directory: Path) -> list[TensorEntry]:
         return _read_header(directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
         return _read_shards(directory / INDEX_FILE)
-    pickles = sorted(p.name for p in directory.glob("*.bin"))
+    pickles = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
     if pickles:
         raise ConfigError(
             f"{directory} has its weights in {pickles[0]}, a pickle, which can run code when read; only safetensors is "
             "loaded. Convert it: from_pretrained(...).save_pretrained(...) writes safetensors."
         )
     raise ConfigError(
-        f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}: give a checkpoint with weights, or load_format='dummy'."
+        f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}: give one with weights, or load_format='dummy'."
     )
 
 

@@ -9,6 +9,8 @@ Each layer catches what the others cannot see. What fails is refused with the re
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -44,8 +46,9 @@ def admit(module: PreTrainedModel) -> list[LayerGeometry]:
         return known
     started = time.perf_counter()
     try:
-        geometry = probe_geometry(module)
-        check_numerics(module.config, geometry)
+        with _one_thread():
+            geometry = probe_geometry(module)
+            check_numerics(module.config, geometry)
     except Refusal as reason:
         raise _worded(module.config, reason) from None
     verdicts.write(key, geometry)
@@ -91,6 +94,17 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
         raise Refusal(
             f"transformers does not build it as a causal LM with our attention ({type(problem).__name__}: {problem})"
         ) from None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small products gain nothing from more threads, and on a busy machine lose a hundredfold waiting for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _worded(config: PretrainedConfig, reason: Refusal) -> ConfigError:

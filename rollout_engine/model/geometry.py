@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
@@ -41,7 +41,7 @@ class Refusal(Exception):
     """Why a module cannot be served; `gate.admit` words it for the user."""
 
 
-def probe_geometry(module: nn.Module) -> list[LayerGeometry]:
+def probe_geometry(module: PreTrainedModel) -> list[LayerGeometry]:
     """Geometry of every attention layer of a Hugging Face causal LM on the CPU, by one forward of six tokens.
 
     Weights do not matter and are not changed. Raises `Refusal` for anything but one causal or sliding-window attention
@@ -88,7 +88,7 @@ def _in_layer_order(calls: list[_Call], num_layers: int) -> list[LayerGeometry]:
 
 
 @contextmanager
-def _attention_set_to(module: nn.Module, name: str) -> Iterator[None]:
+def _attention_set_to(module: PreTrainedModel, name: str) -> Iterator[None]:
     before = module.config._attn_implementation
     module.config._attn_implementation = name
     try:

@@ -88,8 +88,8 @@ def _read_config(directory: Path) -> PretrainedConfig:
     except Exception as problem:  # the library's checks of a foreign file raise many kinds
         if "auto_map" in raw:
             raise ConfigError(
-                f"{path}: model_type '{raw.get('model_type')}' needs code shipped with the checkpoint (auto_map), and such "
-                "code is never run here. Use an architecture that transformers has built in."
+                f"{path}: model_type '{raw.get('model_type')}' needs code shipped with the checkpoint (auto_map), and "
+                "such code is never run here. Use an architecture that transformers has built in."
             ) from None
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
 
@@ -128,14 +128,18 @@ def _has_native_bfloat16() -> bool:
 def _served_length(hf_config: PretrainedConfig, asked: int | None) -> int:
     """Most positions served: the checkpoint's own, or `asked` where it names none."""
     limit = position_limit(hf_config)
-    if limit is None and asked is None:
-        raise ConfigError("The checkpoint's configuration names no longest sequence: set max_model_len.")
-    if limit is not None and asked is not None and asked > limit:
+    if limit is None:
+        if asked is None:
+            raise ConfigError("The checkpoint's configuration names no longest sequence: set max_model_len.")
+        return asked
+    if asked is not None and asked > limit:
         raise ConfigError(
-            f"max_model_len={asked} is not allowed: this checkpoint serves exactly up to {limit} positions, its original "
-            "length. Lower it, or leave it out."
+            f"max_model_len={asked} is not allowed: this checkpoint serves exactly up to {limit} positions, its "
+            "original length. Lower it, or leave it out."
         )
-    return limit or asked or 0
+    if asked is None and limit < hf_config.max_position_embeddings:
+        logger.warning("Positions past %d are not served: there, rotary frequencies would follow the batch.", limit)
+    return limit
 
 
 def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:

@@ -15,11 +15,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.model.attention import ATTENTION_NAME, SequenceChunk
 from rollout_engine.model.construct import construct, initialize
 from rollout_engine.model.forward import PagedModel
-from rollout_engine.model.fusion import fuse_projections, make_row_invariant
+from rollout_engine.model.fusion import fuse_projections
 from rollout_engine.model.geometry import LayerGeometry, Refusal, probe_geometry
 
-TOLERANCE = 1e-3
-"""Largest error allowed, relative to the largest logit: real faults are ten to a thousand times above it."""
+TOLERANCE = 3e-4
+"""Largest error allowed, relative to the largest logit: round-off stays under 1e-5, faults begin at 3e-3."""
 
 _BLOCK_SIZE = 4
 _WINDOW = 8
@@ -29,8 +29,11 @@ _INTERMEDIATE_SIZE = 96
 
 def check_numerics(config: PretrainedConfig, geometry: list[LayerGeometry]) -> None:
     """Raise `Refusal` unless a small copy of `config`'s architecture computes the same logits both ways."""
-    engine, reference, small_geometry = _small_twins(config, geometry)
-    error = _relative_error(engine, reference, small_geometry)
+    twins = _small_twins(config, geometry)
+    try:
+        error = _relative_error(*twins)
+    except Exception as problem:  # ours or the module's: either way it does not run over the paged cache
+        raise Refusal(f"its forward fails over the paged cache ({type(problem).__name__}: {problem})") from None
     if not error <= TOLERANCE:
         raise Refusal(
             f"on a small copy its logits differ from transformers' own by {error:.1e} of the largest "
@@ -55,7 +58,6 @@ def _small_twins(
         if [_kind(g) for g in small_geometry] == [_kind(g) for g in geometry[: len(small_geometry)]]:
             reference.load_state_dict(engine.state_dict())
             fuse_projections(engine)
-            make_row_invariant(engine)
             return engine, reference, small_geometry
     raise Refusal(
         f"no small copy of it could be made to check its numbers ({problem or 'its layers changed with its size'})"
@@ -66,11 +68,12 @@ def _shortened(config: PretrainedConfig, geometry: list[LayerGeometry]) -> Pretr
     """As many first layers as show every kind of layer, a small vocabulary, short windows."""
     small = copy.deepcopy(config)
     total = len(geometry)
-    needed = max(2, 1 + max([_kind(g) for g in geometry].index(kind) for kind in {_kind(g) for g in geometry}))
+    kinds = [_kind(layer) for layer in geometry]
+    needed = min(total, max(2, 1 + max(map(kinds.index, kinds))))
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == total:
             setattr(small, name, value[:needed])
-    small.num_hidden_layers = min(needed, total)
+    small.num_hidden_layers = needed
     small.vocab_size = _VOCAB_SIZE
     small.pad_token_id = small.bos_token_id = small.eos_token_id = None
     if getattr(small, "sliding_window", None):
@@ -103,10 +106,10 @@ def _kind(layer: LayerGeometry) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _spread_weights(module: PreTrainedModel) -> None:
-    """Matrices normal with std 0.3 at hidden size 64 and the same gain at any other; vectors 0.1 around their start."""
+    """Matrices normal with std 4 / sqrt(hidden size), so scores have some depth; vectors 0.1 around their start."""
     initialize(module)
     generator = torch.Generator().manual_seed(0)
-    std = 2.4 / module.config.hidden_size**0.5
+    std = 4.0 / module.config.hidden_size**0.5
     for parameter in module.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, std, generator=generator)
@@ -120,17 +123,16 @@ def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometr
     lengths = (longest - 7, 7, longest)
     prompts = [torch.randint(_VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
     expected = [reference(input_ids=torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
-    largest = max(float(logits.abs().max()) for logits in expected)
+    computed = [torch.full_like(logits, torch.nan) for logits in expected]
     tables = _shuffled_tables(lengths)
     paged = PagedModel(engine, geometry, num_blocks=sum(map(len, tables)), block_size=_BLOCK_SIZE)
-    worst = 0.0
     for step in _steps(lengths):
         chunks = [SequenceChunk(prompts[s][first:end], first, tables[s]) for s, first, end in step]
-        logits = paged.forward(chunks, range(sum(end - first for _, first, end in step)))
-        wanted = torch.cat([expected[s][first:end] for s, first, end in step])
-        difference = float((logits - wanted).abs().max())
-        worst = max(worst, difference) if difference == difference else difference
-    return worst / largest
+        sizes = [end - first for _, first, end in step]
+        for (s, first, end), logits in zip(step, paged.forward(chunks, range(sum(sizes))).split(sizes), strict=True):
+            computed[s][first:end] = logits
+    wanted = torch.cat(expected)
+    return float((torch.cat(computed) - wanted).abs().max() / wanted.abs().max())
 
 
 def _shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:

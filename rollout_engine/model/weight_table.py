@@ -38,7 +38,7 @@ class WeightTable(NamedTuple):
         first_names: dict[int, str] = {}
         views = {name: tensor.detach() for name, tensor in stored.items()}
         owners = {name: first_names.setdefault(id(tensor), name) for name, tensor in stored.items()}
-        for name, checkpoint_name, view in _checkpoint_views(module, views):
+        for name, checkpoint_name, view in list(_checkpoint_views(module, views)):
             views[checkpoint_name] = view
             owners[checkpoint_name] = owners[name]
         return cls(views, owners)
