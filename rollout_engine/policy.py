@@ -1,0 +1,217 @@
+"""The policy as a trainer sees it: it rolls out, scores, and takes new weights."""
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from tqdm import tqdm
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.frontend.llm import LLM
+from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.rewards import RewardFunction
+from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
+from rollout_engine.rollout_plan import Columns, RolloutPlan
+from rollout_engine.rollout_run import Group, RolloutRun, SharedEngine
+from rollout_engine.sampling_params import SamplingParams
+from sync.base import WeightSource
+
+logger = logging.getLogger("rollout_engine")
+
+
+class RolloutPolicy:
+    """A language model that produces rollouts and follows a trainer's weights.
+
+        policy = RolloutPolicy.from_pretrained(path)
+        trainer = exact.enable(AutoModelForCausalLM.from_pretrained(path))
+        for step in range(100):
+            batch = policy.rollout(prompts, SamplingParams(max_tokens=64), num_samples=8, reward_fn=reward)
+            reward = batch["next", "reward"].view(-1, 8)
+            advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+            logprobs = exact.token_logprobs(trainer, batch["tokens", "full"], batch["masks", "all_attention_mask"])
+            ratio = (logprobs - batch["log_probs", "full"][:, 1:]).exp()
+            loss = -(ratio * advantage)[batch["masks", "all_assistant_mask"][:, 1:]].mean()
+            loss.backward(), optimizer.step(), optimizer.zero_grad()
+            policy.update_weights(trainer)
+
+    Several rollouts may run at once, from several threads or tasks. Meanwhile the engine is theirs: call its own `step`
+    and `generate` before or after.
+    """
+
+    def __init__(self, engine: LLMEngine | LLM) -> None:
+        """A policy over an engine in this process; `shutdown` ends the engine too."""
+        self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
+        self._shared = SharedEngine(self.engine)
+        tokenizer = self.tokenizer
+        candidates = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
+        self._pad_token_id: int = next(token for token in candidates if token is not None)
+
+    @classmethod
+    def from_pretrained(cls, model: str | os.PathLike[str], **engine_kwargs: Any) -> Self:
+        """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`."""
+        return cls(LLMEngine.from_config(EngineConfig(model=os.fspath(model), **engine_kwargs)))
+
+    def rollout(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        num_samples: int | None = None,
+        columns: Columns | None = None,
+        reward_fn: RewardFunction | None = None,
+        seed: int | None = None,
+        layout: Layout = "padded",
+        use_tqdm: bool = True,
+    ) -> TensorDict:
+        """Sample every prompt and return all sequences, group-major, with the keys of `rollout_engine.rollout_batch`.
+
+        Args:
+            prompts: one prompt or a list of them, of any kind that the engine takes.
+            sampling_params: one for all, or one per prompt. Log-probs are always on.
+            num_samples: samples per prompt; overrides `n`.
+            columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
+            reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion;
+                called per group as it finishes, with the prompt as it was given. May be async.
+            seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
+                `rollout_engine.seeds`; None leaves seeds to the sampling params and the engine.
+            layout: "padded" or "packed".
+            use_tqdm: show a progress bar; without it nothing is printed.
+
+        Works inside a running event loop too (it blocks that loop). Whatever is raised, the requests of this rollout
+        are aborted first and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as
+        soon as one sequence fails (a group with a hole is no use to a trainer), `RewardError` naming the prompt.
+        """
+        check_layout(layout)
+        start, groups, num_tokens = time.perf_counter(), [], 0
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)
+        with closing(RolloutRun(self._shared, plan, reward_fn)) as run, _bar(plan, use_tqdm) as bar:
+            while run.unfinished:
+                for group in run.advance():
+                    groups.append(group)
+                    num_tokens += group.num_tokens
+                    bar.update()
+                    bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+        groups.sort(key=lambda group: group.index)
+        _log(groups, num_tokens, time.perf_counter() - start, self.policy_version)
+        return self._batch(groups, plan, layout)
+
+    async def arollout(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        num_samples: int | None = None,
+        columns: Columns | None = None,
+        reward_fn: RewardFunction | None = None,
+        seed: int | None = None,
+        layout: Layout = "padded",
+    ) -> AsyncIterator[TensorDict]:
+        """As `rollout`, one TensorDict per group, in completion order; "group_id" says which prompt it was.
+
+        The engine steps in a worker thread, so the loop stays free; async rewards run on the caller's loop. Leaving the
+        iteration early aborts what is left. Nothing is sampled before the first group is asked for.
+        """
+        check_layout(layout)
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)
+        loop = asyncio.get_running_loop()
+        run, step = RolloutRun(self._shared, plan, reward_fn, loop), None
+        try:
+            while run.unfinished:
+                step = loop.run_in_executor(None, run.advance)
+                for group in await asyncio.shield(step):
+                    yield self._batch([group], plan, layout)
+        finally:
+            if step is not None and not step.done():  # cancelled in mid-step: let that step end
+                run.cancel_rewards()
+                await asyncio.wait([step])
+                step.exception()
+            run.close()
+
+    def score(self, batch: TensorDict, temperature: float = 1.0) -> Tensor:
+        """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
+
+        float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
+        as the weights are the same and the engine is deterministic.
+        """
+        tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
+        places = _sequences(batch)
+        sampled = [assistant[place].nonzero().flatten() for place in places]
+        scored = [(place, int(at[0])) for place, at in zip(places, sampled, strict=True) if len(at)]
+        ids = [tokens[place].tolist() for place, _ in scored]
+        results = self.engine.score(
+            [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
+            [row[first:] for row, (_, first) in zip(ids, scored, strict=True)],
+            temperature=temperature,
+        )
+        logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+        for (place, first), result in zip(scored, results, strict=True):
+            logprobs[place][first:] = torch.from_numpy(np.asarray(result))
+        return logprobs.masked_fill_(~assistant, 0.0)
+
+    def update_weights(self, source: WeightSource, **options: Any) -> UpdateReport:
+        """Replace the live weights, wholly or not at all; rollouts in flight go on under the new ones.
+
+        `source` is an nn.Module, a dict or an iterator of (name, tensor); options as in `LLMEngine.update_weights`.
+        """
+        return self.engine.update_weights(source, **options)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights: 0 as loaded, one more with each update unless the update named another."""
+        return self.engine.policy_version
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's Hugging Face tokenizer; None with `skip_tokenizer_init`."""
+        return self.engine.get_tokenizer()
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _batch(self, groups: list[Group], plan: RolloutPlan, layout: Layout) -> TensorDict:
+        rewards = [group.rewards for group in groups if group.rewards is not None]
+        return rollout_batch(
+            [group.output for group in groups],
+            pad_token_id=self._pad_token_id,
+            group_ids=[group.index for group in groups],
+            columns={name: [values[group.index] for group in groups] for name, values in plan.columns.items()},
+            rewards=rewards or None,
+            layout=layout,
+        )
+
+
+def _sequences(batch: TensorDict) -> list[Any]:
+    """Where each sequence's real tokens lie in "full": (row, slice)."""
+    if "cu_seqlens" in batch.keys():
+        ends = batch["cu_seqlens"].tolist()
+        return [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]
+    lengths = batch["masks", "all_attention_mask"].sum(1).tolist()
+    return [(row, slice(0, length)) for row, length in enumerate(lengths)]
+
+
+def _bar(plan: RolloutPlan, use_tqdm: bool) -> Any:
+    return tqdm(total=len(plan.prompts), desc="rollout", unit="group", disable=not use_tqdm)
+
+
+def _log(groups: list[Group], num_tokens: int, seconds: float, policy_version: int) -> None:
+    rewards = [reward for group in groups for reward in group.rewards or ()]
+    mean = f", mean reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
+    numbers = (len(groups), num_tokens, seconds, num_tokens / seconds, policy_version, mean)
+    logger.info("rollout of %d prompts: %d tokens in %.2f s (%.0f tokens/s), policy version %d%s", *numbers)

@@ -1,0 +1,93 @@
+"""What one rollout asks for: prompts, sampling parameters and columns, checked together before anything is queued."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from rollout_engine.errors import RequestError
+from rollout_engine.frontend.prompts import is_batch
+from rollout_engine.rollout_batch import RESERVED_KEYS
+from rollout_engine.sampling_params import MAX_N, SamplingParams
+from rollout_engine.seeds import mix
+
+Columns = Mapping[str, Sequence[Any]]
+"""Name -> one value per prompt."""
+
+_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
+
+
+class RolloutPlan(NamedTuple):
+    """One entry per prompt in every list."""
+
+    prompts: list[Any]
+    params: list[SamplingParams]
+    columns: Columns
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        num_samples: int | None = None,
+        columns: Columns | None = None,
+        seed: int | None = None,
+    ) -> "RolloutPlan":
+        """Arguments as in `RolloutPolicy.rollout`. Raises `RequestError` for whatever does not fit together."""
+        listed = _as_list(prompts)
+        _check_int("seed", seed, 0, 2**64 - 1)
+        _check_int("num_samples", num_samples, 1, MAX_N)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(listed)
+        _same_length("sampling_params", params, listed)
+        _check_columns(columns or {}, listed)
+        return cls(listed, [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)], columns or {})
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The columns' values of one prompt."""
+        return {name: values[index] for name, values in self.columns.items()}
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt becomes a list of one. Any sequence may hold prompts, a dataset's column for example."""
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | dict | np.ndarray):
+        prompts = list(prompts)
+    listed = list(prompts) if is_batch(prompts) else [prompts]
+    if not listed:
+        raise RequestError.for_field("prompts", prompts, "at least one prompt")
+    return listed
+
+
+def _for_rollout(params: Any, num_samples: int | None, seed: int | None, index: int) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError.for_field(f"sampling_params[{index}]", params, "SamplingParams")
+    if num_samples is not None and params.n not in (1, num_samples):
+        raise RequestError.for_field("num_samples", num_samples, f"equal to n={params.n}, or one of the two left out")
+    if seed is not None and params.seed is not None:
+        raise RequestError.for_field("seed", seed, f"absent when SamplingParams has seed={params.seed}")
+    changes: dict[str, Any] = {"output_kind": "final_only", "logprobs": params.logprobs or 0}
+    if num_samples is not None:
+        changes["n"] = num_samples
+    if seed is not None:
+        changes["seed"] = mix(seed, index)
+    return SamplingParams(**(msgspec.structs.asdict(params) | changes))
+
+
+def _check_int(field: str, value: Any, low: int, high: int) -> None:
+    if value is not None and (type(value) is not int or not low <= value <= high):
+        raise RequestError.for_field(field, value, f"an int in [{low}, {high}]")
+
+
+def _check_columns(columns: Any, prompts: list[Any]) -> None:
+    if not isinstance(columns, Mapping):
+        raise RequestError.for_field("columns", columns, "a dict of lists")
+    for name, values in columns.items():
+        if not isinstance(name, str) or name in RESERVED_KEYS | _REWARD_ARGUMENTS:
+            raise RequestError.for_field("columns", name, "named otherwise: this name is taken by the rollout itself")
+        _same_length(f"columns['{name}']", values, prompts)
+
+
+def _same_length(field: str, values: Any, prompts: list[Any]) -> None:
+    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(prompts):
+        raise RequestError.for_field(field, values, f"a list with one entry for each of {len(prompts)} prompts")

@@ -1,0 +1,155 @@
+"""One rollout in progress: its requests, from adding them to the last rewarded group."""
+
+import asyncio
+import itertools
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NamedTuple
+
+from rollout_engine.errors import EngineGenerateError, RequestError
+from rollout_engine.frontend.input_processor import at_index
+from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.rewards import RewardCaller, RewardFunction
+from rollout_engine.rollout_plan import RolloutPlan
+from rollout_engine.sampling_params import SamplingParams
+
+_NUMBERS = itertools.count()
+
+
+class Group(NamedTuple):
+    """A prompt whose samples have all ended, and their rewards where there is a reward function."""
+
+    index: int
+    """Which prompt of the plan."""
+    output: RequestOutput
+    rewards: list[float] | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.output.outputs)
+
+
+class SharedEngine:
+    """An engine that several rollouts step: one step at a time, every result to the rollout that asked for it."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self._stepping = threading.Lock()
+        self._owners: dict[str, list[RequestOutput]] = {}
+
+    def add(self, request_id: str, prompt: Any, params: SamplingParams, inbox: list[RequestOutput]) -> None:
+        """Queue a request whose finished result goes to `inbox`."""
+        self.engine.add_request(request_id, prompt, params)
+        self._owners[request_id] = inbox
+
+    def step_for(self, inbox: list[RequestOutput]) -> None:
+        """One engine step, unless another rollout's step has filled `inbox` while we waited for our turn."""
+        with self._stepping:
+            if inbox:
+                return
+            for output in self.engine.step():
+                if output.finished and output.request_id in self._owners:
+                    self._owners.pop(output.request_id).append(output)
+            if not inbox and not self.engine.has_unfinished_requests():
+                raise EngineGenerateError("Results of a rollout were taken by another caller of the engine's step().")
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests without a result."""
+        with self._stepping:
+            for request_id in request_ids:
+                self._owners.pop(request_id, None)
+            self.engine.abort_request(request_ids)
+
+
+class RolloutRun:
+    """The requests of one plan. `advance` until not `unfinished`; `close` in any case.
+
+    Raises `RequestError`, naming the prompt, when the engine refuses one; then none of them is queued. `loop` runs
+    async rewards, see `RewardCaller`.
+    """
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        plan: RolloutPlan,
+        reward_fn: RewardFunction | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._engine, self._plan = engine, plan
+        self._caller = RewardCaller(reward_fn, loop) if reward_fn is not None else None
+        self._running: dict[str, int] = {}
+        self._inbox: list[RequestOutput] = []
+        self._rewarding: list[tuple[int, RequestOutput, Future[list[float]]]] = []
+        self._cancelled = False
+        try:
+            self._add_requests()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether groups are still to come."""
+        return bool(self._running or self._rewarding)
+
+    def advance(self) -> list[Group]:
+        """Step the engine once if it has work for us; return the groups that became complete, rewards included.
+
+        Once only rewards are outstanding, waits for the next of them. Raises `EngineGenerateError` for a failed
+        sequence and `RewardError` for a failed reward.
+        """
+        if self._running:
+            self._engine.step_for(self._inbox)
+        complete = []
+        while self._inbox:
+            output = self._inbox.pop()
+            index = self._running.pop(output.request_id)
+            _check_samples(index, output)
+            if self._caller is None:
+                complete.append(Group(index, output, None))
+            else:
+                rewards = self._caller.start(index, self._plan.prompts[index], output, self._plan.row(index))
+                self._rewarding.append((index, output, rewards))
+        return complete + self._rewarded()
+
+    def cancel_rewards(self) -> None:
+        """Make an `advance` that waits for rewards in another thread return at once."""
+        self._cancelled = True
+        for _, _, rewards in self._rewarding:
+            rewards.cancel()
+
+    def close(self) -> None:
+        """Abort what is unfinished. The engine drops the aborted results at its next step."""
+        self.cancel_rewards()
+        if self._running:
+            self._engine.abort(list(self._running))
+        self._running, self._rewarding = {}, []
+        if self._caller is not None:
+            self._caller.close()
+
+    def _add_requests(self) -> None:
+        number = next(_NUMBERS)
+        for i, (prompt, params) in enumerate(zip(self._plan.prompts, self._plan.params, strict=True)):
+            request_id = f"rollout-{number}-{i}"
+            try:
+                self._engine.add(request_id, prompt, params, self._inbox)
+            except RequestError as problem:
+                raise at_index("prompts", i, problem) from problem
+            self._running[request_id] = i
+
+    def _rewarded(self) -> list[Group]:
+        if self._rewarding and not self._running and not self._cancelled:
+            wait([rewards for _, _, rewards in self._rewarding], return_when=FIRST_COMPLETED)
+        if self._cancelled:
+            return []
+        complete = [Group(i, output, rewards.result()) for i, output, rewards in self._rewarding if rewards.done()]
+        done = {group.index for group in complete}
+        self._rewarding = [entry for entry in self._rewarding if entry[0] not in done]
+        return complete
+
+
+def _check_samples(index: int, output: RequestOutput) -> None:
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            raise EngineGenerateError(f"prompts[{index}], sample {sample.index}: {sample.error}")

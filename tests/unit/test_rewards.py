@@ -1,0 +1,144 @@
+"""A reward function gives finite numbers, or one typed error that names the group."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine.errors import RewardError
+from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.rewards import RewardCaller
+
+
+def group(num=2):
+    samples = [
+        CompletionOutput(i, f"text {i}", [i, 9], None, None, None, None, "stop", None, [], i) for i in range(num)
+    ]
+    return RequestOutput("r", "prompt", [1], None, samples, True, 0)
+
+
+def rewards_of(reward_fn, columns=None, num=2):
+    caller = RewardCaller(reward_fn)
+    try:
+        return caller.start(3, "the prompt", group(num), columns or {}).result(timeout=10)
+    finally:
+        caller.close()
+
+
+def later(answer):
+    async def reward(prompts, completions, completion_ids):
+        await asyncio.sleep(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return reward
+
+
+def now(answer):
+    def reward(prompts, completions, completion_ids):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return reward
+
+
+def test_the_function_sees_lists_of_the_groups_size():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, answer):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer)
+        return [0.0, 1.0]
+
+    assert rewards_of(reward, {"answer": 42}) == [0.0, 1.0]
+    assert seen == {
+        "prompts": ["the prompt"] * 2,
+        "completions": ["text 0", "text 1"],
+        "ids": [[0, 9], [1, 9]],
+        "answer": [42, 42],
+    }
+
+
+@pytest.mark.parametrize("how", [now, later])
+@pytest.mark.parametrize("answer", [[1, 0], (1.0, 0.0), [True, False], np.array([1.0, 0]), torch.tensor([1, 0])])
+def test_anything_that_lists_numbers_will_do(how, answer):
+    rewards = rewards_of(how(answer))
+    assert rewards == [1.0, 0.0]
+    assert all(type(reward) is float for reward in rewards)
+
+
+@pytest.mark.parametrize("how", [now, later])
+@pytest.mark.parametrize(
+    "answer,message",
+    [
+        (ValueError("no gold answer"), r"prompts\[3\]: the reward function raised ValueError: no gold answer"),
+        ([1.0], r"prompts\[3\]: the reward function returned 1 rewards, not 2"),
+        ([1.0] * 3, r"prompts\[3\]: the reward function returned 3 rewards, not 2"),
+        ([1.0, float("nan")], r"prompts\[3\], sample 1: the reward is nan, not a finite number"),
+        ([float("inf"), 1.0], r"prompts\[3\], sample 0: the reward is inf, not a finite number"),
+        ([1.0, None], r"prompts\[3\], sample 1: the reward is None, not a finite number"),
+        ([1.0, "1.0"], r"prompts\[3\], sample 1: the reward is '1.0', not a finite number"),
+        (None, r"prompts\[3\]: the reward function returned NoneType, not a list of 2 numbers"),
+        (1.0, r"prompts\[3\]: the reward function returned float, not a list of 2 numbers"),
+        ("10", r"prompts\[3\]: the reward function returned str, not a list of 2 numbers"),
+    ],
+)
+def test_what_is_no_reward_is_a_typed_error_naming_the_group(how, answer, message):
+    with pytest.raises(RewardError, match=message):
+        rewards_of(how(answer))
+
+
+def test_the_users_own_exception_is_the_cause():
+    with pytest.raises(RewardError) as caught:
+        rewards_of(now(KeyError("gold")))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_column_that_the_function_does_not_take_is_a_typed_error():
+    with pytest.raises(RewardError, match="unexpected keyword argument 'answer'"):
+        rewards_of(now([0, 0]), {"answer": 1})
+
+
+def test_async_rewards_run_side_by_side_on_one_private_loop():
+    met = []
+
+    async def reward(prompts, completions, completion_ids):
+        barrier.append(asyncio.get_running_loop())
+        while len(barrier) < 2:
+            await asyncio.sleep(0)
+        met.append(threading.current_thread().name)
+        return [0.0, 0.0]
+
+    barrier = []
+    caller = RewardCaller(reward)
+    futures = [caller.start(i, "p", group(), {}) for i in range(2)]
+    assert [future.result(timeout=10) for future in futures] == [[0.0, 0.0]] * 2
+    assert barrier[0] is barrier[1] and set(met) == {"rewards"}
+    caller.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rewards"]
+
+
+def test_closing_cancels_what_still_runs():
+    cancelled = threading.Event()
+
+    async def reward(prompts, completions, completion_ids):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    caller = RewardCaller(reward)
+    future = caller.start(0, "p", group(), {})
+    caller.close()
+    assert cancelled.is_set() or future.cancelled()
+
+
+def test_plain_functions_need_no_loop():
+    before = threading.active_count()
+    caller = RewardCaller(now([1, 1]))
+    caller.start(0, "p", group(), {}).result()
+    assert threading.active_count() == before
+    caller.close()
