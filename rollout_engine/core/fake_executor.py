@@ -1,6 +1,7 @@
 """A deterministic fake model over simulated KV blocks: stale, torn or foreign KV raises instead of passing."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,16 +27,16 @@ class FakeExecutor:
         block_size: int,
         vocab_size: int,
         fail_at_steps: Collection[int] = (),
-        scripts: Mapping[str, list[int]] | None = None,
-        errors: Mapping[str, str] | None = None,
+        scripts: Mapping[str, list[int]] = MappingProxyType({}),
+        errors: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.fail_at_steps = fail_at_steps
         """Values of `SchedulerOutput.step` at which to raise, half of the work done."""
-        self.scripts = scripts or {}
+        self.scripts = scripts
         """Sequence id -> its first tokens, for example a stop id."""
-        self.errors = errors or {}
+        self.errors = errors
         """Sequence id -> message reported in place of its next token."""
         self.sequences: dict[str, FakeSequence] = {}
         self.num_steps = 0
@@ -56,7 +57,7 @@ class FakeExecutor:
         self._copy_blocks(work.block_copies)
         self._check_slots(work.scheduled)
         for index, row in enumerate(work.scheduled):
-            if work.step in self.fail_at_steps and 2 * index >= len(work.scheduled):
+            if work.step in self.fail_at_steps and index == len(work.scheduled) // 2:
                 raise RuntimeError(f"told to fail at step {work.step}")
             self._compute(row, work.policy_version)
         self.num_steps += 1

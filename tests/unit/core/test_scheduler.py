@@ -1,0 +1,185 @@
+"""Order, budget, chunks, preemption, forks: seen in the `SchedulerOutput`s that reach the executor."""
+
+import pytest
+
+
+def rows(rig):
+    """Per step: sequence id -> number of tokens."""
+    return [{row.request_id: row.num_tokens for row in work.scheduled} for work in rig.works]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences(make_rig):
+    rig = make_rig(max_num_batched_tokens=8)
+    rig.add("a", [50] * 4)
+    rig.step()
+    rig.add("b", range(20))
+    rig.run()
+    assert rows(rig)[:5] == [{"a": 4}, {"a": 1, "b": 7}, {"a": 1, "b": 7}, {"a": 1, "b": 6}, {"a": 1, "b": 1}]
+    rig.assert_clean()
+
+
+def test_waiting_requests_run_by_priority_then_arrival(make_rig):
+    rig = make_rig(max_num_seqs=1)
+    for name, priority in (("low", 1), ("first", 0), ("second", 0), ("high", -1)):
+        rig.add(name, priority=priority, max_tokens=1)
+    rig.run()
+    assert [next(iter(step)) for step in rows(rig)] == ["high", "first", "second", "low"]
+    rig.assert_clean()
+
+
+def test_a_waiting_request_of_higher_priority_does_not_displace_a_running_one(make_rig):
+    rig = make_rig(max_num_seqs=1)
+    rig.add("runs")
+    rig.step()
+    rig.add("urgent", priority=-1)
+    rig.run()
+    assert [next(iter(step)) for step in rows(rig)] == ["runs"] * 8 + ["urgent"] * 8
+    rig.assert_clean()
+
+
+def test_preemption_takes_the_last_by_priority_and_arrival_and_keeps_its_tokens(make_rig):
+    rig = make_rig(num_blocks=9, block_size=4, enable_prefix_caching=False)
+    rig.add("unimportant", range(7), priority=1, max_tokens=10, seed=1)
+    rig.add("older", range(7), max_tokens=10, seed=2)
+    rig.add("younger", range(7), max_tokens=10, seed=3)
+    rig.run()
+    lost = [name for work in rig.works for name in work.finished]
+    assert lost[0] == "unimportant"
+    assert rig.core.stats.num_preemptions > 0
+    back = next(new for work in rig.works[1:] for new in work.new)
+    assert back.request_id == "unimportant" and back.num_prompt_tokens == 7
+    assert back.token_ids[7:-1] == rig.tokens["unimportant", 0][: len(back.token_ids) - 8]
+    rig.assert_clean()
+
+
+def test_the_first_running_sequence_is_never_preempted(make_rig):
+    rig = make_rig(num_blocks=5, block_size=4, max_num_seqs=4)
+    for i in range(4):
+        rig.add(f"r{i}", [i] * 4, max_tokens=12)
+    rig.run()
+    assert "r0" not in [name for work in rig.works[:12] for name in work.finished]
+    assert rig.core.stats.num_preemptions > 0
+    rig.assert_clean()
+
+
+def test_a_request_that_does_not_fit_waits_without_displacing_anyone(make_rig):
+    rig = make_rig(num_blocks=6, block_size=4)
+    rig.add("small", [50] * 8, max_tokens=4)
+    rig.step()
+    rig.add("big", range(20), max_tokens=2)
+    rig.run()
+    assert rig.core.stats.num_preemptions == 0
+    rig.assert_clean()
+
+
+def test_n_samples_compute_the_prompt_once_and_draw_from_its_one_row(make_rig):
+    rig = make_rig(num_blocks=200, max_num_seqs=16)
+    rig.add("a", range(30), n=16, max_tokens=5)
+    rig.step()
+    assert rig.core.stats.num_prompt_tokens_computed == 30
+    assert [(task.request_id, task.row) for task in rig.works[0].samples] == [(f"{i}_a", 0) for i in range(16)]
+    assert {tuple(new.token_ids[:30]) for new in rig.works[0].new} == {tuple(range(30))}
+    assert len({tokens[0] for (_, _), tokens in rig.tokens.items()}) > 1
+    rig.run()
+    assert rig.executor.num_tokens_computed == 30 + 16 * 4
+    rig.assert_clean()
+
+
+def test_the_prompt_in_chunks_is_computed_once_too(make_rig):
+    rig = make_rig(max_num_batched_tokens=7)
+    rig.add("a", range(30), n=3, max_tokens=2)
+    rig.run()
+    assert [len(work.samples) for work in rig.works][:5] == [0, 0, 0, 0, 3]
+    assert rig.executor.num_tokens_computed == 30 + 3
+    rig.assert_clean()
+
+
+def test_a_shared_partial_block_is_copied_by_all_but_its_last_holder(make_rig):
+    rig = make_rig(block_size=4)
+    rig.add("a", range(10), n=4, max_tokens=2)
+    rig.run()
+    copies = [copy for work in rig.works for copy in work.block_copies]
+    assert len(copies) == 3 and len({source for source, _ in copies}) == 1
+    assert len({destination for _, destination in copies}) == 3
+    rig.assert_clean()
+
+
+def test_full_prompt_blocks_are_shared_without_copies(make_rig):
+    rig = make_rig(block_size=4, num_blocks=8)
+    rig.add("a", range(16), n=4, max_tokens=5)
+    rig.run()
+    assert (rig.core.stats.num_block_copies, rig.core.stats.num_preemptions) == (0, 0)
+    rig.assert_clean()
+
+
+def test_samples_beyond_the_slots_wait_with_their_first_token(make_rig):
+    rig = make_rig(max_num_seqs=2)
+    rig.add("a", range(10), n=5, max_tokens=3)
+    first = rig.step()
+    assert sorted(output.index for output in first) == [0, 1, 2, 3, 4]
+    rig.run()
+    assert rig.executor.num_tokens_computed == 10 + 5 * 2
+    rig.assert_clean()
+
+
+def test_references_of_parked_samples_are_dropped_before_anything_running_is_preempted(make_rig):
+    rig = make_rig(num_blocks=7, block_size=4, max_num_seqs=2)
+    rig.add("a", range(6), n=4, max_tokens=9)
+    while not rig.core.stats.num_references_dropped:
+        rig.step()
+    assert rig.works[-1].finished == ["3_a", "2_a"]
+    assert set(rows(rig)[-1]) == {"0_a", "1_a"} and rig.core.stats.num_preemptions == 0
+    rig.run()
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs", "n"), [(4, 1, 8), (4, 8, 40), (5, 3, 16), (6, 2, 3)])
+def test_more_samples_than_slots_and_blocks_still_all_finish(make_rig, num_blocks, max_num_seqs, n, caching):
+    rig = make_rig(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, enable_prefix_caching=caching)
+    rig.add("a", range(9), n=n, max_tokens=7)
+    rig.add("b", range(3, 12), n=2, max_tokens=7, priority=-1)
+    rig.run()
+    rig.assert_clean()
+
+
+def test_a_waiting_request_of_higher_priority_takes_blocks_from_parked_samples_when_nothing_runs(make_rig):
+    rig = make_rig(num_blocks=4, block_size=4, max_num_seqs=1)
+    rig.add("a", range(9), n=3, max_tokens=3)
+    rig.step()
+    rig.add("urgent", [30] * 14, max_tokens=3, priority=-1)
+    rig.abort("0_a")
+    rig.step()
+    assert rows(rig)[-1] == {"urgent": 14}
+    assert rig.core.stats.num_references_dropped == 2
+    rig.run()
+    rig.assert_clean()
+
+
+def test_two_prompts_that_fill_half_the_pool_each_do_not_starve_one_another(make_rig):
+    rig = make_rig(num_blocks=8, block_size=4, max_num_batched_tokens=4)
+    rig.add("a", [1] * 28, max_tokens=4)
+    rig.add("b", [2] * 28, max_tokens=4)
+    rig.run(max_steps=40)
+    assert rig.core.stats.num_preemptions == 0
+    rig.assert_clean()
+
+
+def test_every_step_with_work_computes_something_in_the_smallest_pool(make_rig):
+    rig = make_rig(num_blocks=1, block_size=4, max_num_seqs=4, max_num_batched_tokens=1)
+    for i in range(3):
+        rig.add(f"r{i}", [i, i], max_tokens=3, n=2)
+    while rig.core.has_unfinished_requests():
+        rig.step()
+        assert rig.works[-1].num_tokens >= 1
+    rig.assert_clean()
+
+
+def test_a_preempted_sequence_returns_on_the_blocks_that_are_still_cached(make_rig):
+    rig = make_rig(num_blocks=9, block_size=4)
+    rig.add("older", [1] * 8, max_tokens=20)
+    rig.add("younger", [2] * 8, max_tokens=12)
+    rig.run()
+    assert rig.core.stats.num_preemptions > 0 and rig.core.stats.num_cached_tokens >= 8
+    assert rig.ends["younger", 0].num_cached_tokens == 0
+    rig.assert_clean()
