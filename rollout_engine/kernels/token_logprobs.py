@@ -45,6 +45,16 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
+def row_totals(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """What `logprobs_at` needs of whole rows [N, V]: their maximum, float32 [N], and total weight, float64 [N]."""
+    maximum = torch.empty_like(temperatures)
+    total = torch.empty_like(temperatures, dtype=torch.float64)
+    for block in row_blocks(logits):
+        weights, maximum[block] = row_weights(logits[block], temperatures[block])
+        total[block] = cumulative_mass(weights)[:, -1]
+    return maximum, total
+
+
 def row_weights(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Unnormalised probabilities of one block: (weights float32 [n, K, CHUNK], zeros past V; maximum float32 [n])."""
     n, vocab_size = logits.shape
@@ -61,7 +71,7 @@ def cumulative_mass(weights: Tensor) -> Tensor:
 
 
 def logprobs_at(logits: Tensor, maximum: Tensor, temperatures: Tensor, total: Tensor) -> Tensor:
-    """float32 log-probs of chosen logits; all arguments broadcast: logits at any dtype, float32, float32, float64."""
+    """float32 log-probs of chosen logits (any dtype), given the float32, float32 and float64 figures of their rows."""
     return (((logits.float() - maximum) / temperatures).double() - total.log()).float()
 
 
@@ -70,11 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-        maximum = torch.empty_like(temperatures)
-        total = torch.empty_like(temperatures, dtype=torch.float64)
-        for block in row_blocks(logits):
-            weights, maximum[block] = row_weights(logits[block], temperatures[block])
-            total[block] = cumulative_mass(weights)[:, -1]
+        maximum, total = row_totals(logits, temperatures)
         ctx.save_for_backward(logits, token_ids, temperatures, total)
         chosen = logits.gather(-1, token_ids[:, None])[:, 0]
         return logprobs_at(chosen, maximum, temperatures, total)
