@@ -1,0 +1,164 @@
+"""Turns any prompt and its `SamplingParams` into one `EngineCoreRequest`; every bound is checked here."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rollout_engine.errors import RequestError
+from rollout_engine.frontend.prompts import Prompt, as_batch, as_fields, as_token_ids
+from rollout_engine.frontend.tokenizer import TextCodec
+from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.seeds import mix
+
+
+class CheckedPrompt(NamedTuple):
+    """A prompt that can be served with its params; not yet queued."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    cache_salt: str
+
+
+class InputProcessor:
+    """`check` a prompt (or a whole batch), then `admit` it: only admitted requests count for the seeds."""
+
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+    ) -> None:
+        self.codec = codec
+        """None with `skip_tokenizer_init`: prompts are token ids."""
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._seed = seed
+        self._num_admitted = 0
+
+    def check_batch(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[CheckedPrompt]:
+        """Check one prompt or a list of them, with one params or one each. Raises `RequestError` naming the index."""
+        batch = as_batch(prompts)
+        if batch is None:
+            return [self.check(prompts, _one_each(params, 1)[0])]
+        each = _one_each(params, len(batch))
+        return [self._check_at(i, prompt, each[i]) for i, prompt in enumerate(batch)]
+
+    def check(self, prompt: Any, params: SamplingParams | None) -> CheckedPrompt:
+        """Raise `RequestError` unless this prompt can be served with `params` (None: the defaults)."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError.for_field("sampling_params", params, "SamplingParams")
+        self._check_params(params)
+        fields = as_fields(prompt)
+        text, token_ids = self._encode(fields)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        if not token_ids:
+            raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
+        return CheckedPrompt(
+            text, token_ids, params, self._room(len(token_ids), params), fields.get("cache_salt") or ""
+        )
+
+    def admit(self, checked: CheckedPrompt, request_id: str, *, priority: int = 0) -> EngineCoreRequest:
+        """The core's request. Without its own seed it gets one from the engine's and the number of those before."""
+        params = checked.params
+        seed = mix(self._seed, self._num_admitted) if params.seed is None else params.seed
+        self._num_admitted += 1
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=checked.token_ids,
+            params=params,
+            max_tokens=checked.max_tokens,
+            seed=seed,
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            priority=priority,
+            cache_salt=checked.cache_salt,
+        )
+
+    def check_scored(
+        self, prompts: Sequence[Any], completions: Sequence[Any], temperature: float
+    ) -> list[tuple[list[int], list[int]]]:
+        """(prompt, completion) ids of sequences to score: prompts not empty, both together within `max_model_len`."""
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise RequestError.for_field("temperature", temperature, "a finite number >= 0")
+        if len(prompts) != len(completions):
+            bound = f"one for each of the {len(prompts)} prompts"
+            raise RequestError.for_field("completion_token_ids", f"a list of {len(completions)}", bound)
+        return [self._check_scored(i, *pair) for i, pair in enumerate(zip(prompts, completions, strict=True))]
+
+    def _check_scored(self, index: int, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+        prompt_ids = as_token_ids(prompt, f"prompt_token_ids[{index}]", self._vocab_size)
+        completion_ids = as_token_ids(completion, f"completion_token_ids[{index}]", self._vocab_size)
+        if not prompt_ids:
+            raise RequestError.for_field(f"prompt_token_ids[{index}]", prompt, "at least one token long")
+        num_tokens = len(prompt_ids) + len(completion_ids)
+        if num_tokens > self._max_model_len:
+            bound = f"at most max_model_len={self._max_model_len} tokens, prompt and completion together"
+            raise RequestError.for_field(f"completion_token_ids[{index}]", f"{num_tokens} tokens", bound)
+        return prompt_ids, completion_ids
+
+    def _check_at(self, index: int, prompt: Any, params: Any) -> CheckedPrompt:
+        try:
+            return self.check(prompt, params)
+        except RequestError as error:
+            raise at_index("prompts", index, error) from error
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self.codec is None:
+            raise RequestError.for_field("stop", params.stop, "absent with skip_tokenizer_init=True", "It needs text.")
+        if (params.logprobs or 0) > self._vocab_size:
+            raise RequestError.for_field("logprobs", params.logprobs, f"at most {self._vocab_size}, the vocabulary")
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self._vocab_size:
+                bound = f"ids in [0, {self._vocab_size}), the vocabulary"
+                raise RequestError.for_field("stop_token_ids", token_id, bound)
+
+    def _encode(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
+        if "prompt_token_ids" in fields:
+            return None, as_token_ids(fields["prompt_token_ids"], "prompt_token_ids", self._vocab_size)
+        kind = "prompt" if "prompt" in fields else "messages"
+        if self.codec is None:
+            bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
+            raise RequestError.for_field(kind, fields[kind], bound)
+        if kind == "prompt":
+            text, token_ids = fields["prompt"], self.codec.encode(fields["prompt"])
+        else:
+            text, token_ids = self.codec.encode_chat(fields["messages"], fields.get("tools"))
+        return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
+
+    def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """`max_tokens`, resolved: as many as fit when it is None."""
+        limit = f"max_model_len={self._max_model_len}"
+        room = self._max_model_len - num_prompt_tokens
+        if room < 1:
+            bound = f"shorter than {limit} tokens, to leave room for one more"
+            raise RequestError.for_field("prompt", f"{num_prompt_tokens} tokens", bound, "See truncate_prompt_tokens.")
+        hint = f"The prompt has {num_prompt_tokens} tokens; both together must stay within {limit}."
+        if (params.max_tokens or 0) > room:
+            raise RequestError.for_field("max_tokens", params.max_tokens, f"at most {room}", hint)
+        if params.min_tokens > room:
+            raise RequestError.for_field("min_tokens", params.min_tokens, f"at most {room}", hint)
+        return params.max_tokens or room
+
+
+def at_index(name: str, index: int, error: RequestError) -> RequestError:
+    """The same error, saying which element of a batch it is about."""
+    return RequestError(f"{name}[{index}]: {error}", field=error.field, value=error.value, bound=error.bound)
+
+
+def _one_each(params: Any, count: int) -> list[Any]:
+    if not isinstance(params, list | tuple):
+        return [params] * count
+    if len(params) != count:
+        bound = f"one SamplingParams, or {count}: one per prompt"
+        raise RequestError.for_field("sampling_params", f"a list of {len(params)}", bound)
+    return list(params)

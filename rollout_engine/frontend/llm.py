@@ -1,0 +1,146 @@
+"""Offline generation: a list of prompts in, a list of results out."""
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.sampling_params import SamplingParams
+
+Conversation = list[dict[str, Any]]
+
+
+class LLM:
+    """A model, ready to generate. Keyword arguments are `EngineConfig`'s.
+
+    >>> with LLM("path/or/hub-id", max_num_seqs=64) as llm:
+    ...     outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=16))
+    """
+
+    def __init__(self, model: str, **engine_kwargs: Any) -> None:
+        self.llm_engine = LLMEngine.from_config(EngineConfig.from_kwargs(model=model, **engine_kwargs))
+        self._generating = threading.Lock()
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> "LLM":
+        """Around an engine that exists."""
+        llm = cls.__new__(cls)
+        llm.llm_engine, llm._generating = engine, threading.Lock()
+        return llm
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights."""
+        return self.llm_engine.policy_version
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One finished `RequestOutput` per prompt, in order. Calls from several threads take turns.
+
+        `sampling_params`: one for all prompts, or a list with one each; None: the defaults. All prompts are checked
+        before any is queued (`RequestError` names the index). Whatever interrupts it ends its requests.
+        """
+        with self._generating:
+            if self.llm_engine.has_unfinished_requests():
+                raise LifecycleError(
+                    "generate: the engine has requests added through llm_engine.add_request, whose results generate() "
+                    "would take. Step the engine until it has none, or abort them."
+                )
+            request_ids = self.llm_engine.add_requests(prompts, _final_only(sampling_params))
+            try:
+                return self._run(request_ids, use_tqdm)
+            except BaseException:
+                self.llm_engine.abort_request(request_ids, discard=True)
+                raise
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: list[Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation or a list of them, through the tokenizer's chat template."""
+        if not isinstance(messages, list | tuple):
+            raise RequestError.for_field("messages", messages, "a conversation (a list of dict), or a list of them")
+        one = bool(messages) and isinstance(messages[0], dict)
+        prompts = [{"messages": conversation, "tools": tools} for conversation in ([messages] if one else messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        prompt_token_ids: Sequence[list[int]],
+        completion_token_ids: Sequence[list[int]],
+        *,
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]:
+        """Log-probs of given completions under the live weights: per sequence float32 [len(completion)]."""
+        return self.llm_engine.score(prompt_token_ids, completion_token_ids, temperature=temperature)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of every weight."""
+        return self.llm_engine.get_model_metadata()
+
+    def get_cache_usage(self) -> float:
+        """KV blocks referenced by live requests / all blocks."""
+        return self.llm_engine.get_cache_usage()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests whose finished output has not been returned."""
+        return self.llm_engine.get_num_unfinished_requests()
+
+    def shutdown(self) -> None:
+        """Free model and KV pool. Calling it again is a no-op."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        start, num_tokens = time.monotonic(), 0
+        with tqdm(total=len(request_ids), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
+            while len(done) < len(request_ids):
+                for output in self.llm_engine.step():
+                    done[output.request_id] = output
+                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    bar.set_postfix_str(f"{num_tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
+                    bar.update()
+        return [done[request_id] for request_id in request_ids]
+
+
+def _final_only(params: Any) -> Any:
+    """The same params without outputs on the way, which nobody would see."""
+    if isinstance(params, list | tuple):
+        return [_final_only(each) for each in params]
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, SamplingParams):
+        return params  # refused, with its index, by the input processor
+    return msgspec.structs.replace(params, output_kind="final_only")

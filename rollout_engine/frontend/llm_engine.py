@@ -1,0 +1,244 @@
+"""The engine in the caller's process: add requests, step, collect results."""
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.core.door import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.worker import ModelInfo
+from rollout_engine.frontend.batch_log import BatchLog
+from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index
+from rollout_engine.frontend.output_processor import OutputProcessor
+from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.tokenizer import TextCodec
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger("rollout_engine")
+
+
+class LLMEngine:
+    """Synchronous stepping: every request added ends in exactly one finished `RequestOutput` of some `step()`.
+
+    >>> engine = LLMEngine.from_config(EngineConfig(model="path/or/hub-id"))
+    >>> engine.add_request("a", "Once upon a time", SamplingParams(max_tokens=16))
+    >>> while engine.has_unfinished_requests():
+    ...     for output in engine.step():
+    ...         print(output.outputs[0].text)
+
+    Any thread may call any method; a call waits for the step in progress.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: InlineExecutor,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        *,
+        log_stats: bool = False,
+    ) -> None:
+        self._core = core
+        self._executor = executor
+        self._inputs = input_processor
+        self._outputs = output_processor
+        self._log = BatchLog(core.stats) if log_stats else None
+        self._lock = threading.RLock()
+        self._ready: list[RequestOutput] = []
+        """Results of aborts, for the next step to return."""
+        self._num_named = 0
+        self._release = weakref.finalize(self, _release, executor)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLMEngine":
+        """Load model and tokenizer. Raises `ConfigError` when they cannot be served."""
+        executor = InlineExecutor.from_config(config)
+        info = executor.info
+        codec = None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
+        inputs = InputProcessor(
+            codec,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            seed=config.seed,
+        )
+        core = EngineCore(executor, _core_config(config, info))
+        engine = cls(core, executor, inputs, OutputProcessor(codec), log_stats=config.log_stats)
+        gc.collect()
+        gc.freeze()  # what start-up made stays; the collector need not walk it between steps
+        logger.info("%s", _choices(config, info))
+        return engine
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights."""
+        return self._core.policy_version
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> str:
+        """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued."""
+        with self._lock:
+            self._require_open()
+            self._outputs.require_new(request_id)
+            self._queue(request_id, self._inputs.check(prompt, params), priority)
+        return request_id
+
+    def add_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[str]:
+        """Queue one prompt or a list of them, under new ids, which are returned in order.
+
+        `params`: one for all or one each. All are checked before any is queued: `RequestError` names the index.
+        """
+        with self._lock:
+            self._require_open()
+            checked = self._inputs.check_batch(prompts, params)
+            request_ids = [self._new_id() for _ in checked]
+            for index, request_id in enumerate(request_ids):
+                try:
+                    self._queue(request_id, checked[index], priority)
+                except RequestError as error:  # the core's own door
+                    self.abort_request(request_ids, discard=True)
+                    raise at_index("prompts", index, error) from error
+        return request_ids
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last."""
+        with self._lock:
+            self._require_open()
+            results, stopped = self._outputs.process(self._core.step())
+            self._core.abort_requests(stopped)
+            ready, self._ready = self._ready + results, []
+            if self._log is not None and self._outputs.num_open == 0:
+                self._log.end()
+            return ready
+
+    def abort_request(self, request_ids: str | Iterable[str], *, discard: bool = False) -> None:
+        """End requests; the next `step()` returns what they had, with finish_reason "abort".
+
+        `discard=True`: it returns nothing of them. An unknown or finished id is a no-op.
+        """
+        with self._lock:
+            self._require_open()
+            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            ended = self._core.abort_requests(ids)
+            for request_id in ids if discard else ():
+                self._outputs.discard(request_id)
+            results, _ = self._outputs.process(ended)
+            self._ready += results
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step()` has anything more to give."""
+        return self._outputs.num_open > 0 or bool(self._ready)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests whose finished output has not been returned."""
+        return self._outputs.num_open + sum(result.finished for result in self._ready)
+
+    def get_cache_usage(self) -> float:
+        """KV blocks referenced by live requests / all blocks."""
+        return self._core.cache_usage()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
+        if self._inputs.codec is None:
+            raise LifecycleError("get_tokenizer: there is none, the engine was made with skip_tokenizer_init=True.")
+        return self._inputs.codec.hf
+
+    def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of every weight."""
+        with self._lock:
+            self._require_open()
+            return self._executor.metadata()
+
+    def score(
+        self,
+        prompt_token_ids: Sequence[list[int]],
+        completion_token_ids: Sequence[list[int]],
+        *,
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]:
+        """Log-probs of given completions under the live weights, per sequence float32 [len(completion)].
+
+        They are what sampling those tokens at `temperature` would have returned ("tempered"). Raises `RequestError`.
+        """
+        pairs = self._inputs.check_scored(prompt_token_ids, completion_token_ids, temperature)
+        asked = [i for i, (_, completion) in enumerate(pairs) if completion]
+        scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
+        with self._lock:
+            self._require_open()
+            sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
+            num_prompt = [len(pairs[i][0]) for i in asked]
+            values = self._executor.score(sequences, num_prompt, temperature or 1.0) if asked else []
+        for i, value in zip(asked, values, strict=True):
+            scores[i] = value
+        return scores
+
+    def shutdown(self) -> None:
+        """Free model and KV pool; open requests are dropped. Calling it again is a no-op."""
+        with self._lock:
+            self._release()
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _queue(self, request_id: str, checked: CheckedPrompt, priority: int) -> None:
+        request = self._inputs.admit(checked, request_id, priority=priority)
+        self._core.add_request(request)
+        self._outputs.add(request, checked.text)
+        if self._log is not None:
+            self._log.add_request()
+
+    def _new_id(self) -> str:
+        self._num_named += 1
+        return f"request-{self._num_named}"
+
+    def _require_open(self) -> None:
+        if not self._release.alive:
+            raise LifecycleError("The engine is shut down; make a new one.")
+
+
+def _release(executor: InlineExecutor) -> None:
+    executor.shutdown()
+    gc.unfreeze()  # so that what start-up made can be collected
+
+
+def _core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
+    return CoreConfig(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=info.vocab_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _choices(config: EngineConfig, info: ModelInfo) -> str:
+    tokenizer = "none" if config.skip_tokenizer_init else config.tokenizer or config.model
+    return (
+        f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "
+        f"max_num_batched_tokens {config.max_num_batched_tokens}, tokenizer {tokenizer}, "
+        f"end ids {info.eos_token_ids}, seed {config.seed}"
+    )

@@ -1,0 +1,62 @@
+"""The tokenizer as the front end uses it: encode, render a chat, decode in a stream."""
+
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.frontend.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
+
+
+class TextCodec:
+    """Text to ids and back, over a Hugging Face tokenizer (`hf`)."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+        self.hf = hf
+        self._special = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
+        self._tables = {}
+        if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
+            for skipped in (frozenset[int](), self._special):
+                self._tables[skipped] = TokenBytes(hf.backend_tokenizer, skipped)
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> "TextCodec":
+        """Load from a directory or hub id. Raises `ConfigError`."""
+        try:
+            return cls(AutoTokenizer.from_pretrained(name))
+        except Exception as problem:  # whatever the loader meets in a broken file
+            raise ConfigError(
+                f"No tokenizer could be loaded from '{name}': {type(problem).__name__}: {problem}. "
+                f"Give tokenizer=..., or skip_tokenizer_init=True to work with token ids only."
+            ) from problem
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special tokens the tokenizer adds by itself (such as a first token)."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
+        """(text, ids) of a conversation by the chat template, with the generation prompt. Raises `RequestError`."""
+        try:
+            text = str(self.hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+        except Exception as problem:  # a template is a program: it may raise anything
+            raise RequestError(
+                f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
+                field="messages",
+                value=messages,
+            ) from problem
+        return text, self._encode(text, add_special_tokens=False)
+
+    def new_stream(self, *, skip_special_tokens: bool) -> TextStream:
+        """A decoder for one completion."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        if skipped in self._tables:
+            return ByteStream(self._tables[skipped])
+        return WindowStream(self._decode, skipped)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self.hf.is_fast:  # the tokenizer itself, without the clean-up that rewrites earlier text
+            return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
+        return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
