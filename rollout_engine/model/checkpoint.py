@@ -23,6 +23,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+_SECOND_COPIES = ["*/*", "consolidated*"]
+"""The same weights once more, in formats of other programs."""
 _MAX_HEADER_BYTES = 100_000_000
 _BITS = {
     "BOOL": 8,
@@ -69,7 +71,7 @@ def find_directory(model: str, *, weights: bool) -> Path:
         raise ConfigError(f"model='{model}': no such directory, and not a hub id ('name' or 'organisation/name').")
     wanted = _DESCRIPTION_FILES + (["*.safetensors"] if weights else [])
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
     except (OSError, HFValidationError) as problem:  # offline, absent and forbidden are all OSErrors
         raise ConfigError(
             f"model='{model}': no such directory, and as a hub id it could not be fetched ({_first_line(problem)}). "

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -94,9 +94,9 @@ def _read_config(directory: Path) -> PretrainedConfig:
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as problem:
         raise ConfigError(f"{path} is not valid JSON ({problem}).") from None
 
@@ -107,7 +107,7 @@ def _resolve_dtype(asked: str, hf_config: PretrainedConfig, entries: Iterable[Te
             "dtype='float16' is not served on a CPU: use 'float32' (exact for float16 weights) or 'bfloat16'."
         )
     if asked != "auto":
-        return getattr(torch, asked)
+        return torch.float32 if asked == "float32" else torch.bfloat16
     stored = hf_config.dtype or hf_config.get_text_config().dtype or _first_float_dtype(entries)
     stored = getattr(torch, stored) if isinstance(stored, str) else stored
     dtype = torch.bfloat16 if stored == torch.bfloat16 and _has_native_bfloat16() else torch.float32

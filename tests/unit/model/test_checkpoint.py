@@ -177,7 +177,7 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
 def test_the_hub_is_asked_for_no_pickles_and_for_weights_only_when_wanted(monkeypatch, tmp_path, weights):
     asked = {}
 
-    def download(model, allow_patterns):
+    def download(model, allow_patterns, ignore_patterns):
         asked.update(model=model, patterns=allow_patterns)
         return str(tmp_path)
 
