@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.errors import LifecycleError
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.outputs import UpdateReport
@@ -52,9 +53,7 @@ class RolloutPolicy:
         """A policy over an engine in this process; `shutdown` ends the engine too."""
         self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
         self._shared = SharedEngine(self.engine)
-        tokenizer = self.tokenizer
-        candidates = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
-        self._pad_token_id: int = next(token for token in candidates if token is not None)
+        self._pad_token_id = _pad_token_id(self.engine)
 
     @classmethod
     def from_pretrained(cls, model: str | os.PathLike[str], **engine_kwargs: Any) -> Self:
@@ -119,7 +118,7 @@ class RolloutPolicy:
         """As `rollout`, one TensorDict per group, in completion order; "group_id" says which prompt it was.
 
         The engine steps in a worker thread, so the loop stays free; async rewards run on the caller's loop. Leaving the
-        iteration early aborts what is left. Nothing is sampled before the first group is asked for.
+        iteration early aborts what is left. Nothing is queued before the first group is asked for.
         """
         check_layout(layout)
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)
@@ -172,7 +171,7 @@ class RolloutPolicy:
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's Hugging Face tokenizer; None with `skip_tokenizer_init`."""
+        """The engine's Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
         return self.engine.get_tokenizer()
 
     def shutdown(self) -> None:
@@ -195,6 +194,15 @@ class RolloutPolicy:
             rewards=rewards or None,
             layout=layout,
         )
+
+
+def _pad_token_id(engine: LLMEngine) -> int:
+    """The tokenizer's pad token, else its end token, else 0."""
+    try:
+        tokenizer = engine.get_tokenizer()
+    except LifecycleError:
+        return 0
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
 def _sequences(batch: TensorDict) -> list[Any]:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from rollout_engine.errors import RequestError
-from rollout_engine.frontend.prompts import is_batch
+from rollout_engine.frontend.prompts import as_batch
 from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingParams
 from rollout_engine.seeds import mix
@@ -53,10 +53,10 @@ def _as_list(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one. Any sequence may hold prompts, a dataset's column for example."""
     if isinstance(prompts, Iterable) and not isinstance(prompts, str | dict | np.ndarray):
         prompts = list(prompts)
-    listed = list(prompts) if is_batch(prompts) else [prompts]
-    if not listed:
+    batch = as_batch(prompts)
+    if batch == []:
         raise RequestError.for_field("prompts", prompts, "at least one prompt")
-    return listed
+    return [prompts] if batch is None else batch
 
 
 def _for_rollout(params: Any, num_samples: int | None, seed: int | None, index: int) -> SamplingParams:

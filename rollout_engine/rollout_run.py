@@ -1,23 +1,21 @@
 """One rollout in progress: its requests, from adding them to the last rewarded group."""
 
 import asyncio
-import itertools
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
-from rollout_engine.errors import EngineGenerateError, RequestError
-from rollout_engine.frontend.input_processor import at_index
+import msgspec
+
+from rollout_engine.errors import EngineGenerateError
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.rewards import RewardCaller, RewardFunction
 from rollout_engine.rollout_plan import RolloutPlan
 from rollout_engine.sampling_params import SamplingParams
 
-_NUMBERS = itertools.count()
 
-
-class Group(NamedTuple):
+class Group(msgspec.Struct, frozen=True):
     """A prompt whose samples have all ended, and their rewards where there is a reward function."""
 
     index: int
@@ -38,10 +36,12 @@ class SharedEngine:
         self._stepping = threading.Lock()
         self._owners: dict[str, list[RequestOutput]] = {}
 
-    def add(self, request_id: str, prompt: Any, params: SamplingParams, inbox: list[RequestOutput]) -> None:
-        """Queue a request whose finished result goes to `inbox`."""
-        self.engine.add_request(request_id, prompt, params)
-        self._owners[request_id] = inbox
+    def add(self, prompts: list[Any], params: list[SamplingParams], inbox: list[RequestOutput]) -> list[str]:
+        """Queue requests whose finished results go to `inbox`; all of them, or none and a `RequestError`."""
+        with self._stepping:
+            request_ids = self.engine.add_requests(prompts, params)
+            self._owners.update(dict.fromkeys(request_ids, inbox))
+        return request_ids
 
     def step_for(self, inbox: list[RequestOutput]) -> None:
         """One engine step, unless another rollout's step has filled `inbox` while we waited for our turn."""
@@ -59,14 +59,13 @@ class SharedEngine:
         with self._stepping:
             for request_id in request_ids:
                 self._owners.pop(request_id, None)
-            self.engine.abort_request(request_ids)
+            self.engine.abort_request(request_ids, discard=True)
 
 
 class RolloutRun:
-    """The requests of one plan. `advance` until not `unfinished`; `close` in any case.
+    """The requests of one plan: `advance` until not `unfinished`, and `close` in any case.
 
-    Raises `RequestError`, naming the prompt, when the engine refuses one; then none of them is queued. `loop` runs
-    async rewards, see `RewardCaller`.
+    `loop` runs async rewards, see `RewardCaller`.
     """
 
     def __init__(
@@ -81,24 +80,24 @@ class RolloutRun:
         self._running: dict[str, int] = {}
         self._inbox: list[RequestOutput] = []
         self._rewarding: list[tuple[int, RequestOutput, Future[list[float]]]] = []
-        self._cancelled = False
-        try:
-            self._add_requests()
-        except BaseException:
-            self.close()
-            raise
+        self._started = self._cancelled = False
 
     @property
     def unfinished(self) -> bool:
         """Whether groups are still to come."""
-        return bool(self._running or self._rewarding)
+        return not self._started or bool(self._running or self._rewarding)
 
     def advance(self) -> list[Group]:
         """Step the engine once if it has work for us; return the groups that became complete, rewards included.
 
+        The first call queues the requests and raises `RequestError`, naming the prompt, when the engine refuses one.
         Once only rewards are outstanding, waits for the next of them. Raises `EngineGenerateError` for a failed
         sequence and `RewardError` for a failed reward.
         """
+        if not self._started:
+            request_ids = self._engine.add(self._plan.prompts, self._plan.params, self._inbox)
+            self._running = {request_id: i for i, request_id in enumerate(request_ids)}
+            self._started = True
         if self._running:
             self._engine.step_for(self._inbox)
         complete = []
@@ -120,23 +119,13 @@ class RolloutRun:
             rewards.cancel()
 
     def close(self) -> None:
-        """Abort what is unfinished. The engine drops the aborted results at its next step."""
+        """Abort what is unfinished."""
         self.cancel_rewards()
-        if self._running:
-            self._engine.abort(list(self._running))
-        self._running, self._rewarding = {}, []
         if self._caller is not None:
             self._caller.close()
-
-    def _add_requests(self) -> None:
-        number = next(_NUMBERS)
-        for i, (prompt, params) in enumerate(zip(self._plan.prompts, self._plan.params, strict=True)):
-            request_id = f"rollout-{number}-{i}"
-            try:
-                self._engine.add(request_id, prompt, params, self._inbox)
-            except RequestError as problem:
-                raise at_index("prompts", i, problem) from problem
-            self._running[request_id] = i
+        unfinished, self._running, self._rewarding, self._started = list(self._running), {}, [], True
+        if unfinished:
+            self._engine.abort(unfinished)
 
     def _rewarded(self) -> list[Group]:
         if self._rewarding and not self._running and not self._cancelled:

@@ -1,0 +1,412 @@
+"""The policy over the real front end and core; only the model is fake (`FakeExecutor`)."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine.core.door import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.fake_executor import FakeExecutor
+from rollout_engine.errors import EngineGenerateError, RequestError, RewardError
+from rollout_engine.frontend.input_processor import InputProcessor
+from rollout_engine.frontend.llm import LLM
+from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.frontend.output_processor import OutputProcessor
+from rollout_engine.frontend.tokenizer import TextCodec
+from rollout_engine.policy import RolloutPolicy
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.seeds import child_seed, mix
+from rollout_engine.testing import byte_tokenizer
+
+VOCAB_SIZE = 259
+CODEC = TextCodec(byte_tokenizer())
+PROMPTS = ["one", "three", "a much longer prompt"]
+SHORT = SamplingParams(max_tokens=6)
+
+
+class Executor(FakeExecutor):
+    """`FakeExecutor` with what an engine asks of its executor besides steps."""
+
+    before_step = staticmethod(lambda: None)
+
+    def execute(self, work):
+        self.before_step()
+        return super().execute(work)
+
+    def score(self, sequences, num_prompt, temperature):
+        """Minus position over temperature."""
+        pairs = zip(sequences, num_prompt, strict=True)
+        return [-np.arange(first, len(ids), dtype=np.float32) / np.float32(temperature) for ids, first in pairs]
+
+    def shutdown(self):
+        pass
+
+
+class Rig:
+    """An engine and a policy on it, with everything a test wants to look at."""
+
+    def __init__(self, codec=CODEC, **executor_options):
+        self.executor = Executor(block_size=4, vocab_size=VOCAB_SIZE, **executor_options)
+        sizes = dict(num_blocks=256, block_size=4, max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64)
+        self.core = EngineCore(self.executor, CoreConfig(vocab_size=VOCAB_SIZE, **sizes))
+        inputs = InputProcessor(codec, max_model_len=64, vocab_size=VOCAB_SIZE, eos_token_ids=[2])
+        self.engine = LLMEngine(self.core, self.executor, inputs, OutputProcessor(codec))
+        self.policy = RolloutPolicy(self.engine)
+
+    def rollout(self, prompts=PROMPTS, params=SHORT, **options):
+        return self.policy.rollout(prompts, params, **({"use_tqdm": False} | options))
+
+    def assert_clean(self):
+        assert not self.engine.has_unfinished_requests()
+        assert not self.core.has_unfinished_requests()
+        assert self.core.cache_usage() == 0
+        assert not self.policy._shared._owners
+        assert not [thread for thread in threading.enumerate() if thread.name == "rewards"]
+        self.core.check_integrity()
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.assert_clean()
+    assert rig.rollout().batch_size == (3,)
+
+
+def lengths(prompts, completions, completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
+def sampled(batch, row):
+    return batch["tokens", "full"][row][batch["masks", "all_assistant_mask"][row]].tolist()
+
+
+def test_a_rollout_is_what_the_engine_generates():
+    batch = Rig().rollout(num_samples=2, seed=11)
+    params = [SamplingParams(max_tokens=6, n=2, seed=mix(11, i), logprobs=0) for i in range(3)]
+    outputs = LLM.from_engine(Rig().engine).generate(PROMPTS, params, use_tqdm=False)
+    samples = [sample for output in outputs for sample in output.outputs]
+    assert [sampled(batch, row) for row in range(6)] == [sample.token_ids for sample in samples]
+    assert list(batch["text", "response"]) == [sample.text for sample in samples]
+    assert list(batch["text", "prompt"]) == [prompt for prompt in PROMPTS for _ in range(2)]
+    assert batch["group_id"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch["sample_index"].tolist() == [0, 1] * 3
+    logprobs = np.concatenate([sample.logprobs for sample in samples])
+    assert batch["log_probs", "response"][batch["masks", "response"]].tolist() == logprobs.tolist()
+
+
+def test_a_policy_stands_on_an_llm_too():
+    assert RolloutPolicy(LLM.from_engine(Rig().engine)).rollout("x", SHORT, use_tqdm=False).batch_size == (1,)
+
+
+def test_one_rollout_seed_gives_every_sequence_its_own(rig):
+    batch = rig.rollout(num_samples=3, seed=2**64 - 1)
+    expected = [child_seed(mix(2**64 - 1, p), i) for p in range(3) for i in range(3)]
+    assert [seed % 2**64 for seed in batch["seed"].tolist()] == expected
+    again = rig.rollout(num_samples=3, seed=2**64 - 1)
+    assert torch.equal(batch["tokens", "full"], again["tokens", "full"])
+
+
+def test_a_returned_seed_replays_its_sequence_alone(rig):
+    batch = rig.rollout(num_samples=3)
+    row = 5
+    alone = SamplingParams(max_tokens=6, seed=int(batch["seed"][row]) % 2**64)
+    assert sampled(rig.rollout(PROMPTS[1], alone), 0) == sampled(batch, row)
+
+
+def test_prompts_of_several_kinds_and_params_each(rig):
+    prompts = ["text", [5, 6, 7], {"messages": [{"role": "user", "content": "hi"}]}]
+    batch = rig.rollout(prompts, [SamplingParams(max_tokens=k, n=k, ignore_eos=True) for k in (1, 2, 3)])
+    assert batch["group_id"].tolist() == [0, 1, 1, 2, 2, 2]
+    assert batch["masks", "response"].sum(1).tolist() == [1, 2, 2, 3, 3, 3]
+    assert batch["tokens", "prompt"][1].tolist()[-3:] == [5, 6, 7]
+
+
+def test_a_packed_rollout_holds_the_same_tokens(rig):
+    padded, packed = rig.rollout(seed=1), rig.rollout(seed=1, layout="packed")
+    assert torch.equal(packed["tokens", "full"][0], padded["tokens", "full"][padded["masks", "all_attention_mask"]])
+
+
+def test_columns_reach_the_reward_function_and_the_batch(rig):
+    calls = {}
+
+    def reward(prompts, completions, completion_ids, answer, level):
+        calls[prompts[0]] = (len(prompts), len(completions), answer, level)
+        return [float(len(text)) for text in completions]
+
+    columns = {"answer": ["A", "B", "C"], "level": (1, 2, 3)}
+    batch = rig.rollout(num_samples=2, columns=columns, reward_fn=reward)
+    assert calls == {p: (2, 2, [a] * 2, [k] * 2) for p, a, k in zip(PROMPTS, "ABC", (1, 2, 3), strict=True)}
+    assert list(batch["answer"]) == ["A", "A", "B", "B", "C", "C"]
+    assert batch["next", "reward"].flatten().tolist() == [float(len(text)) for text in batch["text", "response"]]
+    assert batch["next", "done"].all()
+
+
+def test_each_group_is_rewarded_while_others_still_run(rig):
+    still_running = []
+
+    def reward(prompts, completions, completion_ids):
+        still_running.append(rig.engine.get_num_unfinished_requests())
+        return [0.0]
+
+    rig.rollout(PROMPTS, [SamplingParams(max_tokens=k, ignore_eos=True) for k in (9, 1, 4)], reward_fn=reward)
+    assert still_running == [2, 1, 0]
+
+
+async def async_lengths(prompts, completions, completion_ids):
+    await asyncio.sleep(0)
+    return lengths(prompts, completions, completion_ids)
+
+
+@pytest.mark.parametrize("reward_fn", [lengths, async_lengths])
+def test_a_rollout_works_inside_a_running_loop(rig, reward_fn):
+    async def notebook():
+        return rig.rollout(num_samples=2, reward_fn=reward_fn)
+
+    batch = asyncio.run(notebook())
+    assert batch["next", "reward"].flatten().tolist() == batch["masks", "response"].sum(1).tolist()
+
+
+def raises(*_):
+    raise KeyError("gold")
+
+
+async def raises_later(*_):
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    "reward_fn,message",
+    [
+        (raises, r"prompts\[1\]: the reward function raised KeyError: 'gold'"),
+        (raises_later, r"prompts\[1\]: the reward function raised KeyError: 'gold'"),
+        (lambda *_: [float("nan")] * 2, r"prompts\[1\], sample 0: the reward is nan"),
+        (lambda *_: [0.0], r"prompts\[1\]: the reward function returned 1 rewards, not 2"),
+    ],
+)
+def test_a_bad_reward_names_its_prompt_and_ends_the_rollout(rig, reward_fn, message):
+    params = [SamplingParams(max_tokens=k, n=2, ignore_eos=True) for k in (30, 1, 30)]
+    with pytest.raises(RewardError, match=message):
+        rig.rollout(PROMPTS, params, reward_fn=reward_fn)
+
+
+def test_a_bad_reward_stops_the_sampling_at_once(rig):
+    with pytest.raises(RewardError):
+        rig.rollout(PROMPTS, [SamplingParams(max_tokens=k, ignore_eos=True) for k in (30, 1, 30)], reward_fn=raises)
+    assert rig.executor.num_steps == 1
+
+
+def test_an_interrupt_in_the_reward_function_leaves_nothing_behind(rig):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rig.rollout(reward_fn=interrupted)
+
+
+def test_a_failed_sequence_ends_the_rollout_with_its_reason():
+    rig = Rig(errors={"1_request-2": "logits are NaN"})
+    with pytest.raises(EngineGenerateError, match=r"prompts\[1\], sample 1: logits are NaN"):
+        rig.rollout(num_samples=2)
+    rig.assert_clean()
+    assert rig.rollout().batch_size == (3,)
+
+
+@pytest.mark.parametrize(
+    "prompts,options,message",
+    [
+        (["fine", ""], {}, r"prompts\[1\]: prompt"),
+        (["fine", [1, VOCAB_SIZE]], {}, r"prompts\[1\]: prompt_token_ids\[1\]=259"),
+        (["fine", "x" * 80], {}, r"prompts\[1\]: prompt='80 tokens'"),
+        (PROMPTS, {"layout": "ragged"}, "layout='ragged'"),
+        (PROMPTS, {"columns": {"answer": [1]}}, r"columns\['answer'\]"),
+        (PROMPTS, {"num_samples": 10**9}, "num_samples=1000000000"),
+    ],
+)
+def test_a_refused_rollout_queues_nothing(rig, prompts, options, message):
+    with pytest.raises(RequestError, match=message):
+        rig.rollout(prompts, **options)
+    assert rig.executor.num_steps == 0
+
+
+def test_results_taken_by_somebody_else_are_an_error_not_a_hang(rig):
+    def steal(*_):
+        while rig.engine.has_unfinished_requests():
+            rig.engine.step()
+        return [0.0]
+
+    params = [SamplingParams(max_tokens=k, ignore_eos=True) for k in (1, 5, 5)]
+    with pytest.raises(EngineGenerateError, match="taken by another caller"):
+        rig.rollout(PROMPTS, params, reward_fn=steal)
+
+
+def test_nothing_is_printed_without_a_progress_bar(rig, capfd):
+    rig.rollout()
+    assert capfd.readouterr() == ("", "")
+    rig.rollout(use_tqdm=True)
+    assert "rollout: 100%" in capfd.readouterr().err
+
+
+def test_one_line_is_logged(rig, caplog):
+    with caplog.at_level("INFO", logger="rollout_engine"):
+        rig.rollout(reward_fn=lengths)
+    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("rollout of 3 prompts")]
+
+
+def test_rollouts_in_several_threads_get_their_own_results(rig):
+    expected = rig.rollout(seed=0, num_samples=2)["tokens", "full"]
+    results = {}
+    threads = [
+        threading.Thread(target=lambda i=i: results.update({i: rig.rollout(seed=0, num_samples=2)})) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all(torch.equal(results[i]["tokens", "full"], expected) for i in range(4))
+
+
+def test_without_a_tokenizer_prompts_are_ids_and_padding_is_zero():
+    batch = Rig(codec=None).rollout([[5, 6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert batch["tokens", "prompt"].tolist() == [[5, 6], [0, 7]]
+
+
+# arollout
+
+THREE_LENGTHS = [SamplingParams(max_tokens=k, ignore_eos=True, n=2) for k in (9, 2, 5)]
+
+
+async def collect(stream):
+    return [batch async for batch in stream]
+
+
+def test_groups_come_in_completion_order_and_are_the_rollouts_own(rig):
+    whole = rig.rollout(PROMPTS, THREE_LENGTHS, seed=3, columns={"answer": [1, 2, 3]}, reward_fn=lengths)
+    stream = rig.policy.arollout(PROMPTS, THREE_LENGTHS, seed=3, columns={"answer": [1, 2, 3]}, reward_fn=lengths)
+    groups = asyncio.run(collect(stream))
+    assert [group["group_id"].tolist() for group in groups] == [[1, 1], [2, 2], [0, 0]]
+    for group in groups:
+        rows = [row for row in range(6) if whole["group_id"][row] == group["group_id"][0]]
+        assert [sampled(group, i) for i in range(2)] == [sampled(whole, row) for row in rows]
+        assert torch.equal(group["next", "reward"], whole["next", "reward"][rows])
+        assert list(group["answer"]) == [whole[row]["answer"] for row in rows]
+
+
+def test_the_loop_stays_free_while_the_engine_steps(rig):
+    async def main():
+        loop, stepped = asyncio.get_running_loop(), asyncio.Event()
+        answered = threading.Event()
+
+        def before_step():
+            loop.call_soon_threadsafe(stepped.set)
+            assert answered.wait(timeout=30), "the loop was blocked during a step"
+
+        async def other_work():
+            await stepped.wait()
+            answered.set()
+
+        rig.executor.before_step = before_step
+        await asyncio.gather(other_work(), collect(rig.policy.arollout(PROMPTS, SHORT)))
+
+    asyncio.run(main())
+    del rig.executor.before_step
+
+
+def test_leaving_early_aborts_what_is_left(rig):
+    async def main():
+        stream = rig.policy.arollout(PROMPTS, THREE_LENGTHS)
+        first = await anext(stream)
+        await stream.aclose()
+        return first
+
+    assert asyncio.run(main())["group_id"][0] == 1
+    rig.assert_clean()
+
+
+def test_a_cancelled_consumer_aborts_what_is_left(rig):
+    async def main():
+        stepping, release = threading.Event(), threading.Event()
+
+        def before_step():
+            stepping.set()
+            release.wait(timeout=30)
+
+        rig.executor.before_step = before_step
+        task = asyncio.create_task(collect(rig.policy.arollout(PROMPTS, THREE_LENGTHS)))
+        await asyncio.to_thread(stepping.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert rig.executor.num_steps == 1
+    del rig.executor.before_step
+
+
+def test_a_consumer_cancelled_while_a_reward_waits_does_not_hang(rig):
+    async def main():
+        called = asyncio.Event()
+
+        async def never(*_):
+            called.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(collect(rig.policy.arollout("x", SHORT, reward_fn=never)))
+        await called.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, timeout=30)
+
+    asyncio.run(main())
+
+
+def test_async_rewards_run_on_the_callers_loop(rig):
+    async def main():
+        loops = []
+
+        async def reward(prompts, completions, completion_ids):
+            loops.append(asyncio.get_running_loop())
+            return [1.0, 2.0]
+
+        groups = await collect(rig.policy.arollout(PROMPTS, THREE_LENGTHS, reward_fn=reward))
+        assert loops == [asyncio.get_running_loop()] * 3
+        assert all(group["next", "reward"].flatten().tolist() == [1.0, 2.0] for group in groups)
+
+    asyncio.run(main())
+
+
+def test_a_bad_reward_ends_the_iteration(rig):
+    with pytest.raises(RewardError, match=r"prompts\[1\]: the reward function raised KeyError"):
+        asyncio.run(collect(rig.policy.arollout(PROMPTS, THREE_LENGTHS, reward_fn=raises)))
+
+
+def test_several_tasks_share_one_policy(rig):
+    async def main():
+        streams = [rig.policy.arollout(PROMPTS, THREE_LENGTHS, seed=i % 2) for i in range(4)]
+        return await asyncio.gather(*map(collect, streams))
+
+    results = asyncio.run(main())
+    texts = [{int(g["group_id"][0]): list(g["text", "response"]) for g in groups} for groups in results]
+    assert texts[0] == texts[2] != texts[1] == texts[3]
+
+
+# score
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_scores_stand_under_the_sampled_tokens(rig, layout):
+    batch = rig.rollout(num_samples=2, seed=4, layout=layout)
+    scores = rig.policy.score(batch, temperature=0.5)
+    assert scores.shape == batch["log_probs", "full"].shape and scores.dtype == torch.float32
+    assistant = batch["masks", "all_assistant_mask"]
+    assert (scores[~assistant] == 0).all()
+    if layout == "padded":
+        positions = torch.arange(scores.shape[1]).expand_as(scores)
+    else:
+        positions = torch.cat([torch.arange(n) for n in batch["cu_seqlens"].diff().tolist()])[None]
+    assert torch.equal(scores[assistant], -2.0 * positions[assistant])
