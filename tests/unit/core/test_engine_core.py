@@ -335,10 +335,11 @@ def test_recompute_makes_the_next_token_exact_under_the_new_policy(make_rig):
     rig.assert_clean()
 
 
-def test_blocks_on_top_of_older_kv_or_filled_under_two_versions_are_not_published(make_rig):
-    rig = make_rig(block_size=4, max_num_batched_tokens=6)
+@pytest.mark.parametrize("num_tokens_before", [3, 4, 6])
+def test_blocks_filled_under_two_versions_or_on_top_of_older_kv_are_not_published(make_rig, num_tokens_before):
+    rig = make_rig(block_size=4, max_num_batched_tokens=num_tokens_before)
     rig.add("mixed", range(15), max_tokens=8)
-    rig.step()  # one block and a half under version 0
+    rig.step()
     rig.commit(1)
     rig.run()
     rig.add("b", range(15))

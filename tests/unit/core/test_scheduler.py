@@ -122,6 +122,16 @@ def test_samples_beyond_the_slots_wait_with_their_first_token(make_rig):
     rig.assert_clean()
 
 
+def test_parked_samples_and_waiting_requests_stand_in_one_order(make_rig):
+    rig = make_rig(max_num_seqs=1)
+    rig.add("a", n=2, max_tokens=2)
+    rig.add("later", max_tokens=1)
+    rig.add("urgent", max_tokens=1, priority=-1)
+    rig.run()
+    assert [next(iter(step)) for step in rows(rig)] == ["urgent", "0_a", "0_a", "1_a", "later"]
+    rig.assert_clean()
+
+
 def test_references_of_parked_samples_are_dropped_before_anything_running_is_preempted(make_rig):
     rig = make_rig(num_blocks=7, block_size=4, max_num_seqs=2)
     rig.add("a", range(6), n=4, max_tokens=9)
