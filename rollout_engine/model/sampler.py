@@ -25,7 +25,7 @@ from rollout_engine.kernels.token_logprobs import (
     row_weights,
 )
 from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.model.sampling_masks import cut_tail, most_likely
+from rollout_engine.model.sampling_masks import Truncation, cut_tail, most_likely
 from rollout_engine.sampling_params import SamplingParams
 
 _RAW, _PROCESSED = 1, 2
@@ -107,7 +107,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
 
     rows, kept = _restricted_rows(batch, usable), None
     if len(rows):
-        tokens[rows], kept = _draw(_restrict(logits[rows], rows, batch), temperatures[rows], u[rows], greedy[rows])
+        tokens[rows], kept = _draw(_restrict(logits, rows, batch), temperatures[rows], u[rows], greedy[rows])
         all_banned = rows[~kept.maximum.isfinite()]
         usable[all_banned] = False
         errors |= dict.fromkeys(all_banned.tolist(), _ALL_BANNED)
@@ -184,16 +184,20 @@ def _restricted_rows(batch: SamplingBatch, usable: Tensor) -> Tensor:
 
 
 def _restrict(logits: Tensor, rows: Tensor, batch: SamplingBatch) -> Tensor:
-    """float32 `logits` of the restricted `rows` with -inf at banned tokens and where truncation cuts."""
-    logits = logits.float()
+    """float32 copy of the restricted `rows` of `logits`, -inf at banned tokens and where truncation cuts."""
+    logits = logits.index_select(0, rows).float()
     place = {row: i for i, row in enumerate(rows.tolist())}
     for row, ids in batch.banned:
         if row in place:
             logits[place[row], [token for token in ids if token < logits.shape[1]]] = -torch.inf
+    truncation = Truncation(*map(torch.from_numpy, (batch.temperature, batch.top_k, batch.top_p, batch.min_p)))
     cut = torch.from_numpy(batch.truncates)[rows].nonzero()[:, 0]
-    if len(cut):
-        columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-        logits[cut] = cut_tail(logits[cut], *(torch.from_numpy(column)[rows[cut]] for column in columns))
+    if len(cut) == len(rows):
+        cut_tail(logits, truncation.rows(rows))
+    elif len(cut):
+        some = logits.index_select(0, cut)
+        cut_tail(some, truncation.rows(rows[cut]))
+        logits.index_copy_(0, cut, some)
     return logits
 
 
