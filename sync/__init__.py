@@ -13,6 +13,7 @@ _HOME = {
     "TensorSpec": "sync.manifest",
     "WeightSender": "sync.base",
     "WeightReceiver": "sync.base",
+    "WeightSource": "sync.base",
     "SyncError": "sync.errors",
 }
 __all__ = sorted(_HOME)
