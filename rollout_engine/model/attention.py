@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.paged_attention import KV_TILE, DenseAttention, Scoring, Tile, TilePlan, attend, padded_rows
-from rollout_engine.model.geometry import LayerGeometry
+from rollout_engine.model.geometry import HARMLESS_TENSORS, LayerGeometry
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
@@ -74,7 +74,7 @@ class _Batch(NamedTuple):
     plan: TilePlan
     """Positions [N, R], R = Q * group rounded up."""
     tile_rows: list[Tensor]
-    """Per tile int64 [n * Hk * blocks per tile]: its rows of the pool seen as [num_blocks * Hk, block_size * D]."""
+    """Per tile int64 [n * Hk * blocks per tile]: rows of the pool seen as [num_blocks * Hk, block_size * D]."""
     unwritten: list[Tensor | None]
     """Per tile bool [n, 1, KV_TILE, 1]: slots past a context's end, which may hold anything; None where there are none."""
 
@@ -202,7 +202,7 @@ def rollout_attention(
         raise ConfigError(
             f"{type(module).__name__} asks for a mask of its own, dropout or bidirectional attention: not supported."
         )
-    strangers = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _HARMLESS]
+    strangers = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in HARMLESS_TENSORS]
     if strangers:
         raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -213,7 +213,5 @@ def rollout_attention(
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
     return step.attend(module.layer_idx, *flat, scoring).unsqueeze(0), None  # type: ignore[arg-type]
 
-
-_HARMLESS = {"position_ids", "cache_position"}
 
 AttentionInterface.register(ATTENTION_NAME, rollout_attention)

@@ -1,4 +1,4 @@
-"""One forward of a Hugging Face causal LM over the paged KV pool: a flat batch of chunks in, logits of chosen rows out."""
+"""One forward of a Hugging Face causal LM over the paged KV pool: chunks in, logits of chosen rows out."""
 
 from collections.abc import Sequence
 

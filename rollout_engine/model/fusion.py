@@ -123,6 +123,8 @@ class RowInvariantLinear(nn.Linear):
 
 
 class RowInvariantSiLU(nn.Module):
+    """`kernels.activation.silu` as a module."""
+
     def forward(self, input: Tensor) -> Tensor:
         return silu(input)
 

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
-_HARMLESS_TENSORS = {"position_ids", "cache_position"}
+HARMLESS_TENSORS = {"position_ids", "cache_position"}
+"""Tensors that modules hand to attention and that change nothing."""
 
 
 class LayerGeometry(msgspec.Struct, frozen=True):
@@ -141,7 +142,7 @@ def _check_call(
     if mask.size != (window or 0):
         raise Refusal(f"its mask has window {mask.size or None}, but it tells attention {window}")
     strangers = sorted(
-        name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _HARMLESS_TENSORS
+        name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in HARMLESS_TENSORS
     )
     if strangers:
         raise Refusal(f"it passes tensors this engine does not know to attention: {', '.join(strangers)}")

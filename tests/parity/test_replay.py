@@ -29,7 +29,7 @@ def test_preemption_does_not_change_a_sample(checkpoint):
     with LLM(str(checkpoint("qwen3")), log_stats=False, num_kv_blocks=12, enable_prefix_caching=False) as llm:
         params = [SamplingParams(**(PARAMS | {"seed": s})) for s in range(6)]
         tight = llm.generate([PROMPT] * 6, params, use_tqdm=False)
-        assert llm.engine.core.stats.num_preemptions > 0
+        assert llm.llm_engine._core.stats.num_preemptions > 0
     assert [(o.outputs[0].token_ids, o.outputs[0].logprobs.tolist()) for o in tight] == roomy
 
 
@@ -46,7 +46,8 @@ def test_a_new_process_gives_the_same_tokens(checkpoint):
     script = (
         "import json, sys; from rollout_engine import LLM, SamplingParams\n"
         "llm = LLM(sys.argv[1], log_stats=False)\n"
-        "s = llm.generate([json.loads(sys.argv[2])], SamplingParams(**json.loads(sys.argv[3])), use_tqdm=False)[0].outputs[0]\n"
+        "params = SamplingParams(**json.loads(sys.argv[3]))\n"
+        "s = llm.generate([json.loads(sys.argv[2])], params, use_tqdm=False)[0].outputs[0]\n"
         "print(json.dumps([s.token_ids, s.logprobs.tolist()]))"
     )
     command = [sys.executable, "-c", script, directory, json.dumps(PROMPT), json.dumps(PARAMS)]
