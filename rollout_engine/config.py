@@ -30,7 +30,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Literal["auto", "cpu"] = "auto"
     """Where the model runs."""
     max_model_len: Positive | None = None
-    """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one request fits the KV pool."""
+    """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one fits the KV pool."""
     block_size: Positive = 16
     """Tokens per KV block; divides 64, the KV tile."""
     kv_cache_bytes: Positive | None = None

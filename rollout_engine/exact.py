@@ -36,7 +36,7 @@ def enable(model: nn.Module) -> nn.Module:
 
 
 def refresh(model: nn.Module) -> None:
-    """Rebuild packed weights after writes that autograd cannot see (`parameter.data.copy_`). Optimizers need no call."""
+    """Rebuild packed weights after writes autograd cannot see (`parameter.data.copy_`). Optimizers need no call."""
     repack(model)
 
 

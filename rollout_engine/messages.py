@@ -1,4 +1,4 @@
-"""Everything that crosses from front end to core to worker and back. Typed, in one place; new fields last and defaulted.
+"""Everything that crosses from front end to core to worker and back: typed, in one place, new fields last, defaulted.
 
                 add_request                    execute
     front end ───────────────> EngineCore ───────────────> ModelRunner

@@ -37,6 +37,9 @@ _CANDIDATES = (
     RowPlan(False, 32, 32),
     RowPlan(False, 64, 64),
 )
+_HEIGHTS = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 200, 256)
+"""Row counts put to the test: around the blockings that libraries use."""
+
 _plans: dict[tuple[int, int, torch.dtype], RowPlan] = {}
 
 
@@ -114,29 +117,9 @@ def _holds(plan: RowPlan, x: Tensor, weight: Tensor, thread_counts: list[int]) -
 
 
 def _trial_windows(plan: RowPlan, total: int) -> list[tuple[int, int]]:
-    """(start, rows) of the row ranges to compare: every height a plan may call, each at its own offset."""
+    """(start, rows) of the row ranges to compare: every kind of height a plan may call, each at its own offset."""
     if plan.min_rows == plan.max_rows:
         heights = [1, plan.min_rows, plan.min_rows + 3, 3 * plan.min_rows]
     else:
-        heights = [
-            1,
-            *range(plan.min_rows, 20),
-            24,
-            31,
-            32,
-            33,
-            36,
-            48,
-            63,
-            64,
-            65,
-            80,
-            96,
-            127,
-            128,
-            160,
-            200,
-            255,
-            256,
-        ]
+        heights = [1, *(height for height in _HEIGHTS if height >= plan.min_rows)]
     return [((7 * rows) % (total - rows + 1), rows) for rows in heights]

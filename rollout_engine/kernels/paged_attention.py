@@ -20,7 +20,7 @@ from rollout_engine.kernels.linear import NotInvariant
 
 KV_TILE = 64
 ROW_TILE = 8
-"""Rows of one product come in multiples of this: below it a GEMM library picks other kernels (`prove_row_invariance`)."""
+"""Rows of one product come in multiples of this: below it libraries pick other kernels (`prove_row_invariance`)."""
 
 _CACHED_MASK_ELEMENTS = 1 << 22
 _LOWEST = torch.finfo(torch.float32).min

@@ -22,7 +22,7 @@ _active = threading.local()
 
 
 class SequenceChunk(NamedTuple):
-    """Tokens [num_computed_tokens, num_computed_tokens + len(token_ids)) of one sequence, to be computed in one step."""
+    """Tokens [num_computed_tokens, num_computed_tokens + len(token_ids)) of one sequence, computed in one step."""
 
     token_ids: Sequence[int]
     num_computed_tokens: int
@@ -76,7 +76,7 @@ class _Batch(NamedTuple):
     tile_rows: list[Tensor]
     """Per tile int64 [n * Hk * blocks per tile]: rows of the pool seen as [num_blocks * Hk, block_size * D]."""
     unwritten: list[Tensor | None]
-    """Per tile bool [n, 1, KV_TILE, 1]: slots past a context's end, which may hold anything; None where there are none."""
+    """Per tile bool [n, 1, KV_TILE, 1]: slots past a context's end, which hold anything; None where there are none."""
 
 
 class _PagedStep:
