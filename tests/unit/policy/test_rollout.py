@@ -1,4 +1,4 @@
-"""The policy over the real front end and core; only the model is fake (`FakeExecutor`)."""
+"""Rollouts: what comes back, what the reward function sees, and what is left after an error."""
 
 import asyncio
 import threading
@@ -7,73 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine.core.door import CoreConfig
-from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.errors import EngineGenerateError, RequestError, RewardError
-from rollout_engine.frontend.input_processor import InputProcessor
 from rollout_engine.frontend.llm import LLM
-from rollout_engine.frontend.llm_engine import LLMEngine
-from rollout_engine.frontend.output_processor import OutputProcessor
-from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.policy import RolloutPolicy
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed, mix
-from rollout_engine.testing import byte_tokenizer
 
 VOCAB_SIZE = 259
-CODEC = TextCodec(byte_tokenizer())
 PROMPTS = ["one", "three", "a much longer prompt"]
 SHORT = SamplingParams(max_tokens=6)
-
-
-class Executor(FakeExecutor):
-    """`FakeExecutor` with what an engine asks of its executor besides steps."""
-
-    before_step = staticmethod(lambda: None)
-
-    def execute(self, work):
-        self.before_step()
-        return super().execute(work)
-
-    def score(self, sequences, num_prompt, temperature):
-        """Minus position over temperature."""
-        pairs = zip(sequences, num_prompt, strict=True)
-        return [-np.arange(first, len(ids), dtype=np.float32) / np.float32(temperature) for ids, first in pairs]
-
-    def shutdown(self):
-        pass
-
-
-class Rig:
-    """An engine and a policy on it, with everything a test wants to look at."""
-
-    def __init__(self, codec=CODEC, **executor_options):
-        self.executor = Executor(block_size=4, vocab_size=VOCAB_SIZE, **executor_options)
-        sizes = dict(num_blocks=256, block_size=4, max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64)
-        self.core = EngineCore(self.executor, CoreConfig(vocab_size=VOCAB_SIZE, **sizes))
-        inputs = InputProcessor(codec, max_model_len=64, vocab_size=VOCAB_SIZE, eos_token_ids=[2])
-        self.engine = LLMEngine(self.core, self.executor, inputs, OutputProcessor(codec))
-        self.policy = RolloutPolicy(self.engine)
-
-    def rollout(self, prompts=PROMPTS, params=SHORT, **options):
-        return self.policy.rollout(prompts, params, **({"use_tqdm": False} | options))
-
-    def assert_clean(self):
-        assert not self.engine.has_unfinished_requests()
-        assert not self.core.has_unfinished_requests()
-        assert self.core.cache_usage() == 0
-        assert not self.policy._shared._owners
-        assert not [thread for thread in threading.enumerate() if thread.name == "rewards"]
-        self.core.check_integrity()
-
-
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.assert_clean()
-    assert rig.rollout().batch_size == (3,)
 
 
 def lengths(prompts, completions, completion_ids, **columns):
@@ -84,10 +26,10 @@ def sampled(batch, row):
     return batch["tokens", "full"][row][batch["masks", "all_assistant_mask"][row]].tolist()
 
 
-def test_a_rollout_is_what_the_engine_generates():
-    batch = Rig().rollout(num_samples=2, seed=11)
+def test_a_rollout_is_what_the_engine_generates(make_rig):
+    batch = make_rig().rollout(num_samples=2, seed=11)
     params = [SamplingParams(max_tokens=6, n=2, seed=mix(11, i), logprobs=0) for i in range(3)]
-    outputs = LLM.from_engine(Rig().engine).generate(PROMPTS, params, use_tqdm=False)
+    outputs = LLM.from_engine(make_rig().engine).generate(PROMPTS, params, use_tqdm=False)
     samples = [sample for output in outputs for sample in output.outputs]
     assert [sampled(batch, row) for row in range(6)] == [sample.token_ids for sample in samples]
     assert list(batch["text", "response"]) == [sample.text for sample in samples]
@@ -98,8 +40,8 @@ def test_a_rollout_is_what_the_engine_generates():
     assert batch["log_probs", "response"][batch["masks", "response"]].tolist() == logprobs.tolist()
 
 
-def test_a_policy_stands_on_an_llm_too():
-    assert RolloutPolicy(LLM.from_engine(Rig().engine)).rollout("x", SHORT, use_tqdm=False).batch_size == (1,)
+def test_a_policy_stands_on_an_llm_too(rig):
+    assert RolloutPolicy(LLM.from_engine(rig.engine)).rollout("x", SHORT, use_tqdm=False).batch_size == (1,)
 
 
 def test_one_rollout_seed_gives_every_sequence_its_own(rig):
@@ -207,8 +149,8 @@ def test_an_interrupt_in_the_reward_function_leaves_nothing_behind(rig):
         rig.rollout(reward_fn=interrupted)
 
 
-def test_a_failed_sequence_ends_the_rollout_with_its_reason():
-    rig = Rig(errors={"1_request-2": "logits are NaN"})
+def test_a_failed_sequence_ends_the_rollout_with_its_reason(make_rig):
+    rig = make_rig(errors={"1_request-2": "logits are NaN"})
     with pytest.raises(EngineGenerateError, match=r"prompts\[1\], sample 1: logits are NaN"):
         rig.rollout(num_samples=2)
     rig.assert_clean()
@@ -269,133 +211,9 @@ def test_rollouts_in_several_threads_get_their_own_results(rig):
     assert all(torch.equal(results[i]["tokens", "full"], expected) for i in range(4))
 
 
-def test_without_a_tokenizer_prompts_are_ids_and_padding_is_zero():
-    batch = Rig(codec=None).rollout([[5, 6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
+def test_without_a_tokenizer_prompts_are_ids_and_padding_is_zero(make_rig):
+    batch = make_rig(codec=None).rollout([[5, 6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
     assert batch["tokens", "prompt"].tolist() == [[5, 6], [0, 7]]
-
-
-# arollout
-
-THREE_LENGTHS = [SamplingParams(max_tokens=k, ignore_eos=True, n=2) for k in (9, 2, 5)]
-
-
-async def collect(stream):
-    return [batch async for batch in stream]
-
-
-def test_groups_come_in_completion_order_and_are_the_rollouts_own(rig):
-    whole = rig.rollout(PROMPTS, THREE_LENGTHS, seed=3, columns={"answer": [1, 2, 3]}, reward_fn=lengths)
-    stream = rig.policy.arollout(PROMPTS, THREE_LENGTHS, seed=3, columns={"answer": [1, 2, 3]}, reward_fn=lengths)
-    groups = asyncio.run(collect(stream))
-    assert [group["group_id"].tolist() for group in groups] == [[1, 1], [2, 2], [0, 0]]
-    for group in groups:
-        rows = [row for row in range(6) if whole["group_id"][row] == group["group_id"][0]]
-        assert [sampled(group, i) for i in range(2)] == [sampled(whole, row) for row in rows]
-        assert torch.equal(group["next", "reward"], whole["next", "reward"][rows])
-        assert list(group["answer"]) == [whole[row]["answer"] for row in rows]
-
-
-def test_the_loop_stays_free_while_the_engine_steps(rig):
-    async def main():
-        loop, stepped = asyncio.get_running_loop(), asyncio.Event()
-        answered = threading.Event()
-
-        def before_step():
-            loop.call_soon_threadsafe(stepped.set)
-            assert answered.wait(timeout=30), "the loop was blocked during a step"
-
-        async def other_work():
-            await stepped.wait()
-            answered.set()
-
-        rig.executor.before_step = before_step
-        await asyncio.gather(other_work(), collect(rig.policy.arollout(PROMPTS, SHORT)))
-
-    asyncio.run(main())
-    del rig.executor.before_step
-
-
-def test_leaving_early_aborts_what_is_left(rig):
-    async def main():
-        stream = rig.policy.arollout(PROMPTS, THREE_LENGTHS)
-        first = await anext(stream)
-        await stream.aclose()
-        return first
-
-    assert asyncio.run(main())["group_id"][0] == 1
-    rig.assert_clean()
-
-
-def test_a_cancelled_consumer_aborts_what_is_left(rig):
-    async def main():
-        stepping, release = threading.Event(), threading.Event()
-
-        def before_step():
-            stepping.set()
-            release.wait(timeout=30)
-
-        rig.executor.before_step = before_step
-        task = asyncio.create_task(collect(rig.policy.arollout(PROMPTS, THREE_LENGTHS)))
-        await asyncio.to_thread(stepping.wait, 30)
-        task.cancel()
-        await asyncio.sleep(0)
-        release.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert rig.executor.num_steps == 1
-    del rig.executor.before_step
-
-
-def test_a_consumer_cancelled_while_a_reward_waits_does_not_hang(rig):
-    async def main():
-        called = asyncio.Event()
-
-        async def never(*_):
-            called.set()
-            await asyncio.Event().wait()
-
-        task = asyncio.create_task(collect(rig.policy.arollout("x", SHORT, reward_fn=never)))
-        await called.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, timeout=30)
-
-    asyncio.run(main())
-
-
-def test_async_rewards_run_on_the_callers_loop(rig):
-    async def main():
-        loops = []
-
-        async def reward(prompts, completions, completion_ids):
-            loops.append(asyncio.get_running_loop())
-            return [1.0, 2.0]
-
-        groups = await collect(rig.policy.arollout(PROMPTS, THREE_LENGTHS, reward_fn=reward))
-        assert loops == [asyncio.get_running_loop()] * 3
-        assert all(group["next", "reward"].flatten().tolist() == [1.0, 2.0] for group in groups)
-
-    asyncio.run(main())
-
-
-def test_a_bad_reward_ends_the_iteration(rig):
-    with pytest.raises(RewardError, match=r"prompts\[1\]: the reward function raised KeyError"):
-        asyncio.run(collect(rig.policy.arollout(PROMPTS, THREE_LENGTHS, reward_fn=raises)))
-
-
-def test_several_tasks_share_one_policy(rig):
-    async def main():
-        streams = [rig.policy.arollout(PROMPTS, THREE_LENGTHS, seed=i % 2) for i in range(4)]
-        return await asyncio.gather(*map(collect, streams))
-
-    results = asyncio.run(main())
-    texts = [{int(g["group_id"][0]): list(g["text", "response"]) for g in groups} for groups in results]
-    assert texts[0] == texts[2] != texts[1] == texts[3]
-
-
-# score
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
