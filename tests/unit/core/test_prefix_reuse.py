@@ -1,0 +1,154 @@
+"""Whose KV may serve whom: prefixes, salts, collisions and policy versions."""
+
+import pytest
+
+from rollout_engine.core import prefix_cache
+from rollout_engine.errors import WeightUpdateError
+
+
+def test_a_known_prefix_is_not_computed_again_but_for_its_last_token(make_rig):
+    rig = make_rig(block_size=4)
+    rig.add("a", range(16), max_tokens=1)
+    rig.run()
+    rig.add("same", range(16), max_tokens=1)
+    rig.add("longer", range(18), max_tokens=1)
+    rig.run()
+    cached = {name: end.num_cached_tokens for (name, _), end in rig.ends.items()}
+    assert cached == {"a": 0, "same": 12, "longer": 16}
+    assert rig.executor.num_tokens_computed == 16 + 4 + 2
+    rig.assert_clean()
+
+
+def test_sampled_tokens_are_cached_for_the_next_turn(make_rig):
+    rig = make_rig(block_size=4)
+    rig.add("turn 1", range(8), max_tokens=9)
+    rig.run()
+    rig.add("turn 2", [*range(8), *rig.tokens["turn 1", 0], 1, 2])
+    rig.run()
+    assert rig.ends["turn 2", 0].num_cached_tokens == 16
+    rig.assert_clean()
+
+
+def test_prompts_of_different_salts_share_nothing(make_rig):
+    rig = make_rig()
+    for name, salt in (("a", "x"), ("b", "y"), ("c", "x")):
+        rig.add(name, range(20), salt=salt)
+        rig.run()
+    assert [rig.ends[name, 0].num_cached_tokens for name in "abc"] == [0, 0, 16]
+    rig.assert_clean()
+
+
+def test_nothing_is_cached_when_caching_is_off(make_rig):
+    rig = make_rig(enable_prefix_caching=False)
+    for name in "ab":
+        rig.add(name, range(20))
+        rig.run()
+    assert rig.core.stats.num_cached_tokens == 0
+    rig.assert_clean()
+
+
+def test_colliding_hashes_do_no_harm(make_rig, monkeypatch):
+    monkeypatch.setattr(prefix_cache, "block_hash", lambda *fields: b"same")
+    rig = make_rig(num_blocks=12, block_size=2)
+    for i in range(12):
+        rig.add(f"r{i}", [i % 3, 1, 2, 3, 4, i % 2], n=2)
+    rig.run()
+    rig.assert_clean()
+
+
+def test_under_pressure_the_tail_of_a_cached_prefix_goes_before_its_head(make_rig):
+    rig = make_rig(num_blocks=6, block_size=4)
+    rig.add("a", range(16), max_tokens=1)
+    rig.run()
+    rig.add("b", [50] * 16, max_tokens=1)
+    rig.run()
+    rig.add("a again", range(16), max_tokens=1)
+    rig.run()
+    assert rig.ends["a again", 0].num_cached_tokens == 8
+    rig.assert_clean()
+
+
+# Policy versions
+
+
+def test_cached_blocks_never_cross_versions(make_rig):
+    rig = make_rig()
+    rig.add("a", range(20))
+    rig.run()
+    assert rig.commit(1) == 0
+    rig.add("b", range(20))
+    rig.run()
+    assert rig.ends["b", 0].num_cached_tokens == 0
+    rig.add("c", range(20))
+    rig.run()
+    assert rig.ends["c", 0].num_cached_tokens == 16
+    rig.assert_clean()
+
+
+def test_keep_goes_on_over_old_kv_and_says_so(make_rig):
+    rig = make_rig()
+    rig.add("a", max_tokens=4)
+    spans = [rig.step()[0] for _ in range(2)]
+    assert rig.commit(5) == 1
+    spans += [rig.step()[0] for _ in range(2)]
+    assert [(s.policy_version, s.kv_min_version) for s in spans] == [(0, 0), (0, 0), (5, 0), (5, 0)]
+    rig.assert_clean()
+
+
+def test_recompute_makes_the_next_token_exact_under_the_new_policy(make_rig):
+    rig = make_rig()
+    rig.add("a", n=2, max_tokens=4)
+    rig.step()
+    assert rig.commit(5, "recompute") == 1
+    assert rig.core.cache_usage() == 0.0
+    outputs = rig.step()
+    assert [(o.policy_version, o.kv_min_version) for o in outputs] == [(5, 5), (5, 5)]
+    rig.run()
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("num_tokens_before", [3, 4, 6])
+def test_blocks_filled_under_two_versions_or_on_top_of_older_kv_are_not_published(make_rig, num_tokens_before):
+    rig = make_rig(block_size=4, max_num_batched_tokens=num_tokens_before)
+    rig.add("mixed", range(15), max_tokens=8)
+    rig.step()
+    rig.commit(1)
+    rig.run()
+    rig.add("b", range(15))
+    rig.run()
+    assert rig.ends["b", 0].num_cached_tokens == 0
+    rig.assert_clean()
+
+
+def test_a_request_still_waiting_at_a_commit_looks_up_under_the_new_version(make_rig):
+    rig = make_rig(max_num_seqs=1)
+    rig.add("a", range(20), max_tokens=2)
+    rig.step()
+    rig.add("b", range(20), max_tokens=2)
+    rig.commit(1)
+    rig.run()
+    assert (rig.ends["b", 0].num_cached_tokens, rig.ends["b", 0].kv_min_version) == (0, 1)
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_a_version_that_does_not_grow_forgets_all_old_kv(make_rig, version):
+    rig = make_rig(policy_version=3)
+    rig.add("a", range(20), max_tokens=2)
+    rig.run()
+    rig.add("b", range(20, 40))
+    rig.step()
+    rig.commit(version, "keep")
+    assert rig.core.cache_usage() == 0.0
+    rig.commit(3)
+    rig.add("c", range(20))
+    rig.run()
+    assert rig.ends["c", 0].num_cached_tokens == 0
+    rig.assert_clean()
+
+
+def test_an_unknown_kv_mode_is_refused_and_changes_nothing(make_rig):
+    rig = make_rig()
+    with pytest.raises(WeightUpdateError, match="kv='drop'.*'keep' or 'recompute'"):
+        rig.core.commit_version(1, "drop")
+    assert rig.core.policy_version == 0
