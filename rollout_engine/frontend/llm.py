@@ -1,10 +1,11 @@
 """Offline generation: a list of prompts in, a list of results out."""
 
+import os
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,8 +16,9 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.prompts import Prompt
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
+from sync.base import WeightSource
 
 Conversation = list[dict[str, Any]]
 
@@ -28,8 +30,8 @@ class LLM:
     ...     outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=16))
     """
 
-    def __init__(self, model: str, **engine_kwargs: Any) -> None:
-        self.llm_engine = LLMEngine.from_config(EngineConfig.from_kwargs(model=model, **engine_kwargs))
+    def __init__(self, model: str | os.PathLike[str], **engine_kwargs: Any) -> None:
+        self.llm_engine = LLMEngine.from_config(EngineConfig.from_kwargs(model=os.fspath(model), **engine_kwargs))
         self._generating = threading.Lock()
 
     @classmethod
@@ -93,6 +95,17 @@ class LLM:
     ) -> list[np.ndarray]:
         """Log-probs of given completions under the live weights: per sequence float32 [len(completion)]."""
         return self.llm_engine.score(prompt_token_ids, completion_token_ids, temperature=temperature)
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int | None = None,
+        kv: Literal["keep", "recompute"] = "keep",
+        reset_version: bool = False,
+    ) -> UpdateReport:
+        """Replace the live weights, wholly or not at all; see `LLMEngine.update_weights`."""
+        return self.llm_engine.update_weights(source, version=version, kv=kv, reset_version=reset_version)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer."""

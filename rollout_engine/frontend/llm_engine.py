@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,16 +14,18 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.weights import update_from_source
 from rollout_engine.execution.worker import ModelInfo
 from rollout_engine.frontend.batch_log import BatchLog
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index
 from rollout_engine.frontend.output_processor import OutputProcessor
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.tokenizer import TextCodec
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
+from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
 
@@ -90,7 +93,8 @@ class LLMEngine:
         """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued."""
         with self._lock:
             self._require_open()
-            self._outputs.require_new(request_id)
+            if self._is_open(request_id):
+                raise RequestError.for_field("request_id", request_id, "unique among unfinished requests")
             self._queue(request_id, self._inputs.check(prompt, params), priority)
         return request_id
 
@@ -113,7 +117,7 @@ class LLMEngine:
                 try:
                     self._queue(request_id, checked[index], priority)
                 except RequestError as error:  # the core's own door
-                    self.abort_request(request_ids, discard=True)
+                    self.abort_request(request_ids[:index], discard=True)
                     raise at_index("prompts", index, error) from error
         return request_ids
 
@@ -136,11 +140,10 @@ class LLMEngine:
         with self._lock:
             self._require_open()
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            ended = self._core.abort_requests(ids)
-            for request_id in ids if discard else ():
-                self._outputs.discard(request_id)
-            results, _ = self._outputs.process(ended)
+            results, _ = self._outputs.process(self._core.abort_requests(ids))
             self._ready += results
+            if discard:
+                self._discard(set(ids))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything more to give."""
@@ -165,6 +168,37 @@ class LLMEngine:
         with self._lock:
             self._require_open()
             return self._executor.metadata()
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int | None = None,
+        kv: Literal["keep", "recompute"] = "keep",
+        reset_version: bool = False,
+    ) -> UpdateReport:
+        """Replace the live weights between two steps, wholly or not at all; requests in flight go on.
+
+        Args:
+            source: nn.Module, dict, or iterator of (name, tensor); floating dtypes are cast to the engine's.
+            version: of the new weights, higher than the live one; None: one more than the live version.
+            kv: "keep": requests in flight go on over their old KV, and say so in `kv_min_version`. "recompute": they
+                compute it again under the new weights.
+            reset_version: allow any `version`, for a trainer that restarted.
+
+        Raises the weight errors of `rollout_engine.errors`; then the old weights serve on.
+        """
+        if kv not in ("keep", "recompute"):
+            raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
+        self._require_open()
+        return update_from_source(
+            self._executor.updater,
+            source,
+            version=version,
+            reset_version=reset_version,
+            boundary=self._lock,
+            advance=lambda committed: self._core.commit_version(committed, kv),
+        )
 
     def score(
         self,
@@ -211,7 +245,17 @@ class LLMEngine:
 
     def _new_id(self) -> str:
         self._num_named += 1
-        return f"request-{self._num_named}"
+        name = f"request-{self._num_named}"
+        return self._new_id() if self._is_open(name) else name
+
+    def _is_open(self, request_id: str) -> bool:
+        """Whether its finished output is still to be returned."""
+        return request_id in self._outputs or any(ready.request_id == request_id for ready in self._ready)
+
+    def _discard(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            self._outputs.discard(request_id)
+        self._ready = [result for result in self._ready if result.request_id not in request_ids]
 
     def _require_open(self) -> None:
         if not self._release.alive:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from copy import copy
 
-from rollout_engine.errors import RequestError
 from rollout_engine.frontend.detokenizer import Detokenizer
 from rollout_engine.frontend.sample import Sample
 from rollout_engine.frontend.tokenizer import TextCodec
@@ -30,10 +29,8 @@ class OutputProcessor:
         """Requests whose finished output is still to come."""
         return len(self._requests)
 
-    def require_new(self, request_id: str) -> None:
-        """Raise `RequestError` if a request of this id is open."""
-        if request_id in self._requests:
-            raise RequestError.for_field("request_id", request_id, "unique among unfinished requests")
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def add(self, request: EngineCoreRequest, prompt: str | None) -> None:
         """Open a request that the core has taken. `prompt` is its text, if it had one."""

@@ -54,20 +54,20 @@ def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     """A fresh list of ids in [0, vocab_size). Raises `RequestError` naming the first bad position."""
     if not isinstance(value, list | tuple | np.ndarray):
         raise RequestError.for_field(field, value, "a list of token ids")
-    if len(value) == 0:
-        return []
-    for position, token_id in enumerate(value if _may_hold_strangers(value) else ()):
-        if not isinstance(token_id, int | np.integer) or isinstance(token_id, bool):
-            raise RequestError.for_field(f"{field}[{position}]", token_id, "an int, a token id")
-    if min(value) < 0 or max(value) >= vocab_size:
-        position = next(i for i, token_id in enumerate(value) if not 0 <= token_id < vocab_size)
+    token_ids = value.tolist() if isinstance(value, np.ndarray) else list(value)
+    if set(map(type, token_ids)) - {int}:  # rare: numpy integers, or a mistake
+        token_ids = [_as_int(token_id, f"{field}[{i}]") for i, token_id in enumerate(token_ids)]
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         bound = f"in [0, {vocab_size}), the vocabulary"
-        raise RequestError.for_field(f"{field}[{position}]", int(value[position]), bound)
-    return [int(token_id) for token_id in value]
+        raise RequestError.for_field(f"{field}[{position}]", token_ids[position], bound)
+    return token_ids
 
 
-def _may_hold_strangers(value: Any) -> bool:
-    return not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu"
+def _as_int(token_id: Any, field: str) -> int:
+    if not isinstance(token_id, int | np.integer) or isinstance(token_id, bool):
+        raise RequestError.for_field(field, token_id, "an int, a token id")
+    return int(token_id)
 
 
 def _check_field(prompt: dict[str, Any], key: str, kind: type) -> None:

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-_MAX_UNFINISHED_BYTES = 3
-"""Of a UTF-8 character, whose last byte is missing."""
+_MAX_HELD = 4
+"""Bad characters at the end that more bytes may still make good: all but the last byte of a UTF-8 character, and before
+them one leading space, itself a byte token, which the decoder will strip."""
 _MAX_PENDING = 8
 """Tokens after which a window that still ends in bad bytes is cut, so that garbage costs no more than text."""
 
@@ -88,13 +89,13 @@ class WindowStream:
         self._pending.append(token_id)
         text = self._pending_text()
         num_bad = len(text) - len(text.rstrip(REPLACEMENT))
-        end = len(text) - min(num_bad, _MAX_UNFINISHED_BYTES)
+        end = len(text) - min(num_bad, _MAX_HELD)
         new = text[self._num_returned : end]
         self._num_returned = max(self._num_returned, end)
         if text and not num_bad:
             self._advance(len(self._pending))
         elif len(self._pending) > _MAX_PENDING and self._ends_in_bad_bytes(num_bad):
-            self._advance(len(self._pending) - _MAX_UNFINISHED_BYTES)
+            self._advance(len(self._pending) - _MAX_HELD)
         return new
 
     def _pending_text(self) -> str:
@@ -106,8 +107,8 @@ class WindowStream:
         return self._decode(self._pending)  # a bad byte spoiled the whole run it continues
 
     def _ends_in_bad_bytes(self, num_bad: int) -> bool:
-        last = self._decode(self._pending[-_MAX_UNFINISHED_BYTES:])
-        return num_bad > _MAX_UNFINISHED_BYTES and last == REPLACEMENT * _MAX_UNFINISHED_BYTES
+        last = self._decode(self._pending[-_MAX_HELD:])
+        return num_bad > _MAX_HELD and last == REPLACEMENT * _MAX_HELD
 
     def _advance(self, num_tokens: int) -> None:
         self._context, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]

@@ -1,0 +1,187 @@
+import math
+
+import numpy as np
+import pytest
+
+from rollout_engine.errors import RequestError
+from rollout_engine.frontend.input_processor import InputProcessor
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.seeds import mix
+
+MAX_MODEL_LEN, VOCAB_SIZE, EOS = 32, 259, 2
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def inputs(codec):
+    return InputProcessor(codec, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], seed=7)
+
+
+def without_tokenizer():
+    return InputProcessor(None, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+
+
+@pytest.mark.parametrize(
+    "prompt, text",
+    [
+        ("hé", "hé"),
+        ({"prompt": "hé", "cache_salt": "s"}, "hé"),
+        ([74, 130, 105], None),
+        ((74, 130, 105), None),
+        ([74, np.int64(130), np.int32(105)], None),
+        (np.array([74, 130, 105]), None),
+        ({"prompt_token_ids": [74, 130, 105], "cache_salt": None}, None),
+    ],
+)
+def test_every_kind_of_prompt_gives_its_token_ids(inputs, prompt, text):
+    checked = inputs.check(prompt, None)
+    assert checked.token_ids == [74, 130, 105]
+    assert all(type(token_id) is int for token_id in checked.token_ids)
+    assert checked.text == text
+
+
+def test_the_cache_salt_is_kept_and_empty_by_default(inputs):
+    prompts = [{"prompt": "h", "cache_salt": "s"}, {"prompt": "h", "cache_salt": None}, {"prompt": "h"}, "h"]
+    assert [inputs.check(prompt, None).cache_salt for prompt in prompts] == ["s", "", "", ""]
+
+
+def test_a_conversation_goes_through_the_chat_template(inputs, codec):
+    checked = inputs.check({"messages": HI, "tools": []}, None)
+    assert checked.text == "<|user|>hi<eos><|assistant|>"
+    assert checked.token_ids == codec.encode(checked.text)
+
+
+def test_token_ids_are_copied(inputs):
+    mine = [5, 6]
+    checked = inputs.check(mine, None)
+    mine.append(7)
+    assert checked.token_ids == [5, 6]
+
+
+def test_one_list_of_ints_is_one_prompt_and_a_list_of_lists_is_many(inputs):
+    assert [c.token_ids for c in inputs.check_batch([5, 6], None)] == [[5, 6]]
+    assert [c.token_ids for c in inputs.check_batch([[5], [6]], None)] == [[5], [6]]
+    assert [c.token_ids for c in inputs.check_batch(["h", [6], {"prompt": "h"}], None)] == [[74], [6], [74]]
+    assert inputs.check_batch([], None) == []
+
+
+def test_max_tokens_none_fills_the_model_length(inputs):
+    assert inputs.check([5] * 20, None).max_tokens == MAX_MODEL_LEN - 20
+    assert inputs.check([5] * 20, SamplingParams(max_tokens=12)).max_tokens == 12
+
+
+def test_truncation_keeps_the_last_tokens_and_comes_before_the_bounds(inputs):
+    checked = inputs.check(list(range(3, 103)), SamplingParams(truncate_prompt_tokens=4, max_tokens=28))
+    assert checked.token_ids == [99, 100, 101, 102]
+
+
+@pytest.mark.parametrize(
+    "prompt, params, field, words",
+    [
+        ("", {}, "prompt", "at least one token"),
+        ([], {}, "prompt", "at least one token"),
+        ({"prompt_token_ids": []}, {}, "prompt", "at least one token"),
+        ([5, 300], {}, "prompt_token_ids[1]", r"300 is not allowed: must be in \[0, 259\)"),
+        ([5, -1], {}, "prompt_token_ids[1]", "-1"),
+        ([5, 2**70], {}, "prompt_token_ids[1]", "must be in"),
+        ([5, "a"], {}, "prompt_token_ids[1]", "an int"),
+        ([5, True], {}, "prompt_token_ids[1]", "an int"),
+        ([5, 1.0], {}, "prompt_token_ids[1]", "an int"),
+        (np.array([5.0]), {}, "prompt_token_ids[0]", "an int"),
+        (np.array([[5]]), {}, "prompt_token_ids[0]", "an int"),
+        ({"prompt_token_ids": "abc"}, {}, "prompt_token_ids", "a list of token ids"),
+        (7, {}, "prompt", "a str, a list of token ids"),
+        (None, {}, "prompt", "a str, a list of token ids"),
+        ({"promt": "x"}, {}, "promt", "Did you mean 'prompt'"),
+        ({"prompt": "x", "prompt_token_ids": [5]}, {}, "prompt", "exactly one of"),
+        ({"cache_salt": "x"}, {}, "prompt", "exactly one of"),
+        ({"prompt": 5}, {}, "prompt", "a str"),
+        ({"prompt": "x", "cache_salt": 5}, {}, "cache_salt", "a str"),
+        ({"prompt": "x", "tools": [{}]}, {}, "tools", "given with messages"),
+        ({"messages": "hi"}, {}, "messages", "a list"),
+        ({"messages": [5]}, {}, "messages", "cannot render"),
+        ([5] * 32, {}, "prompt", r"max_model_len=32.*truncate_prompt_tokens"),
+        ([5] * 30, {"max_tokens": 3}, "max_tokens", r"at most 2\. The prompt has 30 tokens.*max_model_len=32"),
+        ([5] * 30, {"min_tokens": 3}, "min_tokens", "at most 2"),
+        ([5], {"stop_token_ids": [259]}, "stop_token_ids", r"ids in \[0, 259\)"),
+    ],
+)
+def test_bad_requests_name_field_value_and_bound(inputs, prompt, params, field, words):
+    with pytest.raises(RequestError, match=f"(?s){words}") as caught:
+        inputs.check(prompt, SamplingParams(**params))
+    assert caught.value.field == field
+
+
+def test_params_of_the_wrong_type_are_refused(inputs):
+    with pytest.raises(RequestError, match="sampling_params=.* must be SamplingParams"):
+        inputs.check("x", {"temperature": 1.0})
+
+
+def test_more_top_logprobs_than_the_vocabulary_are_refused(codec):
+    small = InputProcessor(codec, max_model_len=8, vocab_size=20)
+    with pytest.raises(RequestError, match="logprobs=21 is not allowed: must be at most 20"):
+        small.check([5], SamplingParams(logprobs=21))
+
+
+def test_text_outside_the_model_vocabulary_is_refused(codec):
+    small = InputProcessor(codec, max_model_len=8, vocab_size=20)
+    with pytest.raises(RequestError, match=r"prompt as token ids\[0\]=74.*\[0, 20\)"):
+        small.check("h", None)
+
+
+def test_a_batch_error_names_the_index(inputs):
+    with pytest.raises(RequestError, match=r"^prompts\[2\]: prompt_token_ids\[0\]=999") as caught:
+        inputs.check_batch(["a", "b", [999]], None)
+    assert caught.value.value == 999
+
+
+def test_a_list_of_params_must_have_one_per_prompt(inputs):
+    with pytest.raises(RequestError, match="a list of 1.*one SamplingParams, or 2: one per prompt"):
+        inputs.check_batch(["a", "b"], [SamplingParams()])
+    each = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
+    assert [c.max_tokens for c in inputs.check_batch(["a", "b"], each)] == [1, 2]
+
+
+@pytest.mark.parametrize("prompt", ["x", {"messages": HI}])
+def test_without_a_tokenizer_text_is_refused_with_the_reason(prompt):
+    with pytest.raises(RequestError, match="skip_tokenizer_init=True"):
+        without_tokenizer().check(prompt, None)
+    assert without_tokenizer().check([5], None).token_ids == [5]
+
+
+def test_without_a_tokenizer_stop_strings_are_refused():
+    with pytest.raises(RequestError, match="stop=.*skip_tokenizer_init=True"):
+        without_tokenizer().check([5], SamplingParams(stop=["x"]))
+
+
+def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs):
+    given = [None, 5, None]
+    admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed)), f"r{i}") for i, seed in enumerate(given)]
+    assert [request.seed for request in admitted] == [mix(7, 0), 5, mix(7, 2)]
+
+
+def test_refused_requests_do_not_move_the_seeds(inputs):
+    with pytest.raises(RequestError):
+        inputs.check("", None)
+    assert inputs.admit(inputs.check("x", None), "r").seed == mix(7, 0)
+
+
+def test_end_ids_are_the_checkpoints_unless_ignored(inputs):
+    assert inputs.admit(inputs.check("x", None), "r").eos_token_ids == [EOS]
+    assert inputs.admit(inputs.check("x", SamplingParams(ignore_eos=True)), "r").eos_token_ids == []
+
+
+@pytest.mark.parametrize(
+    "prompts, completions, temperature, words",
+    [
+        ([[]], [[5]], 1.0, r"prompt_token_ids\[0\].*at least one token"),
+        ([[5], [5]], [[5], [259]], 1.0, r"completion_token_ids\[1\]\[0\]=259"),
+        ([[5] * 20], [[5] * 13], 1.0, "33 tokens.*max_model_len=32"),
+        ([[5]], [], 1.0, "one for each of the 1 prompts"),
+        ([[5]], [[5]], math.nan, "temperature=nan"),
+        ([[5]], [[5]], -1.0, "temperature=-1.0"),
+    ],
+)
+def test_bad_scores_are_refused(inputs, prompts, completions, temperature, words):
+    with pytest.raises(RequestError, match=words):
+        inputs.check_scored(prompts, completions, temperature)
