@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sync.errors import ManifestMismatch
 
+MAX_VERSION = 2**63
+
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a version."""
@@ -40,7 +42,9 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return cls(version=version, tensors=list(tensors), aliases=groups, digest=total_digest(tensors))
 
     def check(self) -> None:
-        """Raise `ManifestMismatch` unless names are unique and the total digest belongs to these tensors."""
+        """Raise `ManifestMismatch` unless version and names can be, and the total digest belongs to these tensors."""
+        if type(self.version) is not int or not 0 <= self.version < MAX_VERSION:
+            raise ManifestMismatch(f"version={self.version!r} is not allowed: must be an int in [0, 2**63).")
         names = [spec.name for spec in self.tensors]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

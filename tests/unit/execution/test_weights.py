@@ -1,5 +1,6 @@
 """A weight update happens wholly or not at all."""
 
+import random
 from contextlib import nullcontext
 
 import msgspec
@@ -267,7 +268,7 @@ def test_a_damaged_manifest_is_refused(engine):
 
 def test_a_stale_manifest_leaves_no_transaction_open(engine):
     with pytest.raises(StaleVersion):
-        engine.updater.begin(offer(engine, weights(), version=-1)[0])
+        engine.updater.begin(offer(engine, weights(), version=0)[0])
     assert engine.updater.begin(offer(engine, weights())[0])
 
 
@@ -318,6 +319,32 @@ def test_the_shadow_is_used_again(engine):
     shadows = {name: tensor.data_ptr() for name, tensor in engine.updater._shadow.items()}
     engine.update(weights(seed=30))
     assert shadows == {name: tensor.data_ptr() for name, tensor in engine.updater._shadow.items()}
+
+
+FAULTS = {
+    "missing": lambda tensors, name: tensors.pop(name),
+    "renamed": lambda tensors, name: tensors.update({name + "_": tensors.pop(name)}),
+    "reshaped": lambda tensors, name: tensors.update({name: tensors[name].unsqueeze(0)}),
+    "wrong kind": lambda tensors, name: tensors.update({name: tensors[name] > 0}),
+    "no tensor": lambda tensors, name: tensors.update({name: None}),
+    "twice": lambda tensors, name: tensors.update({"qk": torch.zeros(6, 4)}),
+    "nan": lambda tensors, name: tensors["q"].view(-1)[7:8].fill_(float("nan")),
+    "infinite": lambda tensors, name: tensors["k"].view(-1)[3:4].fill_(-float("inf")),
+}
+
+
+def test_no_fault_of_many_gets_through_and_good_updates_do(engine):
+    rng = random.Random(0)
+    for i in range(200):
+        before, fault, source = engine.state(), rng.choice([*FAULTS, None]), weights(seed=i)
+        if fault is None:
+            assert engine.update(source).version == before[1] + 1
+            assert all(torch.equal(engine.live[name], tensor) for name, tensor in source.items())
+            continue
+        FAULTS[fault](source, rng.choice(["embed", "q", "k", "steps"]))
+        with pytest.raises(errors.WeightUpdateError):
+            engine.update(source)
+        assert engine.state() == before, fault
 
 
 @pytest.mark.parametrize("tie", [False, True])

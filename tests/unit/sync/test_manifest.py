@@ -65,6 +65,12 @@ def test_a_name_listed_twice_is_refused():
         WeightManifest.of(1, [*specs(), specs()[0]]).check()
 
 
+@pytest.mark.parametrize("version", [-1, 2**63, 1.0, "1", True, None])
+def test_a_version_that_is_no_count_is_refused(version):
+    with pytest.raises(ManifestMismatch, match="version=.* must be an int"):
+        WeightManifest.of(version, specs()).check()
+
+
 def test_a_changed_list_under_the_old_digest_is_refused():
     manifest = msgspec.structs.replace(WeightManifest.of(1, specs()), tensors=specs(seed=1))
     with pytest.raises(ManifestMismatch, match="damaged"):

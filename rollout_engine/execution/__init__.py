@@ -1,0 +1,1 @@
+"""Running the model for the core: worker, executor, weight updates."""
