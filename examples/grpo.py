@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from rollout_engine import RolloutPolicy, SamplingParams, exact
 
@@ -41,6 +42,7 @@ CLIP = 0.2
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     """Run the example; returns the rows written to metrics.jsonl."""
     options = parse(arguments)
+    disable_progress_bar()
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     training, unseen = make_items(options.seed)
@@ -299,7 +301,7 @@ def draw(history: list[dict[str, float]], path: Path) -> None:
     steps = [row["step"] for row in history]
     axes.plot(steps, [row["accuracy"] for row in history], label=f"greedy accuracy, {NUM_UNSEEN} unseen words")
     axes.plot(steps, [row["reward"] for row in history], label="mean reward of the rollouts", alpha=0.6)
-    axes.set(xlabel="GRPO step", ylim=(0, 1), title="spell_backward")
+    axes.set(xlabel="GRPO step", ylim=(0, 1.02), title="spell_backward")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
