@@ -23,12 +23,12 @@ class TextCodec:
     def from_pretrained(cls, name: str) -> "TextCodec":
         """Load from a directory or hub id. Raises `ConfigError`."""
         try:
-            return cls(AutoTokenizer.from_pretrained(name))
+            hf = AutoTokenizer.from_pretrained(name)
         except Exception as problem:  # whatever the loader meets in a broken file
-            raise ConfigError(
-                f"No tokenizer could be loaded from '{name}': {type(problem).__name__}: {problem}. "
-                f"Give tokenizer=..., or skip_tokenizer_init=True to work with token ids only."
-            ) from problem
+            raise _cannot_load(name, f"{type(problem).__name__}: {problem}") from problem
+        if len(hf) <= len(hf.added_tokens_decoder):  # what the loader makes up where the files are missing
+            raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
+        return cls(hf)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens the tokenizer adds by itself (such as a first token)."""
@@ -60,3 +60,10 @@ class TextCodec:
         if self.hf.is_fast:  # the tokenizer itself, without the clean-up that rewrites earlier text
             return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
         return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _cannot_load(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"No tokenizer could be loaded from '{name}': {reason}. "
+        "Give tokenizer=..., or skip_tokenizer_init=True to work with token ids only."
+    )
