@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.errors import EngineGenerateError, RequestError
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.outputs import RequestOutput, UpdateReport
@@ -56,14 +56,10 @@ class LLM:
         """One finished `RequestOutput` per prompt, in order. Calls from several threads take turns.
 
         `sampling_params`: one for all prompts, or a list with one each; None: the defaults. All prompts are checked
-        before any is queued (`RequestError` names the index). Whatever interrupts it ends its requests.
+        before any is queued (`RequestError` names the index). Whatever interrupts it ends its requests. Requests added
+        through `llm_engine` go on meanwhile; their results wait for its next `step()`.
         """
         with self._generating:
-            if self.llm_engine.has_unfinished_requests():
-                raise LifecycleError(
-                    "generate: the engine has requests added through llm_engine.add_request, whose results generate() "
-                    "would take. Step the engine until it has none, or abort them."
-                )
             request_ids = self.llm_engine.add_requests(prompts, _final_only(sampling_params))
             try:
                 return self._run(request_ids, use_tqdm)
@@ -137,15 +133,28 @@ class LLM:
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
+        waiting = set(request_ids)
         start, num_tokens = time.monotonic(), 0
         with tqdm(total=len(request_ids), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
-            while len(done) < len(request_ids):
-                for output in self.llm_engine.step():
+            while waiting:
+                for output in self._step(waiting):
                     done[output.request_id] = output
+                    waiting.remove(output.request_id)
                     num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     bar.set_postfix_str(f"{num_tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
                     bar.update()
         return [done[request_id] for request_id in request_ids]
+
+    def _step(self, waiting: set[str]) -> list[RequestOutput]:
+        """One engine step; results of others are handed back."""
+        outputs = self.llm_engine.step()
+        mine = [output for output in outputs if output.request_id in waiting]
+        self.llm_engine.hand_back(output for output in outputs if output.request_id not in waiting)
+        if not mine and not any(self.llm_engine.is_unfinished(request_id) for request_id in waiting):
+            raise EngineGenerateError(
+                f"Results of {len(waiting)} prompts are gone: another caller of llm_engine.step() took them."
+            )
+        return mine
 
 
 def _final_only(params: Any) -> Any:

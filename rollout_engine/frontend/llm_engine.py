@@ -58,7 +58,7 @@ class LLMEngine:
         self._log = BatchLog(core.stats) if log_stats else None
         self._lock = threading.RLock()
         self._ready: list[RequestOutput] = []
-        """Results of aborts, for the next step to return."""
+        """Results of aborts and results handed back, for the next step to return."""
         self._num_named = 0
         self._release = weakref.finalize(self, _release, executor)
 
@@ -93,8 +93,7 @@ class LLMEngine:
         """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued."""
         with self._lock:
             self._require_open()
-            if self._is_open(request_id):
-                raise RequestError.for_field("request_id", request_id, "unique among unfinished requests")
+            self._check_id(request_id)
             self._queue(request_id, self._inputs.check(prompt, params), priority)
         return request_id
 
@@ -144,6 +143,15 @@ class LLMEngine:
             self._ready += results
             if discard:
                 self._discard(set(ids))
+
+    def hand_back(self, outputs: Iterable[RequestOutput]) -> None:
+        """Give back results of a step that somebody else waits for; the next `step()` returns them first."""
+        with self._lock:
+            self._ready += outputs
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether the finished output of `request_id` is still to be returned."""
+        return request_id in self._outputs or any(ready.request_id == request_id for ready in self._ready)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything more to give."""
@@ -237,6 +245,8 @@ class LLMEngine:
         self.shutdown()
 
     def _queue(self, request_id: str, checked: CheckedPrompt, priority: int) -> None:
+        if not isinstance(priority, int):
+            raise RequestError.for_field("priority", priority, "an int")
         request = self._inputs.admit(checked, request_id, priority=priority)
         self._core.add_request(request)
         self._outputs.add(request, checked.text)
@@ -246,11 +256,13 @@ class LLMEngine:
     def _new_id(self) -> str:
         self._num_named += 1
         name = f"request-{self._num_named}"
-        return self._new_id() if self._is_open(name) else name
+        return self._new_id() if self.is_unfinished(name) else name
 
-    def _is_open(self, request_id: str) -> bool:
-        """Whether its finished output is still to be returned."""
-        return request_id in self._outputs or any(ready.request_id == request_id for ready in self._ready)
+    def _check_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError.for_field("request_id", request_id, "a non-empty string")
+        if self.is_unfinished(request_id):
+            raise RequestError.for_field("request_id", request_id, "unique among unfinished requests")
 
     def _discard(self, request_ids: set[str]) -> None:
         for request_id in request_ids:

@@ -31,7 +31,7 @@ class TextCodec:
         return cls(hf)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens the tokenizer adds by itself (such as a first token)."""
+        """Ids of a prompt, with the special tokens the tokenizer adds by itself. Raises `RequestError`."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
@@ -54,7 +54,11 @@ class TextCodec:
         return WindowStream(self._decode, skipped)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        try:
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        except Exception as problem:  # for example a lone surrogate, which is no Unicode text
+            bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
+            raise RequestError.for_field("prompt", text, bound) from problem
 
     def _decode(self, token_ids: list[int]) -> str:
         if self.hf.is_fast:  # the tokenizer itself, without the clean-up that rewrites earlier text

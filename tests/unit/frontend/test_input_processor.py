@@ -90,6 +90,7 @@ def test_truncation_keeps_the_last_tokens_and_comes_before_the_bounds(inputs):
         (np.array([5.0]), {}, "prompt_token_ids[0]", "an int"),
         (np.array([[5]]), {}, "prompt_token_ids[0]", "an int"),
         ({"prompt_token_ids": "abc"}, {}, "prompt_token_ids", "a list of token ids"),
+        ("\ud800", {}, "prompt", "text the tokenizer can encode"),
         (7, {}, "prompt", "a str, a list of token ids"),
         (None, {}, "prompt", "a str, a list of token ids"),
         ({"promt": "x"}, {}, "promt", "Did you mean 'prompt'"),

@@ -1,6 +1,6 @@
 import pytest
 
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.errors import EngineGenerateError, RequestError
 from rollout_engine.sampling_params import SamplingParams
 
 HI = [{"role": "user", "content": "hi"}]
@@ -85,12 +85,20 @@ def test_an_interrupted_generate_leaves_nothing_behind(make_llm):
     assert len(llm.generate(["a", "b"], SHORT, use_tqdm=False)) == 2
 
 
-def test_generate_does_not_take_the_results_of_requests_added_elsewhere(make_llm):
+def test_results_of_requests_added_elsewhere_wait_for_their_owner(make_llm):
     llm = make_llm()
-    llm.llm_engine.add_request("mine", "x", SHORT)
-    with pytest.raises(LifecycleError, match="add_request"):
+    llm.llm_engine.add_request("mine", "x", SamplingParams(max_tokens=2, ignore_eos=True, output_kind="delta"))
+    assert len(llm.generate(["a"], SHORT, use_tqdm=False)) == 1
+    outputs = llm.llm_engine.step()
+    assert [(output.request_id, output.finished) for output in outputs] == [("mine", False), ("mine", True)]
+
+
+def test_results_taken_by_another_caller_are_missed_at_once(make_llm):
+    llm = make_llm()
+    step = llm.llm_engine.step
+    llm.llm_engine.step = lambda: step() and []
+    with pytest.raises(EngineGenerateError, match="Results of 1 prompts are gone"):
         llm.generate(["a"], SHORT, use_tqdm=False)
-    llm.llm_engine.abort_request("mine", discard=True)
 
 
 def test_a_failed_sample_is_reported_and_the_others_come_back(make_llm):

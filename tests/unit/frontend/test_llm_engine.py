@@ -107,6 +107,22 @@ def test_a_duplicate_id_is_refused_and_the_first_request_unharmed(engine, drain)
     assert drain(engine)[-1].outputs[0].token_ids == truth([7], 1, 4)
 
 
+@pytest.mark.parametrize(
+    "request_id, priority, words",
+    [("", 0, "request_id=''"), (7, 0, "request_id=7"), ([], 0, "request_id="), ("a", "high", "priority='high'")],
+)
+def test_bad_ids_and_priorities_are_refused(engine, request_id, priority, words):
+    with pytest.raises(RequestError, match=words):
+        engine.add_request(request_id, "x", priority=priority)
+
+
+def test_lower_priorities_go_first(engine, drain):
+    params = SamplingParams(max_tokens=1, n=10, output_kind="final_only")
+    for name, priority in [("late", 1), ("soon", 0), ("first", -1)]:
+        engine.add_request(name, [5] * 40, params, priority=priority)
+    assert [output.request_id for output in drain(engine)] == ["first", "soon", "late"]
+
+
 def test_an_id_is_free_again_only_after_its_result_was_returned(engine, drain):
     engine.add_request("a", "x")
     engine.abort_request("a")
