@@ -52,9 +52,11 @@ def as_fields(prompt: Any) -> dict[str, Any]:
 
 def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     """A fresh list of ids in [0, vocab_size). Raises `RequestError` naming the first bad position."""
-    if not isinstance(value, list | tuple | np.ndarray):
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
         raise RequestError.for_field(field, value, "a list of token ids")
-    token_ids = value.tolist() if isinstance(value, np.ndarray) else list(value)
+    token_ids = list(value)
     if set(map(type, token_ids)) - {int}:  # rare: numpy integers, or a mistake
         token_ids = [_as_int(token_id, f"{field}[{i}]") for i, token_id in enumerate(token_ids)]
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
