@@ -23,10 +23,11 @@ def enable(model: nn.Module) -> nn.Module:
 
     Linears, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and `save_pretrained`
     are unaffected. Batches must be right-padded (`token_logprobs` accepts any padding). Call it again after replacing
-    modules; calling it twice is harmless. Dropout must be off.
+    modules; calling it twice is harmless. Dropout must be off. Raises `ConfigError` for a model that cannot be exact.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}.")
+    _refuse_rounded_rotary(model)
     model.set_attn_implementation(ATTENTION_NAME)
     make_row_invariant(model)
     if not getattr(model, "_rollout_engine_exact", False):
@@ -71,6 +72,16 @@ def _right_padded_logprobs(model: nn.Module, input_ids: Tensor, real: Tensor, te
     result = values.new_zeros(input_ids.shape[0], input_ids.shape[1] - 1)
     row, column = wanted.nonzero(as_tuple=True)
     return result.index_put((row, column), values)
+
+
+def _refuse_rounded_rotary(model: nn.Module) -> None:
+    """`model.to(torch.bfloat16)` rounds the rotary frequencies too, which the engine keeps in float32."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dtype != torch.float32:
+            raise ConfigError(
+                f"'{name}' is {buffer.dtype}, so positions would be rotated otherwise than in the engine. Load the model "
+                "with from_pretrained(..., dtype=torch.bfloat16) instead of casting it afterwards."
+            )
 
 
 def _refuse_left_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

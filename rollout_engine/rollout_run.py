@@ -48,10 +48,15 @@ class SharedEngine:
         with self._stepping:
             if inbox:
                 return
-            for output in self.engine.step():
+            outputs = self.engine.step()
+            foreign = [output for output in outputs if output.request_id not in self._owners]
+            if foreign:
+                self.engine.hand_back(foreign)
+            for output in outputs:
                 if output.finished and output.request_id in self._owners:
                     self._owners.pop(output.request_id).append(output)
-            if not inbox and not self.engine.has_unfinished_requests():
+            own = (request_id for request_id, owner in self._owners.items() if owner is inbox)
+            if not inbox and not any(self.engine.is_unfinished(request_id) for request_id in own):
                 raise EngineGenerateError("Results of a rollout were taken by another caller of the engine's step().")
 
     def abort(self, request_ids: list[str]) -> None:

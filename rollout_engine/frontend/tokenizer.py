@@ -23,7 +23,7 @@ class TextCodec:
     def from_pretrained(cls, name: str) -> "TextCodec":
         """Load from a directory or hub id. Raises `ConfigError`."""
         try:
-            hf = AutoTokenizer.from_pretrained(name)
+            hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as problem:  # whatever the loader meets in a broken file
             raise _cannot_load(name, f"{type(problem).__name__}: {problem}") from problem
         if len(hf) <= len(hf.added_tokens_decoder):  # what the loader makes up where the files are missing
