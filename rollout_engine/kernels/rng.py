@@ -21,7 +21,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """
     zeros = torch.zeros_like(positions)
     words = philox4x32(torch.stack([*_words(positions), zeros, zeros]), torch.stack(_words(seeds)))
-    return ((words[0] >> 5 << 26) + (words[1] >> 6)).double() * 2.0**-53
+    return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53
 
 
 def philox4x32(counters: Tensor, keys: Tensor) -> Tensor:
