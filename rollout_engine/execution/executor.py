@@ -42,6 +42,11 @@ class InlineExecutor:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
         return self.worker.score(sequences, num_prompt, temperature)
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences whose state the runner holds."""
+        return self.worker.runner.num_sequences
+
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight."""
         return self.updater.metadata()

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.stats import CoreStats
 from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.weights import update_from_source
@@ -164,6 +165,21 @@ class LLMEngine:
     def get_cache_usage(self) -> float:
         """KV blocks referenced by live requests / all blocks."""
         return self._core.cache_usage()
+
+    @property
+    def stats(self) -> CoreStats:
+        """Counters since start-up."""
+        return self._core.stats
+
+    @property
+    def num_sequences_in_runner(self) -> int:
+        """Sequences whose state the runner holds; those that have ended leave it with the next step."""
+        return self._executor.num_sequences
+
+    def check_integrity(self) -> None:
+        """Recount requests, blocks and references from scratch; AssertionError says what is off."""
+        with self._lock:
+            self._core.check_integrity()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""

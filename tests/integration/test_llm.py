@@ -89,7 +89,7 @@ def test_a_stop_string_from_the_middle_of_the_text_cuts_it_there(llm):
 
 def test_a_long_prompt_is_computed_once_for_all_samples_and_cached_for_the_next_call(llm):
     prompt = [3 + i % 200 for i in range(321)]
-    stats = llm.llm_engine._core.stats
+    stats = llm.llm_engine.stats
     before = stats.num_prompt_tokens_computed
     (first,) = generate(llm, prompt, n=16, max_tokens=2)
     assert stats.num_prompt_tokens_computed - before == len(prompt)

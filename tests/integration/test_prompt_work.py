@@ -18,7 +18,7 @@ def test_sixteen_samples_compute_the_prompt_once(directory):
     with LLM(directory, log_stats=False) as llm:
         prompt = list(range(3, 203))
         llm.generate([prompt], SamplingParams(n=16, max_tokens=5, ignore_eos=True), use_tqdm=False)
-        assert llm.llm_engine._core.stats.num_prompt_tokens_computed == len(prompt)
+        assert llm.llm_engine.stats.num_prompt_tokens_computed == len(prompt)
 
 
 def test_a_known_prompt_reaches_its_first_token_ten_times_sooner(directory):

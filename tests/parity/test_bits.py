@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams, exact
+from rollout_engine.testing import assert_clean
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -72,6 +73,7 @@ def run_round(directory, trainer, rng, **overrides):
         outputs = []
         for _ in range(2):  # the second call finds the first one's prefixes
             outputs += llm.generate(draw_prompts(rng), params, use_tqdm=False)
+        assert_clean(llm.llm_engine)
     torch.set_num_threads(rng.choice([1, 2]))
     return mismatches(outputs, trainer, temperature)
 

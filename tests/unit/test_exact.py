@@ -89,3 +89,8 @@ def test_state_dict_and_training_survive():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1
+
+
+def test_a_model_whose_rotary_frequencies_were_rounded_is_refused():
+    with pytest.raises(ConfigError, match="inv_freq.*from_pretrained"):
+        exact.enable(tiny_model("llama").to(torch.bfloat16))

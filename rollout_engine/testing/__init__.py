@@ -1,0 +1,23 @@
+"""Small real things for tests and examples. Nothing here is downloaded.
+
+    tiny_checkpoint  tiny_model  tiny_config  byte_tokenizer    models through the same door as users' own
+    spelling_state_dict  spelled_token                          weights whose greedy token spells their version
+    FakeExecutor                                                a model in plain Python that notices wrong KV
+    assert_clean                                                nothing is left behind
+"""
+
+from rollout_engine.core.fake_executor import FakeExecutor
+from rollout_engine.testing.clean import assert_clean
+from rollout_engine.testing.models import byte_tokenizer, tiny_checkpoint, tiny_config, tiny_model
+from rollout_engine.testing.spelling import spelled_token, spelling_state_dict
+
+__all__ = [
+    "FakeExecutor",
+    "assert_clean",
+    "byte_tokenizer",
+    "spelled_token",
+    "spelling_state_dict",
+    "tiny_checkpoint",
+    "tiny_config",
+    "tiny_model",
+]
