@@ -16,12 +16,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from rollout_engine.kernels.cpu.build import cache_directory
 from rollout_engine.model.geometry import LayerGeometry
 
 logger = logging.getLogger(__name__)
-
-CACHE_VARIABLE = "ROLLOUT_ENGINE_CACHE"
-"""Environment variable that moves the cache away from the user's cache directory."""
 
 _PACKAGE = Path(__file__).parent.parent
 _IRRELEVANT = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures"}
@@ -38,7 +36,7 @@ def key_of(module: PreTrainedModel) -> str:
 def read(key: str) -> list[LayerGeometry] | None:
     """The geometry of what passed under `key`; None when nothing readable is known of it."""
     try:
-        return msgspec.json.decode((_directory() / f"{key}.json").read_bytes(), type=list[LayerGeometry])
+        return msgspec.json.decode((cache_directory("gate") / f"{key}.json").read_bytes(), type=list[LayerGeometry])
     except (OSError, msgspec.DecodeError):
         return None
 
@@ -46,22 +44,19 @@ def read(key: str) -> list[LayerGeometry] | None:
 def write(key: str, geometry: list[LayerGeometry]) -> None:
     """Remember that `key` passed. A cache that cannot be written costs time at the next load, nothing else."""
     try:
-        _directory().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=_directory(), delete=False) as file:
+        cache_directory("gate").mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache_directory("gate"), delete=False) as file:
             file.write(msgspec.json.encode(geometry))
-        os.replace(file.name, _directory() / f"{key}.json")
+        os.replace(file.name, cache_directory("gate") / f"{key}.json")
     except OSError as problem:
         logger.debug("The gate's verdict could not be kept: %s", problem)
-
-
-def _directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(home) / "rollout_engine") / "gate"
 
 
 @cache
 def _source_digest() -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted([*(_PACKAGE / "kernels").rglob("*.py"), *(_PACKAGE / "model").glob("*.py")]):
+    folders = (_PACKAGE / "kernels", _PACKAGE / "model")
+    sources = (path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    for path in sorted(sources):
         digest.update(path.read_bytes())
     return digest.hexdigest()

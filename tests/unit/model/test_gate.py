@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.model import gate, verdicts
+from rollout_engine.kernels.cpu import build
+from rollout_engine.model import gate
 from rollout_engine.model.attention import ATTENTION_NAME
 from rollout_engine.model.gate import admit, build_module, position_limit
 from rollout_engine.model.geometry import Refusal
@@ -16,7 +17,7 @@ MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_interm
 
 @pytest.fixture
 def no_verdicts(tmp_path, monkeypatch):
-    monkeypatch.setenv(verdicts.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
 
 
 def serve(config):

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rollout_engine.kernels.cpu import build
 from rollout_engine.model import verdicts
 from rollout_engine.model.construct import construct
 from rollout_engine.model.geometry import LayerGeometry
@@ -11,7 +12,7 @@ GEOMETRY = [LayerGeometry(4, 2, 24, 12, 0.25, 8, None, False), LayerGeometry(4, 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(verdicts.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "gate"
 
 
@@ -36,13 +37,13 @@ def test_a_damaged_file_is_as_good_as_none(cache, content):
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(verdicts.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file"))
     verdicts.write("some-key", GEOMETRY)
     assert verdicts.read("some-key") is None
 
 
 def test_the_user_cache_directory_is_the_default(tmp_path, monkeypatch):
-    monkeypatch.delenv(verdicts.CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv(build.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     verdicts.write("some-key", GEOMETRY)
     assert (tmp_path / "rollout_engine" / "gate" / "some-key.json").is_file()
