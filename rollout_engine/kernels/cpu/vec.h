@@ -1,0 +1,179 @@
+// Vectors of sixteen floats: AVX-512 where the CPU has it, else GCC's generic vectors, which become AVX2, NEON or SSE.
+//
+// Every function is element-wise or reduces in one fixed order, so bits never depend on where in a row, block or thread
+// a value stands. One rule keeps it so: a product that feeds a sum is written `fma`. The compiler may otherwise join
+// them in one place and not in another.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512F__
+#pragma GCC diagnostic push  // GCC 12 warns of its own undefined values in this header
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // 64-byte vectors are only passed to inlined functions
+#define VEC_INLINE static inline __attribute__((always_inline))
+
+struct bf16 {
+    uint16_t bits;
+};
+
+namespace vec {
+
+constexpr int LANES = 16;
+typedef float F __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint32_t U __attribute__((vector_size(64)));
+typedef uint16_t Half __attribute__((vector_size(32)));  // sixteen bfloat16
+
+VEC_INLINE F set1(float x) { return F{} + x; }  // -0.0 becomes 0.0
+
+VEC_INLINE F fma(F a, F b, F c) {
+#ifdef __AVX512F__
+    return _mm512_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Where either is NaN, the second.
+VEC_INLINE F max(F a, F b) {
+#ifdef __AVX512F__
+    return _mm512_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+VEC_INLINE F min(F a, F b) {
+#ifdef __AVX512F__
+    return _mm512_min_ps(a, b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// --- memory; the forms with `n` touch the first n < 16 elements only and read zeros past them ----------------------
+
+VEC_INLINE F from_bf16(Half x) { return (F)(__builtin_convertvector(x, U) << 16); }
+
+// To nearest, ties to even, as torch rounds; NaN stays NaN.
+VEC_INLINE Half to_bf16(F x) {
+    U bits = (U)x;
+    U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    rounded = x == x ? rounded : U{} + 0x7fc0;
+    return __builtin_convertvector(rounded, Half);
+}
+
+VEC_INLINE F load(const float* p) {
+    F x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+VEC_INLINE F load(const bf16* p) {
+    Half x;
+    memcpy(&x, p, sizeof x);
+    return from_bf16(x);
+}
+
+VEC_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof x); }
+
+VEC_INLINE void store(bf16* p, F x) {
+    Half rounded = to_bf16(x);
+    memcpy(p, &rounded, sizeof rounded);
+}
+
+template <typename T>
+VEC_INLINE F load(const T* p, int n) {
+    T padded[LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+
+template <typename T>
+VEC_INLINE void store(T* p, F x, int n) {
+    T padded[LANES];
+    store(padded, x);
+    memcpy(p, padded, n * sizeof(T));
+}
+
+#ifdef __AVX512F__
+VEC_INLINE F load(const float* p, int n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
+VEC_INLINE void store(float* p, F x, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), x); }
+#endif
+
+VEC_INLINE float to_float(float x) { return x; }
+
+VEC_INLINE float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+// --- across lanes: a fixed tree, halves first ------------------------------------------------------------------------
+
+VEC_INLINE float sum(F x) {
+    float lane[LANES];
+    store(lane, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    return lane[0];
+}
+
+VEC_INLINE float max(F x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps(x);
+#else
+    float lane[LANES];
+    store(lane, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+    return lane[0];
+#endif
+}
+
+// --- functions -------------------------------------------------------------------------------------------------------
+
+// e^x to about 1 ulp: x = n ln2 + r, |r| <= ln2 / 2, e^r by the polynomial of Cephes (Moshier), ln2 in two parts (Cody
+// and Waite). exp(0) is 1, exp(-inf) is 0, exp(inf) is inf, NaN stays NaN; subnormal results are right too.
+VEC_INLINE F exp(F x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    x = min(set1(89.0f), max(set1(-104.0f), x));
+    F shifted = fma(x, set1(1.44269504f), set1(round));
+    F n = shifted - round;
+    F r = fma(n, set1(-0.693359375f), x);
+    r = fma(n, set1(2.12194440e-4f), r);
+    F p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+#ifdef __AVX512F__
+    return _mm512_scalef_ps(p, n);
+#else
+    // 2^n by two factors: 2^n alone is no normal number at either end.
+    I exponent = (I)shifted - (I)set1(round);
+    I half = exponent >> 1;
+    return p * (F)((half + 127) << 23) * (F)((exponent - half + 127) << 23);
+#endif
+}
+
+// acc + a0 b0 + a1 b1 in each lane, where a lane of `a` and `b` holds two bfloat16.
+VEC_INLINE F dot_pairs(F acc, I a, I b) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#else
+    acc = fma((F)((U)a << 16), (F)((U)b << 16), acc);
+    return fma((F)(a & (int32_t)0xffff0000), (F)(b & (int32_t)0xffff0000), acc);
+#endif
+}
+
+}  // namespace vec
