@@ -44,11 +44,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes computed under the same policy version."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    """Root of the sequence seeds of requests that name none. (Any 63-bit number.)"""
+    """Root of the sequence seeds of requests that name none."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Log-probs independent of batch, chunking and thread count, equal to `exact` on the trainer. "auto": True on a CPU."""
+    """Log-probs independent of batch, chunking and threads, equal to `exact` on the trainer. "auto": True on a CPU."""
     num_threads: Positive | None = None
-    """Threads of the model's forward. None: one per physical core."""
+    """Threads of the model's forward. None: torch's own setting, by default one per physical core."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"dummy": random weights from the configuration alone, for tests and measurements."""
     skip_tokenizer_init: bool = False

@@ -79,7 +79,7 @@ def _refuse_rounded_rotary(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dtype != torch.float32:
             raise ConfigError(
-                f"'{name}' is {buffer.dtype}, so positions would be rotated otherwise than in the engine. Load the model "
+                f"'{name}' is {buffer.dtype}, so it rotates positions otherwise than the engine does. Load the model "
                 "with from_pretrained(..., dtype=torch.bfloat16) instead of casting it afterwards."
             )
 
