@@ -10,6 +10,8 @@ from sync.inproc import InprocReceiver, InprocSender
 _End = TypeVar("_End")
 _SENDERS: Mapping[str, Callable[..., WeightSender]] = {"inproc": InprocSender}
 _RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {"inproc": InprocReceiver}
+TRANSPORTS = tuple(_SENDERS)
+"""Every name that exists."""
 
 
 def make_sender(name: str, **options: Any) -> WeightSender:

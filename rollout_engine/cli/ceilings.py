@@ -1,0 +1,168 @@
+"""What memory and arithmetic allow on this machine, measured now, for one work on one model.
+
+A rollout cannot be faster than its matrix products alone, nor than reading its weights and its KV once a step. Both are
+measured on products of the model's own shapes, each layer's weights their own, and on a read larger than any cache.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+_READ_BYTES = 1 << 30
+_PREFILL_ROWS = 512
+
+
+class Work(NamedTuple):
+    """Prompts, samples of each, and tokens: of every prompt, and sampled of every sample."""
+
+    num_prompts: int
+    num_samples: int
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows of a decode step."""
+        return self.num_prompts * self.num_samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled in all."""
+        return self.num_sequences * self.num_sampled_tokens
+
+    def __str__(self) -> str:
+        return f"{self.num_prompts}x{self.num_samples}, {self.num_prompt_tokens}+{self.num_sampled_tokens}"
+
+
+class Dimensions(NamedTuple):
+    """What a dense decoder computes and reads per step. A product is (out, in) features."""
+
+    num_layers: int
+    products: tuple[tuple[int, int], ...]
+    """Of one layer: q/k/v together, output, gate/up together, down."""
+    head: tuple[int, int]
+    kv_bytes_per_token: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> "Dimensions":
+        """From the field names that Llama, Qwen2, Qwen3 and their like share."""
+        hidden, mlp = config.hidden_size, config.intermediate_size
+        head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+        q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        return cls(
+            num_layers=config.num_hidden_layers,
+            products=((q + 2 * kv, hidden), (hidden, q), (2 * mlp, hidden), (hidden, mlp)),
+            head=(config.vocab_size, hidden),
+            kv_bytes_per_token=2 * kv * config.num_hidden_layers * dtype.itemsize,
+            dtype=dtype,
+        )
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """Every product of every layer."""
+        return [*self.products] * self.num_layers
+
+
+class Ceilings(NamedTuple):
+    """Measured rates, and the tokens per second that either would allow were there nothing else."""
+
+    read_gb_per_s: float
+    gemm_gflop_per_s: float
+    """At as many rows as the work has sequences."""
+    tokens_per_second_by_reading: float
+    tokens_per_second_by_gemm: float
+
+    def shares(self, tokens_per_second: float) -> dict[str, float]:
+        """What part of each ceiling was reached."""
+        return {
+            "share_of_reading": round(tokens_per_second / self.tokens_per_second_by_reading, 3),
+            "share_of_gemm": round(tokens_per_second / self.tokens_per_second_by_gemm, 3),
+        }
+
+
+def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
+    """Ceilings of `work` on a checkpoint (directory or hub id) in `dtype`, with torch's present number of threads."""
+    dims = Dimensions.of(AutoConfig.from_pretrained(model, trust_remote_code=False), dtype)
+    num_steps = max(work.num_sampled_tokens - 1, 1)  # the prompt's own step samples the first token
+    bandwidth = read_bandwidth()
+    step_products = [*dims.layers, dims.head]
+    step_seconds = products_seconds(step_products, work.num_sequences, dtype)
+    prompt_tokens = work.num_prompts * work.num_prompt_tokens
+    prompt_rows = min(prompt_tokens, _PREFILL_ROWS)
+    prompt_seconds = products_seconds(dims.layers, prompt_rows, dtype) * prompt_tokens / prompt_rows
+    read_seconds = num_steps * _bytes_per_step(dims, work) / bandwidth
+    return Ceilings(
+        read_gb_per_s=round(bandwidth / 1e9, 1),
+        gemm_gflop_per_s=round(_flops(step_products, work.num_sequences) / step_seconds / 1e9, 1),
+        tokens_per_second_by_reading=round(work.num_tokens / read_seconds, 1),
+        tokens_per_second_by_gemm=round(work.num_tokens / (prompt_seconds + num_steps * step_seconds), 1),
+    )
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that a sum over memory larger than the caches reads."""
+    num_bytes = min(_READ_BYTES, psutil.virtual_memory().available // 4)
+    data = torch.ones(num_bytes // 4)
+    return data.nbytes / _best_of(5, data.sum)
+
+
+@torch.inference_mode()
+def products_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtype) -> float:
+    """Seconds for one product of `rows` rows with each of `shapes`, every weight packed, at a place of its own."""
+    distinct = {shape: torch.randn(shape).to(dtype) for shape in set(shapes)}
+    inputs = {shape: torch.randn(rows, shape[1]).to(dtype) for shape in set(shapes)}
+    product = _product_of(next(iter(distinct.values())), next(iter(inputs.values())))
+    operands = [(inputs[shape], product.pack(distinct[shape])) for shape in shapes]
+
+    def run() -> None:
+        for x, operand in operands:
+            product.run(x, operand)
+
+    run()
+    return _best_of(3, run)
+
+
+class _Product(NamedTuple):
+    pack: Callable[[Tensor], Tensor]
+    run: Callable[[Tensor, Tensor], Tensor]
+
+
+def _product_of(weight: Tensor, x: Tensor) -> _Product:
+    """oneDNN on packed weights; where it has none for this dtype, the plain product."""
+    packed = _Product(
+        torch.ops.mkldnn._reorder_linear_weight,
+        lambda x, operand: torch.ops.mkldnn._linear_pointwise(x, operand, None, "none", [], ""),
+    )
+    try:
+        packed.run(x, packed.pack(weight))
+    except (RuntimeError, AttributeError):
+        return _Product(torch.clone, F.linear)
+    return packed
+
+
+def _bytes_per_step(dims: Dimensions, work: Work) -> float:
+    """All weights once; a group's prompt KV once; and of the sampled tokens the half that exist on average."""
+    weights = sum(map(math.prod, [*dims.layers, dims.head])) * dims.dtype.itemsize
+    kv_tokens = work.num_prompts * work.num_prompt_tokens + work.num_sequences * work.num_sampled_tokens / 2
+    return weights + kv_tokens * dims.kv_bytes_per_token
+
+
+def _flops(shapes: list[tuple[int, int]], rows: int) -> int:
+    return 2 * rows * sum(map(math.prod, shapes))
+
+
+def _best_of(times: int, work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

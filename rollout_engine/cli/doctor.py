@@ -1,0 +1,124 @@
+"""What this machine can do, and what would let it do more.
+
+rollout-engine doctor
+rollout-engine doctor --json
+"""
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import re
+import shutil
+from typing import Any
+
+import torch
+
+from rollout_engine import __version__
+from rollout_engine.cli import machine
+from rollout_engine.kernels import linear
+from rollout_engine.kernels.cpu import build
+from sync.transports import TRANSPORTS
+
+_PACKAGES = ("torch", "transformers", "tensordict", "tokenizers", "safetensors", "msgspec", "numpy")
+_PROBED = (1024, 1024)
+"""Weight shape whose row plan stands for its dtype's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `doctor` takes."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the findings, then advice."""
+    found = examine()
+    print(json.dumps(found, indent=1) if arguments.json else _table(found))
+
+
+def examine() -> dict[str, Any]:
+    """All findings by topic; `advice` is a list of sentences, empty where nothing is amiss."""
+    found = {
+        "machine": machine.describe(),
+        "kernels": _kernels(),
+        "row_plans": {str(dtype): _row_plan(dtype) for dtype in (torch.float32, torch.bfloat16)},
+        "devices": ["cpu"],
+        "transports": list(TRANSPORTS),
+        "extras": _extras(),
+        "versions": {"rollout_engine": __version__} | machine.versions(_PACKAGES),
+    }
+    return found | {"advice": _advice(found)}
+
+
+def _kernels() -> dict[str, Any]:
+    """Whether the C++ kernels are built and load; else why not."""
+    reasons: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: reasons.append(record.getMessage())  # type: ignore[method-assign]
+    build.logger.addHandler(listener)
+    try:
+        build.library.cache_clear()  # a failure is told once; here it is the answer
+        loaded = build.library() is not None
+    finally:
+        build.logger.removeHandler(listener)
+    return {
+        "compiler": shutil.which("g++"),
+        "cache": str(build.cache_directory("kernels")),
+        "loaded": loaded,
+        "problem": "\n".join(reasons) or None,
+    }
+
+
+def _row_plan(dtype: torch.dtype) -> dict[str, Any]:
+    """How products of this dtype are called so that rows are independent, or why they cannot be."""
+    try:
+        return linear.plan_for(torch.zeros(_PROBED, dtype=dtype))._asdict()
+    except linear.NotInvariant as problem:
+        return {"problem": str(problem)}
+
+
+def _extras() -> dict[str, dict[str, bool]]:
+    """Extra -> package -> installed; empty where the library runs from a source tree that is not installed."""
+    try:
+        required = importlib.metadata.requires("rollout-engine") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, dict[str, bool]] = {}
+    for line in required:
+        if match := re.search(r"extra == ['\"](\w+)['\"]", line):
+            name = re.split(r"[<>=!~;\[ ]", line)[0]
+            found.setdefault(match[1], {})[name] = machine.versions([name])[name] is not None
+    return found
+
+
+def _advice(found: dict[str, Any]) -> list[str]:
+    advice = []
+    if found["kernels"]["compiler"] is None:
+        advice.append("Install g++: without it torch serves in place of the C++ kernels, more slowly.")
+    elif not found["kernels"]["loaded"]:
+        advice.append("The C++ kernels do not build or load: the problem is above; torch serves in their place.")
+    if not {"avx512_bf16", "amx_bf16", "bf16"} & set(found["machine"]["isa"]):
+        advice.append("This CPU has no native bfloat16: dtype=float32 is faster (dtype=auto chooses it).")
+    if found["machine"]["threads"] > found["machine"]["usable_cpus"]:
+        advice.append("There are more threads than usable CPUs: set num_threads or OMP_NUM_THREADS.")
+    advice += [f"{dtype} is not served exactly." for dtype, plan in found["row_plans"].items() if "problem" in plan]
+    return advice
+
+
+def _table(found: dict[str, Any]) -> str:
+    lines = []
+    for topic, value in found.items():
+        rows = value.items() if isinstance(value, dict) else [("", value)]
+        for i, (name, shown) in enumerate(rows):
+            lines.append(f"{topic if not i else '':12} {name:15} {_shown(shown)}".rstrip())
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)

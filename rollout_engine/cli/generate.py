@@ -1,0 +1,66 @@
+"""Print completions of prompts.
+
+rollout-engine generate Qwen/Qwen3-0.6B --prompt "2 + 2 =" temperature=0 max_tokens=16
+rollout-engine generate path --file questions.jsonl --chat --json n=4 logprobs=0
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import rollout_engine
+from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.cli.prompts import add_prompts, read_prompts
+from rollout_engine.outputs import CompletionOutput, RequestOutput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `generate` takes."""
+    parser.add_argument("model", help="checkpoint directory or hub id")
+    add_prompts(parser)
+    parser.add_argument("--chat", action="store_true", help="each text prompt is one user message")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, a line each")
+    add_overrides(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print every sample of every prompt, in order."""
+    overrides, prompts = parse_overrides(arguments.overrides), read_prompts(arguments)
+    params = rollout_engine.SamplingParams(**overrides.sampling)
+    if arguments.chat:
+        prompts = [{"messages": [{"role": "user", "content": p}]} if isinstance(p, str) else p for p in prompts]
+    with rollout_engine.LLM(arguments.model, **overrides.engine) as llm:
+        results = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    for result in results:
+        if arguments.json:
+            print(json.dumps(_as_json(result), ensure_ascii=False))
+        else:
+            _print(result)
+
+
+def _print(result: RequestOutput) -> None:
+    print(f"\n{result.prompt_token_ids if result.prompt is None else result.prompt}")
+    for sample in result.outputs:
+        shown = repr(sample.text) if sample.text else sample.token_ids
+        total = "" if sample.cumulative_logprob is None else f", log-prob {sample.cumulative_logprob:.2f}"
+        print(f"  [{sample.index}: {sample.finish_reason}{total}] {shown}")
+
+
+def _as_json(result: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": result.prompt,
+        "prompt_token_ids": result.prompt_token_ids,
+        "samples": [_sample_as_json(sample) for sample in result.outputs],
+    }
+
+
+def _sample_as_json(sample: CompletionOutput) -> dict[str, Any]:
+    return {
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "logprobs": None if sample.logprobs is None else sample.logprobs.tolist(),
+        "finish_reason": sample.finish_reason,
+        "seed": sample.seed,
+        "error": sample.error,
+    }

@@ -1,0 +1,54 @@
+"""Which command, with which arguments. Commands are imported when they are chosen: `--help` loads nothing heavy."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rollout_engine import __version__
+from rollout_engine.errors import RolloutEngineError, unknown_name
+
+PROGRAM = "rollout-engine"
+COMMANDS = {
+    "doctor": "what this machine can do: processor, kernels, row plans, transports, extras, versions",
+    "generate": "print completions of prompts",
+    "rollout": "write rollouts as JSON lines: tokens, log-probs, policy versions, seeds",
+    "bench": "tokens per second of a model, and the share of what memory and arithmetic allow",
+}
+"""Each is `rollout_engine.cli.<name>`, which has `add_arguments(parser)` and `run(arguments)`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 2 for what the user can put right, 130 when interrupted."""
+    chosen, rest = _choose(sys.argv[1:] if arguments is None else list(arguments))
+    command = importlib.import_module(f"rollout_engine.cli.{chosen}")
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {chosen}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_arguments(parser)
+    try:
+        command.run(parser.parse_intermixed_args(rest))
+    except RolloutEngineError as problem:
+        print(f"{PROGRAM} {chosen}: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _choose(arguments: list[str]) -> tuple[str, list[str]]:
+    """The command and what follows it."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage="%(prog)s COMMAND [--help] ...",
+        description="Makes rollouts for reinforcement learning on language models.",
+        epilog="commands:\n" + "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.command not in COMMANDS:
+        parser.error(unknown_name("command", parsed.command, COMMANDS))
+    return parsed.command, parsed.rest

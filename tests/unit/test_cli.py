@@ -1,0 +1,177 @@
+"""The command line: what is printed for programs, and how mistakes are answered."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rollout_engine.cli.ceilings import Dimensions
+from rollout_engine.cli.main import COMMANDS, main
+from rollout_engine.cli.overrides import parse_overrides
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.cpu import build
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.testing import tiny_checkpoint, tiny_config
+
+POOL = "num_kv_blocks=64"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("model")))
+
+
+def run(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def test_overrides_go_to_the_class_that_has_the_name():
+    found = parse_overrides(["dtype=float32", "max_num_seqs=4", "max_tokens=8", "temperature=0", 'stop=["a=b"]'])
+    assert found.engine == {"dtype": "float32", "max_num_seqs": 4}
+    assert found.sampling == {"max_tokens": 8, "temperature": 0.0, "stop": ["a=b"]}
+    SamplingParams(**found.sampling)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("true", True), ("false", False), ("perhaps", "perhaps")]
+)
+def test_values_take_the_type_of_their_field(text, value):
+    assert parse_overrides([f"deterministic={text}"]).engine == {"deterministic": value}
+
+
+def test_seed_is_the_engines():
+    assert parse_overrides(["seed=7"]).engine == {"seed": 7}
+
+
+def test_an_unknown_key_names_the_closest():
+    with pytest.raises(ConfigError, match="Unknown option 'temprature'. Did you mean 'temperature'?"):
+        parse_overrides(["temprature=1"])
+
+
+def test_what_is_no_pair_is_refused():
+    with pytest.raises(ConfigError, match="'fast' is not an option: write key=value"):
+        parse_overrides(["fast"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "nowhere/at/all", "--prompt", "a"),
+        ("generate", "MODEL", "max_tokens=2"),
+        ("generate", "MODEL", "--prompt", "a", "max_tokens=none"),
+        ("generate", "MODEL", "--prompt", "a", "top_p=0"),
+        ("generate", "MODEL", "--file", "missing.txt"),
+        ("rollout", "MODEL", "--prompt", "a", "block_size=3"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_status_2(arguments, checkpoint, capsys):
+    assert run(*(checkpoint if part == "MODEL" else part for part in arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"rollout-engine {arguments[0]}: ")
+
+
+def test_an_unknown_command_names_the_closest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run("docter")
+    assert ended.value.code == 2
+    assert "Did you mean 'doctor'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(command, "--help")
+    assert ended.value.code == 0
+    assert f"usage: rollout-engine {command}" in capsys.readouterr().out
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys; from rollout_engine.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_module_runs():
+    done = subprocess.run([sys.executable, "-m", "rollout_engine", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("rollout-engine 0.")
+
+
+def test_generate_prints_json_lines(checkpoint, capsys):
+    options = ("n=2", "max_tokens=3", "logprobs=0", "ignore_eos=true", POOL)
+    assert run("generate", checkpoint, "--prompt", "2 + 2 =", "--json", "--prompt", "b", *options) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["2 + 2 =", "b"]
+    assert [len(s["token_ids"]) for line in lines for s in line["samples"]] == [3] * 4
+    assert all(len(s["logprobs"]) == 3 and s["finish_reason"] == "length" for s in lines[0]["samples"])
+
+
+def test_generate_prints_text(checkpoint, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('"one"\n[5, 6]\n{"prompt": "three"}\n')
+    assert run("generate", checkpoint, "--file", str(tmp_path / "p.jsonl"), "max_tokens=2", POOL) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("[0: ") == 3
+    assert "\none\n" in printed and "\nthree\n" in printed
+
+
+def test_chat_wraps_prompts_in_messages(checkpoint, capsys):
+    assert run("generate", checkpoint, "--prompt", "hi", "--chat", "--json", "max_tokens=1", POOL) == 0
+    ids = json.loads(capsys.readouterr().out)["prompt_token_ids"]
+    assert len(ids) > len("hi")
+
+
+def test_rollout_writes_one_line_per_sample_that_replays(checkpoint, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("ab\n\nlonger prompt\n")
+    out = tmp_path / "rollouts.jsonl"
+    options = ("n=2", "max_tokens=4", "seed=3", POOL)
+    assert run("rollout", checkpoint, "--file", str(tmp_path / "p.txt"), "--out", str(out), *options) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["group_id"], line["sample_index"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [line["prompt"] for line in lines] == ["ab", "ab", "longer prompt", "longer prompt"]
+    for line in lines:
+        assert len(line["prompt_token_ids"]) == len(line["prompt"])
+        counts = {len(line[k]) for k in ("response_token_ids", "log_probs", "policy_version", "kv_min_version")}
+        assert len(counts) == 1 and set(line["policy_version"]) <= {0}
+    assert run("rollout", checkpoint, "--file", str(tmp_path / "p.txt"), *options) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines
+
+
+def test_bench_reports_work_and_shares(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("rollout_engine.cli.ceilings._READ_BYTES", 1 << 20)
+    small = ("--prompts", "2", "--prompt-tokens", "5", "--rounds", "1", "n=2", "max_tokens=3", POOL)
+    assert run("bench", checkpoint, "--json", *small) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["work"] == "2x2, 5+3"
+    assert result["tokens_per_second"] > 0 and result["share_of_gemm"] > 0 and result["share_of_reading"] > 0
+    assert result["machine"]["cpu"] and result["versions"]["torch"]
+
+
+def test_doctor_knows_kernels_plans_and_versions(capsys):
+    assert run("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["row_plans"]) == {"torch.float32", "torch.bfloat16"}
+    assert found["transports"] == ["inproc"]
+    assert found["kernels"]["loaded"] or found["kernels"]["problem"]
+    assert found["versions"]["torch"]
+
+
+def test_doctor_says_what_to_do_without_a_compiler(capsys, monkeypatch):
+    monkeypatch.setattr("rollout_engine.kernels.cpu.build._COMPILER", "no-such-compiler")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert run("doctor") == 0
+    build.library.cache_clear()  # later tests ask again
+    printed = capsys.readouterr().out
+    assert "Install g++" in printed and "no-such-compiler" in printed
+
+
+def test_dimensions_count_every_weight_that_a_step_reads():
+    config = tiny_config("qwen3")
+    dims = Dimensions.of(config, torch.bfloat16)
+    assert dims.products == ((64 + 2 * 32, 64), (64, 64), (320, 64), (64, 160))
+    assert dims.head == (259, 64)
+    assert dims.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
