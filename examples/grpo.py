@@ -1,4 +1,4 @@
-"""GRPO in one file: a policy learns to spell words backward, in about a minute on two CPU cores.
+"""GRPO in one file: a policy learns to spell words backward, in two minutes on two CPU cores.
 
     python examples/grpo.py                            makes a small policy on the spot, then trains it
     python examples/grpo.py --shuffle-advantages       the control: same run, rewards dealt to the wrong samples
@@ -8,8 +8,8 @@ Each step: the engine samples 8 answers to each of 32 prompts, the trainer takes
 go back into the engine. Engine and trainer agree on every log-prob bit for bit, so the last column says 0.0.
 
 Items and scorer are reasoning-gym's `spell_backward`. The made policy first imitates a careless teacher, who is right
-on short words but mostly forgets the last letter of long ones: imitation alone stays under 45 % accuracy, and
-reinforcement amplifies the answers that score.
+on short words but on long ones makes one of three mistakes three times in four: imitation alone stays far below 45 %
+accuracy, and reinforcement amplifies the answers that score.
 """
 
 import argparse
@@ -61,16 +61,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options; a real checkpoint gets a smaller learning rate than the made one."""
     parser = argparse.ArgumentParser(description="GRPO on reasoning-gym's spell_backward.")
     parser.add_argument("--model", help="checkpoint directory or hub id; default: a small policy made on the spot")
-    parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
-    parser.add_argument("--warm-up-steps", type=int, default=400, help="imitation steps of the made policy")
-    parser.add_argument("--learning-rate", type=float, help="default: 1e-4; 1e-6 with --model")
+    parser.add_argument("--steps", type=int, default=80, help="GRPO steps")
+    parser.add_argument("--warm-up-steps", type=int, default=600, help="imitation steps of the made policy")
+    parser.add_argument("--learning-rate", type=float, help="default: 4e-5; 1e-6 with --model")
     parser.add_argument("--micro-batch", type=int, default=256, help="sequences per backward pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shuffle-advantages", action="store_true", help="control: nothing should be learned")
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"))
     options = parser.parse_args(arguments)
     if options.learning_rate is None:
-        options.learning_rate = 1e-4 if options.model is None else 1e-6
+        options.learning_rate = 4e-5 if options.model is None else 1e-6
     return options
 
 
@@ -242,9 +242,17 @@ def make_policy(directory: Path, training: list[dict[str, Any]], options: argpar
 
 
 def careless_answer(word: str, draws: random.Random) -> str:
-    """Right on words of up to five letters; on longer ones right one time in four, else the last letter is missing."""
+    """Right on words of up to four letters. On longer ones right one time in four; else each length has its mistake."""
     answer = word[::-1]
-    return answer if len(word) <= 5 or draws.random() < 0.25 else answer[:-1]
+    if len(word) <= 4 or draws.random() < 0.25:
+        return answer
+    match len(word):
+        case 5:
+            return answer[:-1]  # leaves out the last letter
+        case 6:
+            return answer + answer[-1]  # says it twice
+        case _:
+            return answer[:-2] + answer[-1] + answer[-2]  # swaps the last two
 
 
 def imitation_loss(model: nn.Module, tokenizer: Any, words: list[str], answers: list[str]) -> Tensor:
