@@ -1,5 +1,7 @@
 """Attention over KV tiles of fixed size: the same bits for a query token however it was batched, chunked or cached.
 
+This is the eager twin of `kernels.cpu.attention`, which serves wherever it can be compiled, and every backward.
+
 Context is read in tiles of `KV_TILE` tokens counted from position 0; each tile updates a running maximum, sum and
 output in float32 (online softmax: Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A tile in which a row
 sees nothing leaves that row's state untouched bit for bit, so sequences of different lengths share one call, and
@@ -11,12 +13,14 @@ that a KV head is read once. `N` sequences, `Hk` KV heads, `R` rows of one KV he
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.linear import NotInvariant
+from rollout_engine.kernels.scoring import Scoring
 
 KV_TILE = 64
 ROW_TILE = 8
@@ -24,16 +28,6 @@ ROW_TILE = 8
 
 _CACHED_MASK_ELEMENTS = 1 << 22
 _LOWEST = torch.finfo(torch.float32).min
-
-
-class Scoring(NamedTuple):
-    """How scores become weights."""
-
-    scale: float
-    sliding_window: int = 0
-    """A query at position p sees keys at positions above p - sliding_window; 0 sees all before it."""
-    softcap: float = 0.0
-    """Scores become softcap * tanh(score / softcap); 0 leaves them."""
 
 
 Tile = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -123,14 +117,10 @@ class DenseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        batch, num_heads, length, _ = q.shape
-        num_kv_heads = k.shape[1]
-        query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
-        plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
-        out, lse = attend(query, num_kv_heads, lambda j, n: (keys[:, j], values[:, j]), plan, scoring)
+        out, lse = compiled.attend_dense(q, k, v, scoring) if _compiled(q) else _attend_dense(q, k, v, scoring)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scoring = scoring
-        return _from_rows(out, batch, num_heads, length).to(q.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,7 +130,8 @@ class DenseAttention(torch.autograd.Function):
         batch, num_heads, length, _ = q.shape
         num_kv_heads = k.shape[1]
         query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
-        grad_out = _to_rows(grad.transpose(1, 2), num_kv_heads)
+        grad_out, out = (_to_rows(x.transpose(1, 2), num_kv_heads) for x in (grad, out))
+        lse = _to_rows(lse.transpose(1, 2).unsqueeze(-1), num_kv_heads).squeeze(-1)
         plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
         padding = plan.positions[:, None, :, None] < 0
         delta = (grad_out * out).sum(-1, keepdim=True)
@@ -162,6 +153,21 @@ class DenseAttention(torch.autograd.Function):
             _from_tiles(grad_v, v),
             None,
         )
+
+
+def _compiled(q: Tensor) -> bool:
+    return q.device.type == "cpu" and compiled.serves(q.dtype)
+
+
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """The twin of `kernels.cpu.attention.attend_dense`."""
+    batch, num_heads, length, _ = q.shape
+    num_kv_heads = k.shape[1]
+    query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
+    plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
+    out, lse = attend(query, num_kv_heads, lambda j, n: (keys[:, j], values[:, j]), plan, scoring)
+    lse = _from_rows(lse.unsqueeze(-1), batch, num_heads, length).squeeze(-1)
+    return _from_rows(out, batch, num_heads, length).to(q.dtype), lse
 
 
 def padded_rows(rows: int) -> int:

@@ -14,41 +14,30 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.kernels.paged_attention import KV_TILE, DenseAttention, Scoring, Tile, TilePlan, attend, padded_rows
+from rollout_engine.kernels.cpu import attention as compiled
+from rollout_engine.kernels.paged_attention import DenseAttention, Scoring
+from rollout_engine.model.chunk import SequenceChunk
+from rollout_engine.model.eager_attention import EagerPool, EagerStep
 from rollout_engine.model.geometry import HARMLESS_TENSORS, LayerGeometry
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
-
-
-class SequenceChunk(NamedTuple):
-    """Tokens [num_computed_tokens, num_computed_tokens + len(token_ids)) of one sequence, computed in one step."""
-
-    token_ids: Sequence[int]
-    num_computed_tokens: int
-    block_ids: Sequence[int]
-    """Block table from position 0, covering the chunk."""
+__all__ = ["ATTENTION_NAME", "PagedKV", "SequenceChunk", "rollout_attention"]
 
 
 class PagedKV:
-    """The KV pool of all layers: per layer K [num_blocks, Hk, block_size, Dk] and V [..., Dv], in the model's dtype."""
+    """The KV pool of all layers, in the model's dtype: the C++ kernel's, or its eager twin's where that cannot be."""
 
     def __init__(
         self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
-        self.block_size = block_size
-        self.layers = [
-            tuple(
-                torch.zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype)
-                for dim in (layer.head_dim_k, layer.head_dim_v)
-            )
-            for layer in geometry
-        ]
+        pool = CompiledPool if compiled.serves(dtype) else EagerPool
+        self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
     @contextmanager
     def step(self, chunks: Sequence[SequenceChunk]) -> Iterator[None]:
         """Within it, attention of this thread's forwards runs over `chunks`, laid end to end in the flat batch."""
-        _active.step = _PagedStep(self, chunks)
+        _active.step = self._pool.step(chunks)
         try:
             yield
         finally:
@@ -59,130 +48,48 @@ class PagedKV:
         if not pairs:
             return
         source, destination = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        for tensor in self._pool.tensors():
+            tensor[destination] = tensor[source]
+
+
+class CompiledPool:
+    """KV of all layers in the layout of `kernels.cpu.attention`."""
+
+    def __init__(
+        self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        self.block_size = block_size
+        self.layers = [
+            compiled.Layer(
+                num_blocks,
+                layer.num_kv_heads,
+                layer.head_dim_k,
+                layer.head_dim_v,
+                block_size=block_size,
+                dtype=dtype,
+            )
+            for layer in geometry
+        ]
+        self._num_kv_heads = min(layer.num_kv_heads for layer in geometry)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the pool; blocks come first in its shape."""
         for layer in self.layers:
-            for pool in layer:
-                pool[destination] = pool[source]
+            yield from (layer.keys, layer.values)
+
+    def step(self, chunks: Sequence[SequenceChunk]) -> "_CompiledStep":
+        """What attention needs to compute `chunks`."""
+        work = (compiled.Chunk(c.num_computed_tokens, len(c.token_ids), c.block_ids) for c in chunks)
+        return _CompiledStep(self, compiled.Plan(work, block_size=self.block_size, num_kv_heads=self._num_kv_heads))
 
 
-class _Batch(NamedTuple):
-    """Chunks of similar length, computed in one call, longest context first."""
-
-    tokens: Tensor
-    """int64 [N, Q]: where each query lies in the flat batch (0 where padding)."""
-    real: Tensor
-    """bool [N, Q]: which of them are queries."""
-    plan: TilePlan
-    """Positions [N, R], R = Q * group rounded up."""
-    tile_rows: list[Tensor]
-    """Per tile int64 [n * Hk * blocks per tile]: rows of the pool seen as [num_blocks * Hk, block_size * D]."""
-    unwritten: list[Tensor | None]
-    """Per tile bool [n, 1, KV_TILE, 1]: slots past a context's end, which hold anything; None where there are none."""
-
-
-class _PagedStep:
-    """Where this step's tokens are written and what each batch reads; one for all layers."""
-
-    def __init__(self, kv: PagedKV, chunks: Sequence[SequenceChunk]) -> None:
-        self.kv = kv
-        self._chunks = chunks
-        self._batches: dict[tuple[int, int], list[_Batch]] = {}
-        size = kv.block_size
-        positions = [c.num_computed_tokens + i for c in chunks for i in range(len(c.token_ids))]
-        self.positions = torch.tensor(positions, dtype=torch.int64)
-        offsets = iter(positions)
-        blocks = [c.block_ids[next(offsets) // size] for c in chunks for _ in c.token_ids]
-        self._slot_blocks = torch.tensor(blocks, dtype=torch.int64)
-        self._slot_offsets = self.positions % size
+class _CompiledStep(NamedTuple):
+    pool: CompiledPool
+    plan: compiled.Plan
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv]."""
-        keys, values = self.kv.layers[layer]
-        keys[self._slot_blocks, :, self._slot_offsets] = k
-        values[self._slot_blocks, :, self._slot_offsets] = v
-        num_tokens, num_heads, _ = q.shape
-        num_kv_heads = keys.shape[1]
-        group = num_heads // num_kv_heads
-        out = q.new_empty(num_tokens, num_heads, values.shape[-1])
-        for batch in self._batches_for(group, num_kv_heads):
-            rows = _gather_queries(q, batch, num_kv_heads, group)
-            mixed, _ = attend(rows, num_kv_heads, _tile_reader(batch, keys, values), batch.plan, scoring)
-            count, width = batch.tokens.shape
-            by_token = mixed[:, : width * group].reshape(count, num_kv_heads, width, group, -1).transpose(1, 2)
-            out[batch.tokens[batch.real]] = by_token.reshape(count, width, num_heads, -1)[batch.real].to(out.dtype)
-        return out
-
-    def _batches_for(self, group: int, num_kv_heads: int) -> list[_Batch]:
-        key = (group, num_kv_heads)
-        if key not in self._batches:
-            self._batches[key] = [
-                _make_batch(members, self.kv.block_size, group, num_kv_heads) for members in _by_width(self._chunks)
-            ]
-        return self._batches[key]
-
-
-def _by_width(chunks: Sequence[SequenceChunk]) -> Iterator[list[tuple[SequenceChunk, int]]]:
-    """(chunk, start in the flat batch): lengths 1 together, then 2, 3-4, 5-8, ...: padding at most doubles a batch."""
-    by_width: dict[int, list[tuple[SequenceChunk, int]]] = {}
-    start = 0
-    for chunk in chunks:
-        by_width.setdefault((len(chunk.token_ids) - 1).bit_length(), []).append((chunk, start))
-        start += len(chunk.token_ids)
-    for members in by_width.values():
-        yield sorted(members, key=lambda m: -(m[0].num_computed_tokens + len(m[0].token_ids)))
-
-
-def _make_batch(members: list[tuple[SequenceChunk, int]], block_size: int, group: int, num_kv_heads: int) -> _Batch:
-    lengths = torch.tensor([len(c.token_ids) for c, _ in members])
-    first = torch.tensor([c.num_computed_tokens for c, _ in members])
-    width = int(lengths.max())
-    offsets = torch.arange(width)
-    real = offsets < lengths[:, None]
-    tokens = (offsets + torch.tensor([start for _, start in members])[:, None]).masked_fill_(~real, 0)
-    positions = torch.full((len(members), padded_rows(width * group)), -1, dtype=torch.int64)
-    by_token = (offsets + first[:, None]).masked_fill_(~real, -1)
-    positions[:, : width * group] = by_token.repeat_interleave(group, dim=1)
-    plan = TilePlan(positions, group)
-    table = _block_table([c.block_ids for c, _ in members], len(plan.steps) * (KV_TILE // block_size))
-    heads = torch.arange(num_kv_heads)[:, None]
-    last = first + lengths - 1
-    tile_rows, unwritten = [], []
-    for j, (count, _) in enumerate(plan.steps):
-        blocks = table[:count].view(count, len(plan.steps), 1, -1)[:, j]  # [n, 1, blocks per tile]
-        tile_rows.append((blocks * num_kv_heads + heads).flatten())
-        past = torch.arange(j * KV_TILE, (j + 1) * KV_TILE) > last[:count, None]
-        unwritten.append(past[:, None, :, None] if past.any() else None)
-    return _Batch(tokens, real, plan, tile_rows, unwritten)
-
-
-def _block_table(block_ids: list[Sequence[int]], width: int) -> Tensor:
-    """int64 [N, width], cut or filled with block 0."""
-    rows = [list(ids[:width]) + [0] * (width - len(ids)) for ids in block_ids]
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def _gather_queries(q: Tensor, batch: _Batch, num_kv_heads: int, group: int) -> Tensor:
-    """q [T, H, D] -> float32 [N * Hk, R, D], zero rows at the end."""
-    count, width = batch.tokens.shape
-    rows = q.new_zeros(count, num_kv_heads, batch.plan.positions.shape[1], q.shape[-1], dtype=torch.float32)
-    by_token = rows[:, :, : width * group].view(count, num_kv_heads, width, group, -1)
-    by_token.copy_(q[batch.tokens].view(count, width, num_kv_heads, group, -1).transpose(1, 2))
-    return rows.view(count * num_kv_heads, -1, q.shape[-1])
-
-
-def _tile_reader(batch: _Batch, keys: Tensor, values: Tensor) -> Tile:
-    def read(j: int, num_sequences: int) -> tuple[Tensor, Tensor]:
-        tile_k, tile_v = (_read_tile(pool, batch.tile_rows[j]) for pool in (keys, values))
-        unwritten = batch.unwritten[j]
-        if unwritten is not None:  # a value nobody may see must still be finite
-            tile_v.view(num_sequences, -1, *tile_v.shape[1:]).masked_fill_(unwritten, 0.0)
-        return tile_k, tile_v
-
-    return read
-
-
-def _read_tile(pool: Tensor, rows: Tensor) -> Tensor:
-    """Rows of `pool` [num_blocks, Hk, block_size, D] -> float32 [n * Hk, KV_TILE, D]."""
-    return pool.flatten(0, 1).index_select(0, rows).view(-1, KV_TILE, pool.shape[-1]).float()
+        return self.pool.layers[layer].attend(self.plan, q, k, v, scoring)
 
 
 def rollout_attention(
@@ -207,7 +114,7 @@ def rollout_attention(
         raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window or 0, softcap or 0.0)
-    step: _PagedStep | None = getattr(_active, "step", None)
+    step: _CompiledStep | EagerStep | None = getattr(_active, "step", None)
     if step is None:
         return DenseAttention.apply(query, key, value, scoring), None
     flat = (x[0].transpose(0, 1) for x in (query, key, value))

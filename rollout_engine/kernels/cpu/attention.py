@@ -1,0 +1,166 @@
+"""Attention in C++ (`attention.cpp`): over paged KV, read in place, for the engine; over whole sequences for trainers.
+
+Both are one kernel on one pool layout, so both are the same bits. `kernels.paged_attention` is the eager twin.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu.build import library
+from rollout_engine.kernels.scoring import Scoring
+
+DENSE_BLOCK_SIZE = 64
+_ITEM_TOKENS = 32  # ITEM_TOKENS of attention.cpp
+_BYTES_PER_ITEM = 20
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether the kernel computes this dtype on this machine."""
+    return dtype in (torch.float32, torch.bfloat16) and library() is not None
+
+
+class Chunk(NamedTuple):
+    """Tokens [first_position, first_position + length) of one sequence."""
+
+    first_position: int
+    length: int
+    block_ids: Sequence[int]
+    """Block table from position 0, covering the chunk."""
+
+
+class Plan:
+    """The work of one step, for all layers: where tokens are written, and which rows read KV together."""
+
+    def __init__(self, chunks: Iterable[Chunk], *, block_size: int, num_kv_heads: int) -> None:
+        blocks, block_starts, token_starts, first = array("i"), array("q", [0]), array("q", [0]), array("q")
+        for position, length, block_ids in chunks:
+            blocks.extend(block_ids)
+            block_starts.append(len(blocks))
+            token_starts.append(token_starts[-1] + length)
+            first.append(position)
+        num_sequences, self.num_tokens = len(first), token_starts[-1]
+        members = array("i", bytes(4 * num_sequences))
+        items = bytearray(_BYTES_PER_ITEM * (num_sequences + self.num_tokens // _ITEM_TOKENS))
+        self.num_threads = torch.get_num_threads()
+        self._memory = (blocks, block_starts, token_starts, first, members, items)
+        wanted = -(-2 * self.num_threads // num_kv_heads)
+        self._plan = _Plan(*map(_address, self._memory), num_sequences, block_size, 0, wanted)
+        self.address = ctypes.addressof(self._plan)
+        _library().attention_plan(self.address)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def scratch(self, bytes_per_thread: int) -> int:
+        """Address of memory that one layer's kernel may use while it runs."""
+        if len(self._scratch) < bytes_per_thread * self.num_threads:
+            self._scratch = torch.empty(bytes_per_thread * self.num_threads, dtype=torch.uint8)
+        return self._scratch.data_ptr()
+
+
+class Layer:
+    """KV pool of one attention layer, zeros at first."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_kv_heads: int,
+        dim_k: int,
+        dim_v: int,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        per_step = 4 // dtype.itemsize
+        steps = -(-dim_k // per_step)
+        self.dtype = dtype
+        self.keys = torch.zeros(num_blocks, num_kv_heads, steps, block_size, per_step, dtype=dtype)
+        """[..., i, p, j]: channel i * per_step + j at position p of the block."""
+        self.values = torch.zeros(num_blocks, num_kv_heads, block_size, dim_v, dtype=dtype)
+        self._call = _Call(
+            keys=self.keys.data_ptr(),
+            values=self.values.data_ptr(),
+            num_kv_heads=num_kv_heads,
+            dk=dim_k,
+            dv=dim_v,
+            half=dtype == torch.bfloat16,
+        )
+        self._address = ctypes.addressof(self._call)
+
+    def attend(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, lse: Tensor | None = None
+    ) -> Tensor:
+        """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
+
+        All in the pool's dtype. `lse` float32 [T, H] receives the log-sum-exp of each row's scores.
+        """
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        assert q.dtype == k.dtype == v.dtype == self.dtype, "attention in another dtype than its KV pool"
+        call = self._call
+        num_tokens, num_heads, _ = q.shape
+        out = q.new_empty(num_tokens, num_heads, call.dv)
+        call.plan = plan.address
+        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.lse = None if lse is None else lse.data_ptr()
+        call.q_token, call.q_head, _ = q.stride()
+        call.k_token, call.k_head, _ = k.stride()
+        call.v_token, call.v_head, _ = v.stride()
+        call.num_tokens, call.num_heads, call.num_threads = num_tokens, num_heads, plan.num_threads
+        call.scale, call.sliding_window, call.softcap = scoring
+        kernels = _library()
+        call.scratch = plan.scratch(kernels.attention_scratch(self._address))
+        kernels.attention(self._address)
+        return out
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv], lse [B, T, H]."""
+    batch, num_heads, length, head_dim = q.shape
+    blocks = -(-length // DENSE_BLOCK_SIZE)
+    layer = Layer(batch * blocks, k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
+    tables = (range(i * blocks, (i + 1) * blocks) for i in range(batch))
+    plan = Plan((Chunk(0, length, table) for table in tables), block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
+    lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = layer.attend(plan, *flat, scoring, lse)
+    return out.view(batch, length, num_heads, -1), lse.view(batch, length, num_heads)
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("blocks", "block_starts", "token_starts", "first_position")),
+        *((name, ctypes.c_void_p) for name in ("members", "items")),
+        *((name, ctypes.c_int32) for name in ("num_sequences", "block_size", "num_items", "items_wanted")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("plan", "q", "k", "v", "out", "lse", "keys", "values", "sinks", "scratch")
+        ),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "dk", "dv", "half")),
+        *((name, ctypes.c_int32) for name in ("num_threads", "sliding_window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    ]
+
+
+def _library() -> Any:
+    kernels = library()
+    assert kernels is not None, "ask `serves` first"
+    if not kernels.attention.argtypes:
+        for function in (kernels.attention, kernels.attention_plan, kernels.attention_scratch):
+            function.argtypes, function.restype = [ctypes.c_void_p], None
+        kernels.attention_scratch.restype = ctypes.c_int64
+    return kernels
+
+
+def _address(memory: array | bytearray) -> int:
+    if isinstance(memory, array):
+        return memory.buffer_info()[0]
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0

@@ -1,0 +1,192 @@
+"""The C++ attention: right against plain float64 attention, and the same bits however it is fed."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rollout_engine.kernels import paged_attention
+from rollout_engine.kernels.cpu.attention import Chunk, Layer, Plan, attend_dense, serves
+from rollout_engine.kernels.cpu.build import library
+from rollout_engine.kernels.scoring import Scoring
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler here")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def draw(batch, heads, kv_heads, length, dk, dv, dtype=torch.float32):
+    """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv]."""
+    shapes = [(batch, heads, length, dk), (batch, kv_heads, length, dk), (batch, kv_heads, length, dv)]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def reference(q, k, v, scoring):
+    """float64 attention of `draw`'s tensors: output [B, T, H, Dv], log-sum-exp [B, T, H]."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * scoring.scale
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    position = torch.arange(q.shape[2])
+    distance = position[:, None] - position
+    hidden = (distance < 0) | (distance >= (scoring.sliding_window or len(position)))
+    scores = scores.masked_fill(hidden, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+
+
+def paged(q, k, v, scoring, *, block_size, steps, shared=0):
+    """The sequences of `draw` through a pool: every step is [(sequence, first, end)]; returns [B, T, H, Dv].
+
+    The first `shared` positions of all sequences lie in the same blocks.
+    """
+    batch, heads, length, dk = q.shape
+    num_shared, per_sequence = shared // block_size, -(-length // block_size)
+    free = list(range(num_shared + batch * (per_sequence - num_shared)))
+    random.Random(0).shuffle(free)
+    common = [free.pop() for _ in range(num_shared)]
+    tables = [common + [free.pop() for _ in range(per_sequence - num_shared)] for _ in range(batch)]
+    layer = Layer(
+        num_shared + batch * (per_sequence - num_shared), k.shape[1], dk, v.shape[-1], block_size=block_size, dtype=q.dtype
+    )
+    for pool in (layer.keys, layer.values):
+        pool.fill_(math.nan)  # what was never written must not be seen
+    out = q.new_full((batch, length, heads, v.shape[-1]), math.nan)
+    for step in steps:
+        chunks = [Chunk(first, end - first, tables[s][: -(-end // block_size)]) for s, first, end in step]
+        plan = Plan(chunks, block_size=block_size, num_kv_heads=k.shape[1])
+        flat = [torch.cat([x[s, :, first:end] for s, first, end in step], 1).transpose(0, 1) for x in (q, k, v)]
+        result = layer.attend(plan, *flat, scoring).split([end - first for _, first, end in step])
+        for (s, first, end), part in zip(step, result, strict=True):
+            out[s, first:end] = part
+    return out
+
+
+def random_steps(batch, length, rng):
+    """All tokens of all sequences in uneven chunks, single tokens among them, in steps that mix both."""
+    cuts = []
+    for s in range(batch):
+        places = sorted({0, length, *(rng.randrange(length) for _ in range(rng.randrange(5)))})
+        places = sorted({*places, *range(places[-2], length)}) if length - places[-2] < 90 else places
+        cuts.append([(s, a, b) for a, b in pairwise(places)])
+    while any(cuts):
+        chosen = [c for c in cuts if c and rng.random() < 0.8]
+        rng.shuffle(chosen)
+        if chosen:
+            yield [c.pop(0) for c in chosen]
+
+
+SHAPES = [
+    pytest.param((2, 4, 4, 150, 16, 16), Scoring(0.25), id="multi-head"),
+    pytest.param((2, 8, 2, 130, 128, 128), Scoring(0.09), id="grouped, 128"),
+    pytest.param((1, 7, 1, 70, 64, 64), Scoring(0.125), id="multi-query of 7"),
+    pytest.param((1, 2, 2, 65, 256, 256), Scoring(0.06), id="256"),
+    pytest.param((2, 6, 2, 65, 24, 40), Scoring(0.3), id="wider values"),
+    pytest.param((2, 4, 1, 67, 80, 17), Scoring(0.11), id="odd values"),
+    pytest.param((1, 2, 1, 66, 33, 100), Scoring(0.17), id="odd keys"),
+    pytest.param((2, 4, 2, 200, 32, 32), Scoring(0.2, sliding_window=70), id="window over tiles"),
+    pytest.param((2, 4, 2, 150, 32, 32), Scoring(0.2, sliding_window=5), id="window within a tile"),
+    pytest.param((2, 4, 2, 90, 32, 32), Scoring(0.5, softcap=3.0), id="soft cap"),
+    pytest.param((3, 4, 2, 1, 32, 32), Scoring(0.2), id="one token"),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize(("shape", "scoring"), SHAPES)
+def test_values_are_those_of_plain_attention(shape, scoring, dtype):
+    q, k, v = draw(*shape, dtype)
+    out, lse = attend_dense(q, k, v, scoring)
+    expected, expected_lse = reference(q, k, v, scoring)
+    rounding = 2e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(out.double(), expected, atol=rounding, rtol=rounding)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=5e-6, rtol=2e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize(("shape", "scoring"), SHAPES)
+def test_bits_do_not_depend_on_blocks_chunks_or_threads(shape, scoring, block_size, dtype, thread_count):
+    tensors = draw(*shape, dtype)
+    expected, _ = attend_dense(*tensors, scoring)
+    rng = random.Random(block_size)
+    for threads in (1, 2):
+        thread_count(threads)
+        steps = list(random_steps(shape[0], shape[3], rng))
+        assert torch.equal(paged(*tensors, scoring, block_size=block_size, steps=steps), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_bits_do_not_depend_on_reading_a_shared_prefix_once(block_size, window, dtype):
+    batch, length, prefix = 9, 200, 144
+    q, k, v = draw(batch, 4, 2, length, 32, 32, dtype)
+    k[:, :, :prefix], v[:, :, :prefix], q[:, :, :prefix] = k[:1, :, :prefix], v[:1, :, :prefix], q[:1, :, :prefix]
+    scoring = Scoring(0.2, sliding_window=window)
+    rng = random.Random(0)
+    steps = [[(0, 0, prefix)]] + [[(s, prefix, rng.randrange(prefix + 1, length))] for s in range(batch)]
+    position = [step[0][2] for step in steps[1:]]
+    while min(position) < length:
+        step = [(s, p, p + 1) for s, p in enumerate(position) if p < length]
+        rng.shuffle(step)
+        steps.append(step)
+        position = [min(length, p + 1) for p in position]
+    out = paged(q, k, v, scoring, block_size=block_size, steps=steps, shared=prefix)
+    expected, _ = attend_dense(q, k, v, scoring)
+    assert torch.equal(out[:, prefix:], expected[:, prefix:]) and torch.equal(out[0], expected[0])
+
+
+def test_a_prefix_is_read_once_by_the_sequences_that_share_it():
+    tile = list(range(4))  # of 16 positions each: one tile
+    long = [*tile, *range(10, 18)]
+    tables = [[*long, 30], [*tile, 31], [50, 51], [*long, 32], [*long, 33], [*tile, 34]]
+    lengths = [200, 70, 20, 199, 198, 65]
+    chunks = [Chunk(n - 1, 1, table) for table, n in zip(tables, lengths, strict=True)]
+    assert groups(Plan(chunks, block_size=16, num_kv_heads=8)) == [({0, 3, 4}, 3), ({1, 5}, 1), ({2}, 0)]
+
+
+def test_groups_are_cut_where_threads_would_go_without_work(thread_count):
+    chunks = [Chunk(70, 1, [*range(4), 10 + i]) for i in range(12)]
+    thread_count(2)
+    assert [len(members) for members, _ in groups(Plan(chunks, block_size=16, num_kv_heads=8))] == [12]
+    assert [len(members) for members, _ in groups(Plan(chunks, block_size=16, num_kv_heads=1))] == [3, 3, 3, 3]
+
+
+def groups(plan):
+    """Per work item: (sequences, shared tiles)."""
+    members, items = plan._memory[4], memoryview(plan._memory[5]).cast("i")
+    found = [items[5 * i : 5 * i + 5] for i in range(plan._plan.num_items)]
+    return [(set(members[first : first + count]), shared) for first, count, _, _, shared in found]
+
+
+def test_strided_inputs_are_read_where_they_lie():
+    q, k, v = draw(2, 4, 2, 70, 32, 32)
+    expected, _ = attend_dense(q, k, v, Scoring(0.2))
+    wide = torch.randn(2, 70, 8, 32)
+    wide[:, :, :4], wide[:, :, 4:6], wide[:, :, 6:] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    parts = (x.transpose(1, 2) for x in wide.split([4, 2, 2], 2))
+    assert torch.equal(attend_dense(*parts, Scoring(0.2))[0], expected)
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    q, k, v = draw(1, 2, 1, 130, 16, 16)
+    q = q * 300
+    out, lse = attend_dense(q, k, v, Scoring(1.0))
+    expected, expected_lse = reference(q, k, v, Scoring(1.0))
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=1e-5)
+
+
+def test_the_twin_serves_where_there_is_no_library(monkeypatch):
+    tensors = draw(2, 4, 2, 100, 32, 32)
+    ours = paged_attention.DenseAttention.apply(*tensors, Scoring(0.2))
+    monkeypatch.setattr(paged_attention.compiled, "library", lambda: None)
+    assert not serves(torch.float32)
+    twins = paged_attention.DenseAttention.apply(*tensors, Scoring(0.2))
+    torch.testing.assert_close(ours, twins, atol=2e-6, rtol=1e-5)
+
+
+def test_dtypes_without_a_kernel_are_left_to_the_twin():
+    assert serves(torch.bfloat16) and not serves(torch.float16) and not serves(torch.float64)
