@@ -8,6 +8,8 @@ travel in int64 tensors: a product of two of them wraps, but its low 64 bits, al
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.cpu import build, sampling
+
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -19,6 +21,8 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 
     The key is the seed (its bit pattern, unsigned), the counter is the position.
     """
+    if build.library() is not None:
+        return sampling.uniforms(seeds, positions)
     zeros = torch.zeros_like(positions)
     words = philox4x32(torch.stack([*_words(positions), zeros, zeros]), torch.stack(_words(seeds)))
     return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53

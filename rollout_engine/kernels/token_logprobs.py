@@ -2,12 +2,12 @@
 
 A row's arithmetic is the same whatever the other rows, its place among them, and the number of threads:
 
-    weight  = exp((logit - max) / temperature)         float32, one contiguous buffer
+    weight  = exp((logit - max) / temperature)         float32
     total   = sum of chunk sums, left to right         float32 within a chunk of 128, float64 across chunks
     logprob = (logit - max) / temperature - log total  float64, rounded to float32 once
 
-Subtracting the maximum before the division keeps every temperature finite. Work goes in blocks of rows that stay in the
-cache; no float32 copy of all logits ever exists.
+Subtracting the maximum before the division keeps every temperature finite. The C++ kernel stores nothing of a row's
+size; its twin in torch, below, works in blocks of rows that stay in the cache. No float32 copy of all logits exists.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 128
-"""Neighbouring tokens summed first."""
+from rollout_engine.kernels.cpu import build, sampling
+from rollout_engine.kernels.cpu.sampling import CHUNK, Figures
+
 _BLOCK_NUMEL = 1 << 19
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -39,20 +40,24 @@ def row_temperatures(temperature: float | Tensor, logits: Tensor) -> Tensor:
     return torch.where(given == 0, 1.0, given).clamp(_TINY, _HUGE).float()
 
 
-def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Consecutive blocks of rows, each small enough for the cache."""
-    rows = max(1, _BLOCK_NUMEL // logits.shape[1])
-    return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
-
-
-def row_totals(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """What `logprobs_at` needs of whole rows [N, V]: their maximum, float32 [N], and total weight, float64 [N]."""
+def figures_of(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Figures:
+    """Maximum and log of the total weight of every row of `logits` [N, V], and the log-prob of one token of each."""
+    if build.library() is not None:
+        return sampling.score(logits, temperatures, token_ids)
     maximum = torch.empty_like(temperatures)
     total = torch.empty_like(temperatures, dtype=torch.float64)
     for block in row_blocks(logits):
         weights, maximum[block] = row_weights(logits[block], temperatures[block])
         total[block] = cumulative_mass(weights)[:, -1]
-    return maximum, total
+    maximum, log_total = maximum.where(total > 0, torch.nan), total.log()
+    chosen = logits.gather(-1, token_ids[:, None])[:, 0]
+    return Figures(maximum, log_total, token_ids, logprobs_at(chosen, maximum, temperatures, log_total))
+
+
+def row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Consecutive blocks of rows, each small enough for the cache."""
+    rows = max(1, _BLOCK_NUMEL // logits.shape[1])
+    return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
 def row_weights(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,31 +75,33 @@ def cumulative_mass(weights: Tensor) -> Tensor:
     return weights.sum(-1).double().cumsum(-1)
 
 
-def logprobs_at(logits: Tensor, maximum: Tensor, temperatures: Tensor, total: Tensor) -> Tensor:
+def logprobs_at(logits: Tensor, maximum: Tensor, temperatures: Tensor, log_total: Tensor) -> Tensor:
     """float32 log-probs of chosen logits (any dtype), given the float32, float32 and float64 figures of their rows."""
-    return (((logits.float() - maximum) / temperatures).double() - total.log()).float()
+    return (((logits.float() - maximum) / temperatures).double() - log_total).float()
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Backward: (onehot - softmax) / temperature * grad, float32 inside, weights computed again block by block."""
+    """Backward: (onehot - softmax) / temperature * grad, float32 inside, weights computed again row by row."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-        maximum, total = row_totals(logits, temperatures)
-        ctx.save_for_backward(logits, token_ids, temperatures, total)
-        chosen = logits.gather(-1, token_ids[:, None])[:, 0]
-        return logprobs_at(chosen, maximum, temperatures, total)
+        figures = figures_of(logits, temperatures, token_ids)
+        ctx.save_for_backward(logits, temperatures, *figures)
+        return figures.logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, token_ids, temperatures, total = ctx.saved_tensors
+        logits, temperatures, *saved = ctx.saved_tensors
+        figures = Figures(*saved)
+        if build.library() is not None:
+            return sampling.gradient(logits, temperatures, figures, grad), None, None
         scale = grad / temperatures
-        shrink = -scale / total.float()
+        shrink = -scale / figures.log_total.exp().float()
         grad_logits = torch.empty_like(logits)
         for block in row_blocks(logits):
             weights, _ = row_weights(logits[block], temperatures[block])
             flat = weights.flatten(1).mul_(shrink[block, None])
-            flat.scatter_add_(-1, token_ids[block, None], scale[block, None])
+            flat.scatter_add_(-1, figures.tokens[block, None], scale[block, None])
             grad_logits[block] = flat[:, : logits.shape[1]]
         return grad_logits, None, None

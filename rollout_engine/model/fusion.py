@@ -1,23 +1,33 @@
-"""Swap a Hugging Face module's linears and SiLUs for row-invariant ones, in place; q/k/v and gate/up run as one GEMM.
+"""Swap a Hugging Face module's linears, norms and SiLUs for row-invariant ones, in place.
 
-The engine and `rollout_engine.exact` on the trainer call the same function, so they round at the same places. Names in
-`state_dict` do not change. In the engine the fused weights are also views of one buffer (`fuse_projections`).
+q/k/v and gate/up run as one GEMM each, and SiLU with the product that follows it as one pass. The engine and
+`rollout_engine.exact` on the trainer call the same function, so they round at the same places. Names in `state_dict` do
+not change. In the engine the fused weights are also views of one buffer (`fuse_projections`).
 """
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
 
 from rollout_engine.kernels import linear
-from rollout_engine.kernels.activation import silu
+from rollout_engine.kernels.activation import gated_silu, silu
+from rollout_engine.kernels.norm import rms_norm
+from rollout_engine.model.formulas import SILU_CLASSES, is_gated_mlp, rms_norm_epsilon
 
 _FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def make_row_invariant(module: nn.Module) -> None:
-    """Replace every `nn.Linear` and SiLU below `module`. Parameters, their names and their tying stay as they are."""
+    """Replace every `nn.Linear`, SiLU, and the norms and gated MLPs whose formula is ours, below `module`.
+
+    Parameters, their names and their tying stay as they are.
+    """
+    for child in list(module.modules()):
+        if is_gated_mlp(child):
+            child.__class__ = RowInvariantMLP
+        elif (epsilon := rms_norm_epsilon(child)) is not None:
+            child.__class__, child._epsilon = RowInvariantRMSNorm, epsilon
     for group in _groups(module):
         shared = LinearGroup(group)
         for slot, child in enumerate(group):
@@ -25,7 +35,7 @@ def make_row_invariant(module: nn.Module) -> None:
             child._group, child._slot = shared, slot
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in (nn.SiLU, SiLUActivation):
+            if type(child) in SILU_CLASSES:
                 setattr(parent, name, RowInvariantSiLU())
 
 
@@ -104,7 +114,7 @@ class LinearGroup:
         else:
             out = self.matmul(rows)
         parts = out.split(sizes, dim=-1) if len(sizes) > 1 else (out,)
-        return tuple(part.contiguous().view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True))
+        return tuple(part.view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True))
 
     def _current_stamp(self) -> tuple[int, ...]:
         """Moves when a weight is written in place by an optimizer, replaced, or moved."""
@@ -127,6 +137,22 @@ class RowInvariantSiLU(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return silu(input)
+
+
+class RowInvariantMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) of three linears."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+
+
+class RowInvariantRMSNorm(nn.Module):
+    """`kernels.norm.rms_norm` as a module."""
+
+    _epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self._epsilon)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Draws one token per row of logits, and says how likely it was.
 
-    every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`_draw`)
+    every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`kernels.draw`)
     restricted rows   cut tokens get -inf (`sampling_masks`), then the same draw again
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
 
@@ -8,22 +8,16 @@ The uniform depends on (sequence seed, position) and every row is computed alone
 else is in the batch. The weights are those of `kernels.token_logprobs`: the log-prob comes for free, with its bits.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.draw import Figures, draw
 from rollout_engine.kernels.rng import uniforms
-from rollout_engine.kernels.token_logprobs import (
-    CHUNK,
-    cumulative_mass,
-    logprobs_at,
-    row_blocks,
-    row_temperatures,
-    row_totals,
-    row_weights,
-)
+from rollout_engine.kernels.token_logprobs import figures_of, logprobs_at, row_temperatures
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.sampling_masks import Truncation, cut_tail, most_likely
 from rollout_engine.sampling_params import SamplingParams
@@ -70,27 +64,37 @@ class SamplingBatch(NamedTuple):
         eos: list[list[int]],
     ) -> "SamplingBatch":
         """Columns of N tasks; `num_sampled` counts the tokens a sequence has sampled so far, `eos` are its end ids."""
+        distinct = {id(p): p for p in params}  # requests of one call share theirs
+        place = {key: i for i, key in enumerate(distinct)}
+        row = np.array([place[id(p)] for p in params], np.intp)
+
+        def column(dtype: type, values: Iterable[object]) -> np.ndarray:
+            return np.array(list(values), dtype)[row]
+
+        kinds = distinct.values()
         return cls(
-            temperature=np.array([p.temperature for p in params], np.float64),
-            top_k=np.array([p.top_k for p in params], np.int64),
-            top_p=np.array([p.top_p for p in params], np.float64),
-            min_p=np.array([p.min_p for p in params], np.float64),
+            temperature=column(np.float64, (p.temperature for p in kinds)),
+            top_k=column(np.int64, (p.top_k for p in kinds)),
+            top_p=column(np.float64, (p.top_p for p in kinds)),
+            min_p=column(np.float64, (p.min_p for p in kinds)),
             seeds=np.array(seeds, np.uint64).view(np.int64),
             positions=np.array(positions, np.int64),
-            modes=np.array([_MODE_CODES[p.logprobs_mode] for p in params], np.int8),
-            num_top=np.array([p.logprobs or 0 for p in params], np.int64),
-            wants_logprobs=any(p.logprobs is not None for p in params),
-            banned=[
-                (row, [*eos[row], *(p.stop_token_ids or [])])
-                for row, p in enumerate(params)
-                if num_sampled[row] < p.min_tokens
-            ],
+            modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
+            num_top=column(np.int64, (p.logprobs or 0 for p in kinds)),
+            wants_logprobs=any(p.logprobs is not None for p in kinds),
+            banned=_banned(params, num_sampled, eos) if any(p.min_tokens for p in kinds) else [],
         )
 
     @property
     def truncates(self) -> np.ndarray:
         """bool [N]: rows from which top-k, top-p or min-p may cut tokens."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row draws from its whole tempered distribution, and nobody asks for more than the token."""
+        special = self.truncates | (self.num_top > 0) | ((self.modes == _RAW) & (self.temperature != 1))
+        return not (self.banned or special.any())
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
@@ -101,13 +105,19 @@ def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
     temperatures = row_temperatures(torch.from_numpy(batch.temperature), logits)
     greedy = torch.from_numpy(batch.temperature == 0)
     u = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions))
-    tokens, tempered = _draw(logits, temperatures, u, greedy)
-    usable = tempered.maximum.isfinite()
-    errors = dict.fromkeys((~usable).nonzero()[:, 0].tolist(), _BAD_LOGITS)
+    drawn = draw(logits, temperatures, u, greedy)
+    usable = drawn.maximum.isfinite()
+    if batch.is_plain and usable.all():
+        logprobs = drawn.logprobs.tolist() if batch.wants_logprobs else None
+        return ModelRunnerOutput(token_ids=drawn.tokens.tolist(), logprobs=logprobs)
 
+    tokens, tempered = drawn.tokens, _Distribution.of(logits, temperatures, drawn)
+    errors = dict.fromkeys((~usable).nonzero()[:, 0].tolist(), _BAD_LOGITS)
     rows, kept = _restricted_rows(batch, usable), None
     if len(rows):
-        tokens[rows], kept = _draw(_restrict(logits, rows, batch), temperatures[rows], u[rows], greedy[rows])
+        cut = _restrict(logits, rows, batch)
+        drawn = draw(cut, temperatures[rows], u[rows], greedy[rows])
+        tokens[rows], kept = drawn.tokens, _Distribution.of(cut, temperatures[rows], drawn)
         all_banned = rows[~kept.maximum.isfinite()]
         usable[all_banned] = False
         errors |= dict.fromkeys(all_banned.tolist(), _ALL_BANNED)
@@ -124,17 +134,21 @@ def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
 
 
 class _Distribution(NamedTuple):
-    """Normalised rows: token t of row i has log-prob (logits[i, t] - maximum[i]) / temperatures[i] - log(total[i])."""
+    """Normalised rows: token t of row i has log-prob (logits[i, t] - maximum[i]) / temperatures[i] - log_total[i]."""
 
     logits: Tensor  # [n, V]
     temperatures: Tensor  # float32 [n]
     maximum: Tensor  # float32 [n]
-    total: Tensor  # float64 [n]
+    log_total: Tensor  # float64 [n]
+
+    @classmethod
+    def of(cls, logits: Tensor, temperatures: Tensor, figures: Figures) -> "_Distribution":
+        return cls(logits, temperatures, figures.maximum, figures.log_total)
 
     def logprobs(self, rows: Tensor, token_ids: Tensor) -> Tensor:
         """float32 [r, k] of `token_ids` [r, k] in `rows` [r]."""
         row = rows[:, None]
-        return logprobs_at(self.logits[row, token_ids], self.maximum[row], self.temperatures[row], self.total[row])
+        return logprobs_at(self.logits[row, token_ids], self.maximum[row], self.temperatures[row], self.log_total[row])
 
 
 class _View(NamedTuple):
@@ -145,35 +159,10 @@ class _View(NamedTuple):
     distribution: _Distribution
 
 
-def _draw(logits: Tensor, temperatures: Tensor, u: Tensor, greedy: Tensor) -> tuple[Tensor, _Distribution]:
-    """A token per row, int64 [N], and the distribution it comes from."""
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    maximum, total = torch.empty_like(temperatures), torch.empty_like(u)
-    for block in row_blocks(logits):
-        weights, maximum[block] = row_weights(logits[block], temperatures[block])
-        mass = cumulative_mass(weights)
-        total[block] = mass[:, -1]
-        tokens[block] = _locate(weights, mass, u[block])
-    if greedy.any():
-        tokens[greedy] = torch.from_numpy(logits[greedy].float().numpy().argmax(-1))  # the first; NumPy is faster here
-    return tokens, _Distribution(logits, temperatures, maximum, total)
-
-
-def _locate(weights: Tensor, mass: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF at `u` [n]: first the chunk, by `mass` [n, K], then the token among its `weights` [n, K, CHUNK].
-
-    u < 1 keeps u * total below the total, so the chunk found has weight, and so has the token. NaN rows land anywhere.
-    """
-    rows = torch.arange(len(u))
-    target = u * mass[:, -1]
-    chunk = torch.searchsorted(mass, target[:, None], right=True)[:, 0].clamp(max=mass.shape[1] - 1)
-    before = torch.where(chunk > 0, mass[rows, chunk - 1], 0.0)
-    share = (target - before) / (mass[rows, chunk] - before)
-    inside = weights[rows, chunk].double().cumsum(-1)
-    end = inside[:, -1:]
-    token = (inside <= share[:, None] * end).sum(-1)
-    last_with_weight = (inside < end).sum(-1)  # rounding may carry share * end up to the end
-    return chunk * CHUNK + torch.minimum(token, last_with_weight)
+def _banned(params: list[SamplingParams], num_sampled: list[int], eos: list[list[int]]) -> list[tuple[int, list[int]]]:
+    return [
+        (row, [*eos[row], *(p.stop_token_ids or [])]) for row, p in enumerate(params) if num_sampled[row] < p.min_tokens
+    ]
 
 
 def _restricted_rows(batch: SamplingBatch, usable: Tensor) -> Tensor:
@@ -212,7 +201,8 @@ def _views(batch: SamplingBatch, tempered: _Distribution, kept: _Distribution | 
     views = [_View(others, others, tempered)]
     if len(raw) and batch.wants_logprobs:
         logits, ones = tempered.logits[raw], torch.ones(len(raw))
-        views.append(_View(raw, torch.arange(len(raw)), _Distribution(logits, ones, *row_totals(logits, ones))))
+        figures = figures_of(logits, ones, torch.zeros(len(raw), dtype=torch.int64))
+        views.append(_View(raw, torch.arange(len(raw)), _Distribution.of(logits, ones, figures)))
     if kept is not None:
         views.append(_View(rows[inside], inside, kept))
     return views
@@ -231,7 +221,7 @@ def _kept_mass(batch: SamplingBatch, whole: _Distribution, kept: _Distribution |
     result = torch.zeros(len(batch.modes))
     if kept is not None:
         shift = (kept.maximum - whole.maximum[rows]) / kept.temperatures  # not 0 where the most likely token is banned
-        share = (shift + kept.total.log() - whole.total[rows].log()).clamp(max=0)
+        share = (shift + kept.log_total - whole.log_total[rows]).clamp(max=0)
         result[rows] = torch.where(torch.from_numpy(batch.truncates)[rows], share, 0.0).float()
     return result
 

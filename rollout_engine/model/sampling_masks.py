@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.cpu import build, sampling
 from rollout_engine.kernels.token_logprobs import CHUNK, cumulative_mass, row_blocks
 
 _CANDIDATES = 1024
@@ -34,6 +35,8 @@ class Truncation(NamedTuple):
 
 def cut_tail(logits: Tensor, truncation: Truncation) -> None:
     """Put -inf where a rule cuts, in place. `logits` is float32 [n, V] without NaN. The most likely token stays."""
+    if build.library() is not None:
+        return sampling.cut_tail(logits, *truncation)
     for block in row_blocks(logits):
         rules = truncation.rows(block)
         size = max(_CANDIDATES, int(rules.top_k.max()) + 1)

@@ -3,8 +3,8 @@ import pytest
 import torch
 from scipy import stats
 
-from rollout_engine.kernels.token_logprobs import CHUNK, cumulative_mass, row_temperatures, row_weights, token_logprobs
-from rollout_engine.model import sampler
+from rollout_engine.kernels.draw import CHUNK, draw
+from rollout_engine.kernels.token_logprobs import row_temperatures, token_logprobs
 from rollout_engine.model.sampler import SamplingBatch, sample
 from rollout_engine.sampling_params import SamplingParams
 
@@ -26,8 +26,9 @@ def _batch(params, *, seed=5, num_sampled=1000, eos=()):
 
 def _draw_with(u, logits, temperature=1.0):
     """The token that each uniform of `u` selects from the same row."""
-    weights, _ = row_weights(logits.expand(len(u), -1), row_temperatures(temperature, logits.expand(len(u), -1)))
-    return sampler._locate(weights, cumulative_mass(weights), torch.tensor(u, dtype=torch.float64))
+    rows = logits.expand(len(u), -1)
+    uniforms, sampled = torch.as_tensor(u, dtype=torch.float64), torch.zeros(len(u), dtype=torch.bool)
+    return draw(rows, row_temperatures(temperature, rows), uniforms, sampled).tokens
 
 
 def _exact_probabilities(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

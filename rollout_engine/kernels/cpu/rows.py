@@ -1,0 +1,97 @@
+"""ctypes face of `rows.cpp`. Callers ask `build.library()` first: here it is there."""
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import build
+
+_SMALL = 1 << 15
+"""Elements below which a second thread costs more than it brings."""
+
+_Layout = tuple[int, int, int, int]
+"""(outer, inner, outer stride, inner stride) of the rows of a tensor, in elements."""
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("x_outer_stride", c_int64),
+        ("x_inner_stride", c_int64),
+        ("other", c_void_p),
+        ("other_outer_stride", c_int64),
+        ("other_inner_stride", c_int64),
+        ("out", c_void_p),
+        ("outer", c_int64),
+        ("inner", c_int64),
+        ("size", c_int64),
+        ("is_bf16", c_int64),
+        ("threads", c_int64),
+        ("epsilon", c_double),
+    ]
+
+
+def supports(*tensors: Tensor) -> bool:
+    """Whether the kernels are there and read these: one dtype, float32 or bfloat16."""
+    dtype = tensors[0].dtype
+    known = dtype in (torch.float32, torch.bfloat16) and all(t.dtype == dtype for t in tensors)
+    return known and tensors[0].device.type == "cpu" and build.library() is not None
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`kernels.norm.rms_norm` of x [..., D] with `weight` [D]."""
+    x, layout = _readable(x)
+    return _run("rows_norm", x, layout, weight.contiguous(), (0, 0, 0, 0), epsilon)
+
+
+def activate(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """SiLU of `gate` [..., D], rounded; times `up` of the same shape where given."""
+    gate, layout = _readable(gate)
+    if up is None:
+        return _run("rows_activate", gate, layout, None, layout)
+    up, other = _readable(up)
+    if layout[:2] != other[:2]:
+        (gate, layout), (up, other) = _readable(gate.contiguous()), _readable(up.contiguous())
+    return _run("rows_activate", gate, layout, up, other)
+
+
+def _run(
+    name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layout: _Layout, epsilon: float = 0.0
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    args = _Rows(
+        x.data_ptr(),
+        *layout[2:],
+        None if other is None else other.data_ptr(),
+        *other_layout[2:],
+        out.data_ptr(),
+        *layout[:2],
+        x.shape[-1],
+        x.dtype == torch.bfloat16,
+        1 if x.numel() < _SMALL else torch.get_num_threads(),
+        epsilon,
+    )
+    getattr(build.library(), name)(ctypes.byref(args))
+    return out
+
+
+def _readable(x: Tensor) -> tuple[Tensor, _Layout]:
+    """`x` [..., D] and how its rows lie; a contiguous copy of it where two strides do not say it."""
+    size = x.shape[-1] if x.dim() else 1
+    if x.is_contiguous():
+        return x, (x.numel() // max(size, 1), 1, size, 0)
+    merged: list[tuple[int, int]] = []  # (length, stride), innermost first
+    for length, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * length, merged[-1][1])
+        elif length != 1:
+            merged.append((length, stride))
+    if len(merged) > 2 or x.stride(-1) != 1:
+        return _readable(x.contiguous())
+    if len(merged) < 2:
+        outer, stride = merged[0] if merged else (1, 0)
+        return x, (outer, 1, stride, 0)
+    (inner, inner_stride), (outer, outer_stride) = merged
+    return x, (outer, inner, outer_stride, inner_stride)

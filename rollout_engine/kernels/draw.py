@@ -1,0 +1,48 @@
+"""Draws a token per row of logits by inverse CDF, from one uniform number, with the weights of `token_logprobs`."""
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import build, sampling
+from rollout_engine.kernels.cpu.sampling import CHUNK, Figures
+from rollout_engine.kernels.token_logprobs import cumulative_mass, logprobs_at, row_blocks, row_weights
+
+
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor) -> Figures:
+    """A token per row of `logits` [N, V], any floating dtype, and its log-prob.
+
+    `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1), `greedy` bool [N]: rows that
+    take the most likely token, the first where several are. A row whose figures are NaN has an arbitrary token.
+    """
+    if build.library() is not None:
+        return sampling.draw(logits, temperatures, uniforms, greedy)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    maximum, total = torch.empty_like(temperatures), torch.empty_like(uniforms)
+    for block in row_blocks(logits):
+        weights, maximum[block] = row_weights(logits[block], temperatures[block])
+        mass = cumulative_mass(weights)
+        total[block] = mass[:, -1]
+        tokens[block] = _locate(weights, mass, uniforms[block])
+    if greedy.any():
+        tokens[greedy] = torch.from_numpy(logits[greedy].float().numpy().argmax(-1))  # the first; NumPy is faster here
+    maximum = maximum.where(total > 0, torch.nan)
+    tokens = tokens.clamp(max=logits.shape[1] - 1)
+    chosen, log_total = logits.gather(-1, tokens[:, None])[:, 0], total.log()
+    return Figures(maximum, log_total, tokens, logprobs_at(chosen, maximum, temperatures, log_total))
+
+
+def _locate(weights: Tensor, mass: Tensor, u: Tensor) -> Tensor:
+    """Inverse CDF at `u` [n]: first the chunk, by `mass` [n, K], then the token among its `weights` [n, K, CHUNK].
+
+    u < 1 keeps u * total below the total, so the chunk found has weight, and so has the token. NaN rows land anywhere.
+    """
+    rows = torch.arange(len(u))
+    target = u * mass[:, -1]
+    chunk = torch.searchsorted(mass, target[:, None], right=True)[:, 0].clamp(max=mass.shape[1] - 1)
+    before = torch.where(chunk > 0, mass[rows, chunk - 1], 0.0)
+    share = (target - before) / (mass[rows, chunk] - before)
+    inside = weights[rows, chunk].double().cumsum(-1)
+    end = inside[:, -1:]
+    token = (inside <= share[:, None] * end).sum(-1)
+    last_with_weight = (inside < end).sum(-1)  # rounding may carry share * end up to the end
+    return chunk * CHUNK + torch.minimum(token, last_with_weight)

@@ -1,0 +1,55 @@
+"""RMSNorm as Llama, Qwen2 and Qwen3 have it (Zhang and Sennrich 2019), every row the same bits in any batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """weight * round(x / sqrt(mean(x^2) + epsilon)) over the last dimension; any strides, contiguous result.
+
+    float32 inside, rounded to `x.dtype` before and after the weight, which has that dtype too.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RMSNorm.apply(x, weight, epsilon)
+    return _forward(x, weight, epsilon)
+
+
+def _forward(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if rows.supports(x, weight):
+        return rows.norm(x, weight, epsilon)
+    return weight * _normalised(x, epsilon)[0].to(x.dtype)
+
+
+def _normalised(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """float32 (x / rms, 1 / rms)."""
+    x32 = x.float()
+    scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + epsilon)
+    return x32 * scale, scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Backward of y = w n, n = x s, s = 1 / rms: dx = s (w dy - n mean(n w dy)), dw = sum(dy n); float32 inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        return _forward(x, weight, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        normalised, scale = _normalised(x, ctx.epsilon)
+        grad32 = grad.float()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            inner = grad32 * weight.float()
+            mean = (inner * normalised).mean(-1, keepdim=True)
+            grad_x = inner.sub_(normalised * mean).mul_(scale).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad32 * normalised).flatten(0, -2).sum(0).to(weight.dtype)
+        return grad_x, grad_weight, None
