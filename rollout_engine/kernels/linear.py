@@ -1,16 +1,25 @@
 """Matrix products whose every row is the same bits, whatever else is in the batch.
 
 A GEMM library picks its blocking by the number of rows, so a token's activations can change in the last bit with the
-batch around it. Two remedies, both measured (`reference/performance.md` 7): weights pre-packed by oneDNN fix the
-blocking over a range of row counts, and calling in blocks of fixed height fixes it where they do not (AMX). `plan_for`
-finds by trial, once per shape, the cheapest `RowPlan` that holds on this CPU, for one thread and for many.
+batch around it. Our own kernel (`cpu/gemm.cpp`) has one order of accumulation, and serves where it is the fastest. For
+oneDNN there are two remedies: weights packed beforehand fix the blocking over a range of row counts, and calling in
+blocks of fixed height fixes it where they do not. `plan_for` proves by trial, once per shape, which is the first
+`RowPlan` that holds on this CPU, for one thread and for many.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rollout_engine.kernels.cpu import gemm
+
+OWN, ONEDNN, LIBRARY = "own", "onednn", "library"
+"""Who multiplies: our kernel, oneDNN with packed weights, or whatever `F.linear` calls."""
+
+_ANY = 1 << 40
 
 
 class NotInvariant(RuntimeError):
@@ -20,22 +29,26 @@ class NotInvariant(RuntimeError):
 class RowPlan(NamedTuple):
     """How to call one GEMM shape: in blocks of at most `max_rows`, the last one padded up to `min_rows`."""
 
-    packed: bool
+    kernel: str
     min_rows: int
     max_rows: int
 
 
-PLAIN = RowPlan(packed=False, min_rows=1, max_rows=1 << 40)
+Operand = Tensor | gemm.PackedWeight
+"""A weight as a plan's kernel reads it."""
+
+PLAIN = RowPlan(LIBRARY, 1, _ANY)
 """The library as it is: rows may depend on their batch."""
 
-_CANDIDATES = (
-    RowPlan(True, 2, 256),
-    RowPlan(True, 32, 32),
-    RowPlan(True, 16, 16),
-    RowPlan(True, 64, 64),
-    RowPlan(False, 16, 256),
-    RowPlan(False, 32, 32),
-    RowPlan(False, 64, 64),
+_OWN = RowPlan(OWN, 0, _ANY)
+_BORROWED = (
+    RowPlan(ONEDNN, 2, 256),
+    RowPlan(ONEDNN, 32, 32),
+    RowPlan(ONEDNN, 16, 16),
+    RowPlan(ONEDNN, 64, 64),
+    RowPlan(LIBRARY, 16, 256),
+    RowPlan(LIBRARY, 32, 32),
+    RowPlan(LIBRARY, 64, 64),
 )
 _HEIGHTS = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 200, 256)
 """Row counts put to the test: around the blockings that libraries use."""
@@ -43,12 +56,14 @@ _HEIGHTS = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 20
 _plans: dict[tuple[int, int, torch.dtype], RowPlan] = {}
 
 
-def pack(weight: Tensor, plan: RowPlan) -> Tensor:
-    """The operand `matmul` wants: oneDNN's blocked layout of `weight` [N, K], or the weight itself."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if plan.packed else weight
+def pack(weight: Tensor, plan: RowPlan) -> Operand:
+    """The operand `matmul` wants: our panels or oneDNN's layout of `weight` [N, K], or the weight itself."""
+    if plan.kernel == OWN:
+        return gemm.pack(weight)
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if plan.kernel == ONEDNN else weight
 
 
-def matmul(x: Tensor, operand: Tensor, bias: Tensor | None, plan: RowPlan) -> Tensor:
+def matmul(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
     """x [R, K] @ weight.T + bias -> [R, N], in `x.dtype`; each row depends only on itself under a probed plan."""
     rows = x.shape[0]
     if plan.min_rows <= rows <= plan.max_rows:
@@ -58,10 +73,10 @@ def matmul(x: Tensor, operand: Tensor, bias: Tensor | None, plan: RowPlan) -> Te
 
 
 def plan_for(weight: Tensor) -> RowPlan:
-    """The cheapest plan under which rows of a GEMM with `weight`'s shape [N, K] and dtype are independent, proven here.
+    """The first plan under which rows of a GEMM with `weight`'s shape [N, K] and dtype are independent, proven here.
 
-    Raises `NotInvariant` where none holds. The verdict depends on the CPU and library alone, so a trainer and an
-    engine on the same kind of machine find the same one.
+    Raises `NotInvariant` where none holds. The verdict depends on the CPU, compiler and library alone, so a trainer
+    and an engine on the same kind of machine find the same one.
     """
     key = (*weight.shape, weight.dtype)
     if key not in _plans:
@@ -69,8 +84,10 @@ def plan_for(weight: Tensor) -> RowPlan:
     return _plans[key]
 
 
-def _gemm(x: Tensor, operand: Tensor, bias: Tensor | None, plan: RowPlan) -> Tensor:
-    if plan.packed:
+def _gemm(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
+    if plan.kernel == OWN:
+        return gemm.matmul(x, operand, bias)
+    if plan.kernel == ONEDNN:
         return torch.ops.mkldnn._linear_pointwise(x, operand, bias, "none", [], "")
     return F.linear(x, operand, bias)
 
@@ -80,8 +97,36 @@ def _padded(block: Tensor, min_rows: int) -> Tensor:
     return F.pad(block, (0, 0, 0, missing)) if missing > 0 else block
 
 
-@torch.no_grad()
 def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype) -> RowPlan:
+    for plan in _candidates(dtype):
+        if plan.kernel == OWN:
+            # Its columns are independent too: two panels, and a third as wide as the last, stand for all.
+            seen = min(out_features, 2 * gemm.PANEL + out_features % gemm.PANEL)
+            holds = _own_holds(seen, in_features, dtype)
+        else:
+            holds = _proven(plan, out_features, in_features, dtype)
+        if holds:
+            return plan
+    raise NotInvariant(
+        f"no way was found to make {dtype} products with a weight of shape [{out_features}, {in_features}] independent "
+        "of the batch on this CPU"
+    )
+
+
+def _candidates(dtype: torch.dtype) -> tuple[RowPlan, ...]:
+    """Fastest first: by dtype and instruction set, never by a clock."""
+    if not gemm.serves(dtype):
+        return _BORROWED
+    return (_OWN, *_BORROWED) if gemm.is_fast(dtype) else (*_BORROWED, _OWN)
+
+
+@cache
+def _own_holds(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
+    return _proven(_OWN, out_features, in_features, dtype)
+
+
+@torch.no_grad()
+def _proven(plan: RowPlan, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(320, in_features, generator=generator).to(dtype)
     # A few hundred distinct rows are enough to tell blockings apart, and cheap to draw even for a vocabulary.
@@ -89,15 +134,9 @@ def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype) -
     weight = seen.repeat(-(-out_features // len(seen)), 1)[:out_features]
     threads = torch.get_num_threads()
     try:
-        for plan in _CANDIDATES:
-            if _holds(plan, x, weight, sorted({1, 2, threads})):
-                return plan
+        return _holds(plan, x, weight, sorted({1, 2, threads}))
     finally:
         torch.set_num_threads(threads)
-    raise NotInvariant(
-        f"no way was found to make {dtype} products with a weight of shape [{out_features}, {in_features}] independent "
-        "of the batch on this CPU"
-    )
 
 
 def _holds(plan: RowPlan, x: Tensor, weight: Tensor, thread_counts: list[int]) -> bool:

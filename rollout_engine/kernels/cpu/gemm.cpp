@@ -1,0 +1,379 @@
+// x [R, K] @ W[N, K]^T + bias -> [R, N], every row the same bits in any batch, at any place, on any number of threads.
+//
+// Each output element is one chain of float32 accumulations over K, first to last, whatever the blocking around it:
+// rows are independent by construction. Threads share out columns and rows, never K.
+//
+// Weights are packed into panels of 32 columns; a *unit* is 32 bits of one column: one float32, or two bfloat16 that
+// follow one another along K.
+//
+//     packed[panel][unit][32]      a panel is read front to back, and so is the next: one stream from memory
+//
+// Sixteen units of sixteen columns are an AMX tile (stride 128 bytes); one unit of sixteen columns is a vector.
+// Units are padded with zeros to a multiple of 16, columns to a multiple of 32.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "vec.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define GEMM_AMX 1
+#endif
+
+namespace {
+
+constexpr int64_t PANEL = 32;       // columns
+constexpr int64_t UNIT_BLOCK = 16;  // units are padded to a multiple of this
+constexpr int64_t TILE_ROWS = 16;   // of an AMX tile
+constexpr int64_t TILE = TILE_ROWS * UNIT_BLOCK;
+constexpr int64_t CACHED_BYTES = 1 << 20;       // rows that stay in the second-level cache while panels pass by
+constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another thread has woken up
+
+#ifdef __AVX512F__
+constexpr int MAX_ROWS = 12;  // by two vectors: 24 accumulators of 32 registers
+#else
+constexpr int MAX_ROWS = 2;
+#endif
+
+// One product; `_Call` of gemm.py.
+struct Call {
+    const char* x;          // [rows, in_features]
+    const int32_t* packed;  // [panels, units, 32]
+    const void* bias;       // [out_features] or null
+    char* out;              // [rows, out_features]
+    char* staging;          // room for the rows, each padded to whole units, their number to a multiple of 16
+    int64_t rows, in_features, out_features;
+    int32_t is_bf16, num_threads;
+};
+
+int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t whole_units(int64_t in_features, bool is_bf16) { return is_bf16 ? (in_features + 1) / 2 : in_features; }
+
+int64_t padded_units(int64_t in_features, bool is_bf16) {
+    return divided_up(whole_units(in_features, is_bf16), UNIT_BLOCK) * UNIT_BLOCK;
+}
+
+char* out_of(const Call& call, int64_t row, int64_t column) {
+    return call.out + (row * call.out_features + column) * (call.is_bf16 ? 2 : 4);
+}
+
+template <typename T>
+VEC_INLINE void store_panel(T* out, vec::F left, vec::F right) {
+    vec::store(out, left);
+    vec::store(out + vec::LANES, right);
+}
+
+#ifdef __AVX512BF16__
+VEC_INLINE void store_panel(bf16* out, vec::F left, vec::F right) {
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+}
+#endif
+
+// Adds the bias in float32, rounds once, writes those columns of the panel that exist.
+template <typename T>
+VEC_INLINE void write_columns(vec::F left, vec::F right, const Call& call, int64_t row, int64_t column) {
+    const int64_t count = std::min(PANEL, call.out_features - column);
+    T* out = reinterpret_cast<T*>(out_of(call, row, column));
+    T bias[PANEL] = {};
+    if (call.bias) {
+        std::memcpy(bias, static_cast<const T*>(call.bias) + column, count * sizeof(T));
+        left += vec::load(bias);
+        right += vec::load(bias + vec::LANES);
+    }
+    if (count == PANEL) {
+        store_panel(out, left, right);
+    } else {
+        T padded[PANEL];
+        store_panel(padded, left, right);
+        std::memcpy(out, padded, count * sizeof(T));
+    }
+}
+
+VEC_INLINE void write_row(vec::F left, vec::F right, const Call& call, int64_t row, int64_t column) {
+    if (call.is_bf16)
+        write_columns<bf16>(left, right, call, row, column);
+    else
+        write_columns<float>(left, right, call, row, column);
+}
+
+// How the work is cut: every part of the rows meets every panel. Parts are for threads that panels alone would not
+// keep busy, and for rows that would not stay in the cache. Bits do not depend on it.
+struct Cut {
+    int64_t panels, parts, rows_a_part;
+    int threads;
+};
+
+Cut cut_of(const Call& call, int64_t row_multiple) {
+    Cut cut;
+    const int64_t products = call.rows * call.in_features * call.out_features;
+    cut.threads = static_cast<int>(std::clamp<int64_t>(products / PRODUCTS_A_THREAD, 1, call.num_threads));
+    cut.panels = divided_up(call.out_features, PANEL);
+    const int64_t bytes = call.rows * padded_units(call.in_features, call.is_bf16) * 4;
+    const int64_t for_threads = cut.threads == 1 ? 1 : divided_up(4 * cut.threads, cut.panels);
+    cut.parts = std::max(for_threads, divided_up(bytes, CACHED_BYTES));
+    cut.rows_a_part = divided_up(divided_up(call.rows, cut.parts), row_multiple) * row_multiple;
+    cut.parts = divided_up(call.rows, cut.rows_a_part);
+    return cut;
+}
+
+// ---- vectors: float32 everywhere, bfloat16 where there is no AMX
+
+VEC_INLINE vec::F accumulated(vec::F sum, float a, vec::I b) { return vec::fma(a - vec::F{}, (vec::F)b, sum); }
+VEC_INLINE vec::F accumulated(vec::F sum, int32_t a, vec::I b) { return vec::dot_pairs(sum, a - vec::I{}, b); }
+
+// ROWS rows from `row` on, one panel, all of K. Unit is float, or int32_t that holds two bfloat16.
+template <typename Unit, int ROWS>
+void vector_block(const Call& call, const char* x, int64_t stride, int64_t panel, int64_t row) {
+    constexpr int64_t AHEAD = 32 * PANEL;  // 4 KiB: the hardware alone fetches too late
+    constexpr bool IS_BF16 = std::is_same<Unit, int32_t>::value;
+    const int64_t units = whole_units(call.in_features, IS_BF16);
+    const int32_t* b = call.packed + panel * padded_units(call.in_features, IS_BF16) * PANEL;
+    const char* a = x + row * stride;
+    vec::F left[ROWS] = {}, right[ROWS] = {};
+    for (int64_t u = 0; u < units; ++u, b += PANEL, a += sizeof(Unit)) {
+        __builtin_prefetch(b + AHEAD);
+        __builtin_prefetch(b + AHEAD + vec::LANES);
+        vec::I left_columns, right_columns;
+        std::memcpy(&left_columns, b, sizeof left_columns);
+        std::memcpy(&right_columns, b + vec::LANES, sizeof right_columns);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+            Unit value;
+            std::memcpy(&value, a + r * stride, sizeof value);
+            left[r] = accumulated(left[r], value, left_columns);
+            right[r] = accumulated(right[r], value, right_columns);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) write_row(left[r], right[r], call, row + r, panel * PANEL);
+}
+
+typedef void (*VectorBlock)(const Call&, const char*, int64_t, int64_t, int64_t);
+
+template <typename Unit, int ROWS = MAX_ROWS>
+VectorBlock vector_block_of(int64_t rows) {
+    if constexpr (ROWS == 1)
+        return vector_block<Unit, 1>;
+    else
+        return rows == ROWS ? vector_block<Unit, ROWS> : vector_block_of<Unit, ROWS - 1>(rows);
+}
+
+// Rows [begin, end) of one panel, in blocks of nearly equal height.
+void vector_panel(const Call& call, const char* x, int64_t stride, int64_t panel, int64_t begin, int64_t end) {
+    for (int64_t blocks = divided_up(end - begin, MAX_ROWS), rows; blocks > 0; --blocks, begin += rows) {
+        rows = divided_up(end - begin, blocks);
+        (call.is_bf16 ? vector_block_of<int32_t>(rows) : vector_block_of<float>(rows))(call, x, stride, panel, begin);
+    }
+}
+
+// An odd number of bfloat16 leaves half a unit at the end of a row: rows are copied to where they can be read whole.
+const char* staged_rows(const Call& call) {
+    const int64_t row_bytes = 2 * call.in_features;
+    for (int64_t row = 0; row < call.rows; ++row) {
+        char* out = call.staging + row * (row_bytes + 2);
+        std::memcpy(out, call.x + row * row_bytes, row_bytes);
+        std::memset(out + row_bytes, 0, 2);
+    }
+    return call.staging;
+}
+
+void run_on_vectors(const Call& call) {
+    const char* x = call.is_bf16 && call.in_features % 2 ? staged_rows(call) : call.x;
+    const int64_t stride = 4 * whole_units(call.in_features, call.is_bf16);
+    const Cut cut = cut_of(call, MAX_ROWS);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(cut.threads)
+    for (int64_t part = 0; part < cut.parts; ++part)
+        for (int64_t panel = 0; panel < cut.panels; ++panel) {
+            const int64_t begin = part * cut.rows_a_part;
+            vector_panel(call, x, stride, panel, begin, std::min(begin + cut.rows_a_part, call.rows));
+        }
+}
+
+// ---- AMX: bfloat16
+
+#if GEMM_AMX
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Linux hands out the tile registers on request, once for the process.
+bool tiles_are_granted() {
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return granted;
+}
+
+// TILES * 16 rows by one panel, all of K. `a`: [TILES][units / 16][16][16] units. Sixteen units at a time, `lines`
+// cache lines from `next` on are asked for: memory is kept busy while the panel at hand is used again.
+template <int TILES>
+void tile_block(const int32_t* a, const int32_t* b, int64_t units, const char* next, int64_t lines, float* sums) {
+    const int32_t* lower = a + units * TILE_ROWS;
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (TILES == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t u = 0; u < units; u += UNIT_BLOCK, a += TILE, lower += TILE, b += UNIT_BLOCK * PANEL) {
+        for (int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, 128);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + UNIT_BLOCK, 128);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (TILES == 2) {
+            _tile_loadd(5, lower, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + UNIT_BLOCK, 128);
+    if constexpr (TILES == 2) {
+        _tile_stored(2, sums + TILE_ROWS * PANEL, 128);
+        _tile_stored(3, sums + TILE_ROWS * PANEL + UNIT_BLOCK, 128);
+    }
+}
+
+// Rows [begin, end) of one panel, begin a multiple of 16; a share of the next panel is fetched with every block.
+void tile_panel(const Call& call, int64_t panel, bool is_last, int64_t begin, int64_t end) {
+    alignas(64) float sums[2 * TILE_ROWS * PANEL];
+    const int64_t units = padded_units(call.in_features, true), blocks = divided_up(end - begin, 2 * TILE_ROWS);
+    const int32_t* b = call.packed + panel * units * PANEL;
+    // A single block reads memory at its own pace: there the hardware's prefetch is the better one.
+    const int64_t lines = blocks == 1 || is_last ? 0 : divided_up(2 * UNIT_BLOCK, blocks);
+    const char* next = reinterpret_cast<const char*>(b + units * PANEL);
+    for (int64_t row = begin; row < end; row += 2 * TILE_ROWS, next += lines * units / UNIT_BLOCK * 64) {
+        const int32_t* a = reinterpret_cast<const int32_t*>(call.staging) + row * units;
+        if (row + TILE_ROWS < end)
+            tile_block<2>(a, b, units, next, lines, sums);
+        else
+            tile_block<1>(a, b, units, next, lines, sums);
+        const int64_t rows = std::min(2 * TILE_ROWS, end - row);
+        for (int64_t r = 0; r < rows; ++r)
+            write_row(vec::load(sums + r * PANEL), vec::load(sums + r * PANEL + vec::LANES), call, row + r, panel * PANEL);
+    }
+}
+
+// Sixteen rows of x in tile order, [units / 16][16][16]; zeros where rows or K end.
+void stage_tile(const Call& call, int64_t tile) {
+    const int64_t units = padded_units(call.in_features, true), row_bytes = 2 * call.in_features;
+    char* out = call.staging + tile * units * TILE_ROWS * 4;
+    for (int64_t r = 0; r < TILE_ROWS; ++r, out += 64) {
+        const int64_t row = tile * TILE_ROWS + r, available = row < call.rows ? row_bytes : 0;
+        const char* x = call.x + row * row_bytes;
+        int64_t byte = 0;
+        for (; byte + 64 <= available; byte += 64) std::memcpy(out + byte * TILE_ROWS, x + byte, 64);
+        for (; byte < units * 4; byte += 64) {
+            const int64_t rest = std::clamp<int64_t>(available - byte, 0, 64);
+            if (rest) std::memcpy(out + byte * TILE_ROWS, x + byte, rest);
+            std::memset(out + byte * TILE_ROWS + rest, 0, 64 - rest);
+        }
+    }
+}
+
+void run_on_tiles(const Call& call) {
+    static const TileConfig config;
+    const Cut cut = cut_of(call, 2 * TILE_ROWS);
+    const int64_t tiles = divided_up(call.rows, TILE_ROWS);
+#pragma omp parallel num_threads(cut.threads)
+    {
+        _tile_loadconfig(&config);
+#pragma omp for schedule(static)
+        for (int64_t tile = 0; tile < tiles; ++tile) stage_tile(call, tile);
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t part = 0; part < cut.parts; ++part)
+            for (int64_t panel = 0; panel < cut.panels; ++panel) {
+                const int64_t begin = part * cut.rows_a_part, end = std::min(begin + cut.rows_a_part, call.rows);
+                tile_panel(call, panel, panel + 1 == cut.panels, begin, end);
+            }
+        _tile_release();
+    }
+}
+
+#else
+bool tiles_are_granted() { return false; }
+void run_on_tiles(const Call&) {}
+#endif
+
+// ---- packing
+
+// Sixteen units of sixteen rows of W -> sixteen columns of a panel: transposed by interleaving halves four times.
+void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
+    constexpr vec::I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
+    vec::I block[16], mixed[16];
+    for (int i = 0; i < 16; ++i) std::memcpy(&block[i], rows[i] + unit, sizeof(vec::I));
+    for (int round = 0; round < 4; ++round) {
+        for (int i = 0; i < 8; ++i) {
+            mixed[2 * i] = __builtin_shuffle(block[i], block[i + 8], LOW);
+            mixed[2 * i + 1] = __builtin_shuffle(block[i], block[i + 8], HIGH);
+        }
+        std::memcpy(block, mixed, sizeof block);
+    }
+    for (int i = 0; i < 16; ++i) std::memcpy(out + i * PANEL, &block[i], sizeof(vec::I));
+}
+
+// Sixteen columns from `first` on.
+void pack_half(const char* weight, int64_t row_bytes, int64_t out_features, int64_t units, int64_t first, int32_t* out) {
+    const int64_t columns = std::clamp<int64_t>(out_features - first, 0, 16);
+    const int32_t* rows[16];
+    for (int64_t n = 0; n < columns; ++n) rows[n] = reinterpret_cast<const int32_t*>(weight + (first + n) * row_bytes);
+    int64_t unit = 0;
+    if (columns == 16)
+        for (; (unit + UNIT_BLOCK) * 4 <= row_bytes; unit += UNIT_BLOCK) pack_block(rows, unit, out + unit * PANEL);
+    for (; unit < units; unit += UNIT_BLOCK) {  // where N or K ends: through a copy filled up with zeros
+        int32_t copy[16][UNIT_BLOCK] = {};
+        const int32_t* copies[16];
+        const int64_t bytes = std::clamp<int64_t>(row_bytes - unit * 4, 0, 4 * UNIT_BLOCK);
+        for (int64_t n = 0; n < columns; ++n)
+            std::memcpy(copy[n], reinterpret_cast<const char*>(rows[n]) + unit * 4, bytes);
+        for (int64_t n = 0; n < 16; ++n) copies[n] = copy[n];
+        pack_block(copies, 0, out + unit * PANEL);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// What products run on: 3 AMX, 2 AVX512_BF16, 1 AVX-512, 0 what the compiler makes of vectors elsewhere.
+int32_t gemm_level(int32_t is_bf16) {
+    if (is_bf16 && tiles_are_granted()) return 3;
+#ifdef __AVX512BF16__
+    if (is_bf16) return 2;
+#endif
+#ifdef __AVX512F__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// weight [out_features, in_features] -> packed [panels, units, 32].
+void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, int32_t is_bf16, int32_t* packed,
+               int32_t num_threads) {
+    const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
+    const int64_t panels = divided_up(out_features, PANEL);
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t panel = 0; panel < panels; ++panel)
+        for (int64_t half = 0; half < PANEL; half += 16)
+            pack_half(weight, row_bytes, out_features, units, panel * PANEL + half, packed + panel * units * PANEL + half);
+}
+
+void gemm_run(const Call* call) {
+    if (call->rows == 0) return;
+    if (call->is_bf16 && tiles_are_granted())
+        run_on_tiles(*call);
+    else
+        run_on_vectors(*call);
+}
+
+}

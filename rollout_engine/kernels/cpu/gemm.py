@@ -1,0 +1,104 @@
+"""Row-invariant products in C++ (`gemm.cpp`): one order of accumulation over K, whatever rows are beside a row."""
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import build
+
+PANEL = 32
+"""Columns that lie together in a packed weight."""
+_UNIT_BLOCK = 16
+_TILE_ROWS = 16
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedWeight(NamedTuple):
+    """A weight [out_features, in_features] as the kernel reads it."""
+
+    panels: Tensor
+    """int32 [out_features / 32 rounded up, 32-bit units of a row rounded up to 16, 32]"""
+    out_features: int
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("staging", c_void_p),
+        ("rows", c_int64),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("is_bf16", c_int32),
+        ("num_threads", c_int32),
+    ]
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether the kernel computes this dtype on this machine."""
+    return dtype in _DTYPES and build.library() is not None
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether it runs on AVX-512 or AMX here: with less, oneDNN's own kernels are ahead."""
+    return serves(dtype) and _library().gemm_level(dtype == torch.bfloat16) > 0
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """`weight` [N, K], float32 or bfloat16, in the kernel's layout; as many bytes, up to padding."""
+    weight = weight.contiguous()
+    out_features, in_features = weight.shape
+    panels = torch.empty(-(-out_features // PANEL), _units(in_features, weight.dtype), PANEL, dtype=torch.int32)
+    is_bf16 = weight.dtype == torch.bfloat16
+    _library().gemm_pack(
+        weight.data_ptr(), out_features, in_features, is_bf16, panels.data_ptr(), torch.get_num_threads()
+    )
+    return PackedWeight(panels, out_features)
+
+
+def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x [R, K] @ weight.T + bias [N] -> [R, N] in `x.dtype`; sums in float32, rounded once."""
+    x = x.contiguous()
+    rows, in_features = x.shape
+    out = torch.empty(rows, weight.out_features, dtype=x.dtype)
+    is_bf16 = x.dtype == torch.bfloat16
+    # Rows in the order the kernel reads them; float32 is read as it lies.
+    staging = torch.empty(
+        -(-rows // _TILE_ROWS) * _TILE_ROWS * weight.panels.shape[1] if is_bf16 else 0, dtype=torch.int32
+    )
+    call = _Call(
+        x.data_ptr(),
+        weight.panels.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        staging.data_ptr(),
+        rows,
+        in_features,
+        weight.out_features,
+        is_bf16,
+        torch.get_num_threads(),
+    )
+    _library().gemm_run(ctypes.addressof(call))
+    return out
+
+
+def _units(in_features: int, dtype: torch.dtype) -> int:
+    units = -(-in_features // 2) if dtype == torch.bfloat16 else in_features
+    return -(-units // _UNIT_BLOCK) * _UNIT_BLOCK
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = build.library()
+    assert library is not None, "ask `serves` first"
+    library.gemm_level.argtypes, library.gemm_level.restype = (c_int32,), c_int32
+    library.gemm_pack.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32)
+    library.gemm_run.argtypes = (c_void_p,)
+    library.gemm_pack.restype = library.gemm_run.restype = None
+    return library

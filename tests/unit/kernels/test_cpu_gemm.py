@@ -1,0 +1,103 @@
+"""Our own product: against float64, at every edge of its blocking, and the same bits wherever a row stands."""
+
+import pytest
+import torch
+
+from rollout_engine.kernels import linear
+from rollout_engine.kernels.cpu import build, gemm
+
+needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C++ compiler")
+DTYPES = [torch.float32, torch.bfloat16]
+# Around panels of 32 columns, tiles of 16 units, odd K, and one of each.
+SHAPES = [(1, 1), (7, 50), (32, 64), (33, 31), (131, 77), (384, 128), (200, 1030)]
+WINDOWS = [(0, 1), (3, 2), (17, 5), (9, 12), (9, 16), (1, 17), (0, 33), (5, 47), (2, 64)]
+
+
+def product(x, weight, bias=None):
+    return gemm.matmul(x, gemm.pack(weight), bias)
+
+
+@needs_compiler
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_product(dtype, shape, with_bias):
+    weight, x = torch.randn(shape).to(dtype), torch.randn(70, shape[1]).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype) if with_bias else None
+    expected = x.double() @ weight.double().T
+    expected = expected if bias is None else expected + bias.double()
+    tolerance = {"rtol": 2**-8, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(product(x, weight, bias).double(), expected, **tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_bits_in_any_batch_on_any_number_of_threads(dtype, shape, thread_count):
+    weight, bias, x = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), torch.randn(70, shape[1]).to(dtype)
+    operand = gemm.pack(weight)
+    whole = gemm.matmul(x, operand, bias)
+    for threads in (1, 2, 3):
+        thread_count(threads)
+        assert torch.equal(gemm.pack(weight).panels, operand.panels)
+        for start, rows in WINDOWS:
+            part = gemm.matmul(x[start : start + rows], operand, bias)
+            assert torch.equal(part, whole[start : start + rows])
+
+
+@needs_compiler
+def test_rows_beyond_the_cache_are_cut_into_parts_with_the_same_bits(thread_count):
+    weight, x = torch.randn(40, 2048).to(torch.bfloat16), torch.randn(700, 2048).to(torch.bfloat16)
+    operand = gemm.pack(weight)
+    thread_count(2)
+    whole = gemm.matmul(x, operand, None)
+    assert torch.equal(torch.cat([gemm.matmul(part, operand, None) for part in x.split(100)]), whole)
+
+
+@needs_compiler
+def test_the_bias_is_added_before_rounding():
+    x, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.full((1, 1), 256.0, dtype=torch.bfloat16)
+    bias = torch.tensor([1.0], dtype=torch.bfloat16)  # 257 lies between 256 and 258: to even, 256
+    assert product(x, weight, bias).item() == 256
+    three = torch.tensor([3.0], dtype=torch.bfloat16)  # 259 lies between 258 and 260: to even, 260
+    assert product(x, weight, three).item() == 260
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number_stays_in_its_row_and_column(dtype):
+    x, weight = torch.randn(40, 48).to(dtype), torch.randn(70, 48).to(dtype)
+    clean = product(x, weight)
+    x[5, 7] = float("nan")
+    weight[66, 3] = float("inf")
+    spoilt = product(x, weight)
+    assert spoilt[5].isnan().all() and not spoilt[:, 66].isfinite().any()
+    others = torch.ones_like(clean, dtype=torch.bool)
+    others[5], others[:, 66] = False, False
+    assert torch.equal(spoilt[others], clean[others])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_may_be_slices(dtype):
+    wide, tall = torch.randn(20, 96).to(dtype), torch.randn(64, 96).to(dtype)
+    x, weight = wide[:, 1:65], tall[:, 3:67]
+    assert torch.equal(product(x, weight), product(x.clone(), weight.clone()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_compiler_products_are_borrowed(dtype, monkeypatch):
+    monkeypatch.setattr(build, "library", lambda: None)
+    monkeypatch.setattr(linear, "_plans", {})
+    weight = torch.randn(48, 64).to(dtype)
+    plan = linear.plan_for(weight)
+    assert plan.kernel != linear.OWN
+    assert linear.matmul(torch.randn(5, 64).to(dtype), linear.pack(weight, plan), None, plan).shape == (5, 48)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_slow_instruction_set_asks_the_library_first(dtype, monkeypatch):
+    monkeypatch.setattr(gemm, "is_fast", lambda dtype: False)
+    candidates = linear._candidates(dtype)
+    assert candidates[0].kernel == linear.ONEDNN and candidates[-1].kernel == linear.OWN
