@@ -9,5 +9,5 @@ class SequenceChunk(NamedTuple):
 
     token_ids: Sequence[int]
     num_computed_tokens: int
-    block_ids: Sequence[int]
+    block_ids: list[int]
     """Block table from position 0, covering the chunk."""

@@ -6,12 +6,21 @@
 // another row, at the block size or at the thread count, so neither do its bits. A tile in which a row sees nothing
 // leaves that row as it was: only the sign of a zero may change, and results end with `+ 0.0`.
 //
-// Pool of one layer: keys [num_blocks, Hk, steps, block_size] of 4-byte units, one float32 or two bfloat16 of
-// neighbouring channels, so that a vector holds one step of sixteen keys and no sum runs across lanes;
-// values [num_blocks, Hk, block_size, dv].
+// Sums run over *steps* of 4-byte units, one float32 or two bfloat16 (VDPBF16PS), and never across lanes. Pool of one
+// layer: keys [num_blocks, Hk, steps, block_size] units, two neighbouring channels in one; values [num_blocks, Hk,
+// block_size / 2, dv] units, two neighbouring positions in one (blocks of one position hold single elements). Weights
+// are rounded to bfloat16 with such values, as on GPUs; their sum is not.
+//
+// Three ways to multiply, chosen by shape and CPU alone (never by the number of rows, since they round differently): AMX
+// tiles of 16 rows, else vectors of sixteen: VDPBF16PS, or fused multiply-adds.
 #include <algorithm>
 
 #include "vec.h"
+
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -23,6 +32,7 @@ constexpr int TILE = 64;
 constexpr int TILE_VECTORS = TILE / LANES;
 constexpr int ITEM_TOKENS = 32;  // query tokens of one work item at most: their state stays in the L2 cache
 constexpr int ROWS = 4;          // rows that share each load of K or V: 16 accumulators of 32 registers
+constexpr int AMX_ROWS = 16;
 constexpr float LOWEST = -3.40282347e38f;
 
 struct Item {
@@ -117,21 +127,19 @@ void make_plan(AttentionPlan& p) {
 // --- one tile --------------------------------------------------------------------------------------------------------
 
 template <typename T>
-constexpr int channels_per_step = 4 / sizeof(T);
+constexpr int per_unit = 4 / sizeof(T);
 
 template <typename T>
 struct Sizes {
     int dk, dv, steps, padded_dv, group;
     explicit Sizes(const AttentionCall& c)
-        : dk(c.dk), dv(c.dv), steps((c.dk + channels_per_step<T> - 1) / channels_per_step<T>),
+        : dk(c.dk), dv(c.dv), steps((c.dk + per_unit<T> - 1) / per_unit<T>),
           padded_dv((c.dv + LANES - 1) / LANES * LANES), group(c.num_heads / c.num_kv_heads) {}
 };
 
 // Where the four sixteen-key parts of a tile lie.
-template <typename T>
 struct Tile {
-    const uint32_t* k[TILE_VECTORS];
-    const T* v[TILE_VECTORS];
+    const uint32_t *k[TILE_VECTORS], *v[TILE_VECTORS];
     int64_t k_step;  // units from one step to the next
 };
 
@@ -142,18 +150,18 @@ struct Scratch {
     float* total;    // [rows, 16]: sum of weights, by lane
     float* top;      // [rows]: largest score so far
     int32_t* position;
-    float* weights;  // [ROWS, TILE]
-    uint32_t* k_tile;  // [steps, TILE] units: a tile gathered from blocks of fewer than sixteen
-    void* v_tile;      // [TILE, dv]
+    float* scores;      // [AMX_ROWS, TILE]
+    uint32_t* weights;  // [AMX_ROWS, TILE / per_unit] units
+    float* mixed;       // [AMX_ROWS, TILE]
+    uint32_t *k_tile, *v_tile;  // a tile gathered from blocks of fewer than sixteen, as if from one of 64
 
     template <typename T>
     Scratch(char* memory, const Sizes<T>& z) : base_(memory) {
-        const int64_t rows = (int64_t)ITEM_TOKENS * z.group;
+        const int64_t rows = (int64_t)ITEM_TOKENS * z.group + AMX_ROWS;  // AMX reads past the last ones
         take(q, rows * z.steps), take(out, rows * z.padded_dv), take(total, rows * LANES), take(top, rows);
-        take(position, rows), take(weights, ROWS * TILE), take(k_tile, (int64_t)z.steps * TILE);
-        T* values;
-        take(values, (int64_t)TILE * z.dv);
-        v_tile = values;
+        take(position, rows), take(scores, AMX_ROWS * TILE), take(weights, AMX_ROWS * TILE);
+        take(mixed, AMX_ROWS * TILE);
+        take(k_tile, (int64_t)z.steps * TILE), take(v_tile, (int64_t)z.dv * TILE);
     }
     int64_t bytes() const { return bytes_; }
 
@@ -167,19 +175,24 @@ struct Scratch {
     }
 };
 
-VEC_INLINE F step(F acc, I k, uint32_t q, float) { return vec::fma((F)k, (F)(I{} + (int32_t)q), acc); }
-VEC_INLINE F step(F acc, I k, uint32_t q, bf16) { return vec::dot_pairs(acc, k, I{} + (int32_t)q); }
+VEC_INLINE I load_units(const uint32_t* p) {
+    I x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+VEC_INLINE F step(F acc, I vector, uint32_t unit, float) { return vec::fma((F)vector, (F)(I{} + (int32_t)unit), acc); }
+VEC_INLINE F step(F acc, I vector, uint32_t unit, bf16) { return vec::dot_pairs(acc, vector, I{} + (int32_t)unit); }
 
 VEC_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Scores [R, TILE] before scaling: sums over channels in their order.
 template <typename T, int R>
-VEC_INLINE void dot(const uint32_t* q, int steps, const Tile<T>& tile, const Tile<T>* next, float* scores) {
+VEC_INLINE void dot(const uint32_t* q, int steps, const Tile& tile, const Tile* next, float* scores) {
     F acc[R][TILE_VECTORS] = {};
     for (int d = 0; d < steps; d++) {
         for (int i = 0; i < TILE_VECTORS; i++) {
-            I k;
-            memcpy(&k, tile.k[i] + d * tile.k_step, sizeof k);
+            const I k = load_units(tile.k[i] + d * tile.k_step);
             for (int r = 0; r < R; r++) acc[r][i] = step(acc[r][i], k, q[r * steps + d], T{});
         }
         if (next)
@@ -189,10 +202,11 @@ VEC_INLINE void dot(const uint32_t* q, int steps, const Tile<T>& tile, const Til
         for (int i = 0; i < TILE_VECTORS; i++) vec::store(scores + r * TILE + i * LANES, acc[r][i]);
 }
 
-// Scores of one row become weights, of the keys [low, high) it may see; returns the factor for what came before.
+// Weights of one row from its scores, for the keys [low, high) it may see; returns the factor for what came before.
 // Compiled once, so that it rounds alike for every caller.
-__attribute__((noinline)) float weigh(float* scores, int low, int high, float scale, float softcap, float& top,
-                                      float* total) {
+template <typename T>
+__attribute__((noinline)) float weigh(const float* scores, T* weights, int low, int high, float scale, float softcap,
+                                      float& top, float* total) {
     const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const F hidden = vec::set1(-__builtin_inff());
     F score[TILE_VECTORS], highest = hidden;
@@ -208,7 +222,7 @@ __attribute__((noinline)) float weigh(float* scores, int low, int high, float sc
     F sum = {};
     for (int i = 0; i < TILE_VECTORS; i++) {
         const F weight = vec::exp(score[i] - new_top);
-        vec::store(scores + i * LANES, weight);
+        vec::store(weights + i * LANES, weight);
         sum = sum + weight;
     }
     vec::store(total, vec::fma(vec::load(total), vec::set1(rescale), sum));
@@ -216,49 +230,65 @@ __attribute__((noinline)) float weigh(float* scores, int low, int high, float sc
     return rescale;
 }
 
-// out[r] = out[r] * rescale[r] + weights[r] @ V over keys [low, high), in their order, for V vectors of `width` floats.
+// out[r] = out[r] * rescale[r] + weights[r] @ V over the key steps [low, high), in their order; `width` columns of V
+// where VECTORS is 1.
 template <typename T, int R, int VECTORS>
-VEC_INLINE void mix(float* out, int out_row, const float* weights, const float* rescale, const Tile<T>& tile,
-                    const Tile<T>* next, int column, int width, int dv, int low, int high) {
+VEC_INLINE void mix(float* out, int out_row, const uint32_t* weights, const float* rescale, const Tile& tile,
+                    const Tile* next, int column, int width, int dv, int low, int high) {
+    constexpr int steps = LANES / per_unit<T>;  // of each part of the tile
     F acc[R][VECTORS];
     for (int r = 0; r < R; r++)
         for (int i = 0; i < VECTORS; i++)
             acc[r][i] = vec::load(out + r * out_row + column + i * LANES) * rescale[r];
     for (int key = low; key < high; key++) {
-        const int64_t offset = (int64_t)(key % LANES) * dv + column;
-        const T* v = tile.v[key / LANES] + offset;
-        F value[VECTORS];
-        for (int i = 0; i < VECTORS; i++) value[i] = VECTORS > 1 ? vec::load(v + i * LANES) : vec::load(v, width);
-        for (int r = 0; r < R; r++) {
-            const F weight = vec::set1(weights[r * TILE + key]);
-            for (int i = 0; i < VECTORS; i++) acc[r][i] = vec::fma(weight, value[i], acc[r][i]);
+        const int64_t offset = (int64_t)(key % steps) * dv + column;
+        const uint32_t* v = tile.v[key / steps] + offset;
+        for (int i = 0; i < VECTORS; i++) {
+            const I value = VECTORS > 1 ? load_units(v + i * LANES) : (I)vec::load((const float*)v, width);
+            for (int r = 0; r < R; r++) acc[r][i] = step(acc[r][i], value, weights[r * (TILE / per_unit<T>)+key], T{});
         }
         if (next)
-            for (int i = 0; i < VECTORS; i += 64 / sizeof(T) / LANES)
-                fetch(next->v[key / LANES] + offset + i * LANES);
+            for (int i = 0; i < VECTORS; i++) fetch(next->v[key / steps] + offset + i * LANES);
     }
     for (int r = 0; r < R; r++)
         for (int i = 0; i < VECTORS; i++) vec::store(out + r * out_row + column + i * LANES, acc[r][i]);
 }
 
+// The keys [low, high) of tile number j that each of `count` rows may see, and their span.
+struct Sight {
+    int low[AMX_ROWS], high[AMX_ROWS], lowest = TILE, highest = 0;
+
+    Sight(const AttentionCall& c, const int32_t* position, int count, int64_t j) {
+        for (int r = 0; r < count; r++) {
+            const int64_t end = position[r] + 1 - j * TILE;
+            high[r] = std::clamp<int64_t>(end, 0, TILE);
+            low[r] = c.sliding_window ? std::clamp<int64_t>(end - c.sliding_window, 0, TILE) : 0;
+            if (low[r] >= high[r]) continue;
+            lowest = std::min(lowest, low[r]), highest = std::max(highest, high[r]);
+        }
+    }
+    bool nothing() const { return lowest >= highest; }
+};
+
+// `weigh` for the scores of `count` rows from `row` on.
+template <typename T>
+VEC_INLINE void weigh_rows(const AttentionCall& c, const Scratch& s, const Sight& sight, int row, int count,
+                           float* rescale) {
+    for (int r = 0; r < count; r++)
+        rescale[r] = weigh(s.scores + r * TILE, (T*)s.weights + r * TILE, sight.low[r], sight.high[r], c.scale,
+                           c.softcap, s.top[row + r], s.total + (int64_t)(row + r) * LANES);
+}
+
 // Tile number j for R rows from `row` on.
 template <typename T, int R>
-void attend_rows(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int64_t j, const Tile<T>& tile,
-                 const Tile<T>* next) {
-    int low[R], high[R], lowest = TILE, highest = 0;
-    for (int r = 0; r < R; r++) {
-        const int64_t end = s.position[row + r] + 1 - j * TILE;
-        high[r] = std::clamp<int64_t>(end, 0, TILE);
-        low[r] = c.sliding_window ? std::clamp<int64_t>(end - c.sliding_window, 0, TILE) : 0;
-        if (low[r] >= high[r]) continue;
-        lowest = std::min(lowest, low[r]), highest = std::max(highest, high[r]);
-    }
-    if (lowest >= highest) return;
-    dot<T, R>(s.q + (int64_t)row * z.steps, z.steps, tile, next, s.weights);
+void attend_rows(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int64_t j, const Tile& tile,
+                 const Tile* next) {
+    const Sight sight(c, s.position + row, R, j);
+    if (sight.nothing()) return;
+    dot<T, R>(s.q + (int64_t)row * z.steps, z.steps, tile, next, s.scores);
     float rescale[R];
-    for (int r = 0; r < R; r++)
-        rescale[r] = weigh(s.weights + r * TILE, low[r], high[r], c.scale, c.softcap, s.top[row + r],
-                           s.total + (int64_t)(row + r) * LANES);
+    weigh_rows<T>(c, s, sight, row, R, rescale);
+    const int lowest = sight.lowest / per_unit<T>, highest = (sight.highest + per_unit<T> - 1) / per_unit<T>;
     float* out = s.out + (int64_t)row * z.padded_dv;
     int column = 0;
     for (; column + 4 * LANES <= z.dv; column += 4 * LANES)
@@ -268,10 +298,135 @@ void attend_rows(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, in
                      lowest, highest);
 }
 
+#ifdef __AMX_BF16__
+// Numbers of tile registers, and their shapes: four sums of 16 x 16; queries [16, 32 channels] and keys [16 steps, 16];
+// weights [16, 16 keys] and values [8 steps, 16 columns]. Macros: the intrinsics paste them into assembly.
+#define SUM0 0
+#define SUM1 1
+#define SUM2 2
+#define SUM3 3
+#define QUERY 4
+#define KEY 5
+#define WEIGHT 6
+#define VALUE 7
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
+};
+
+// The system grants the use of tiles once for the whole process.
+bool amx_granted() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return granted;
+}
+
+bool uses_amx(const Sizes<bf16>& z) { return z.dk % 32 == 0 && z.dv % TILE == 0 && amx_granted(); }
+
+// While it lives, this thread's tiles are shaped for `attend_rows_amx`; oneDNN may have left a shape of its own.
+struct TileScope {
+    explicit TileScope(bool needed) : needed_(needed) {
+        if (!needed_) return;
+        static const TileConfig ours;  // static, since the intrinsics do not tell that they touch all of it
+        _tile_storeconfig(before_);
+        _tile_loadconfig(&ours);
+    }
+    ~TileScope() {
+        if (needed_) _tile_loadconfig(before_);
+    }
+    TileScope(const TileScope&) = delete;
+
+  private:
+    bool needed_;
+    alignas(64) uint8_t before_[64];
+};
+
+VEC_INLINE void fetch_rows(const uint32_t* p, int64_t stride, int count) {
+    for (int i = 0; i < count; i++) fetch(p + i * stride);
+}
+
+VEC_INLINE void store_sums(float* to) {
+    _tile_stored(SUM0, to, TILE * 4);
+    _tile_stored(SUM1, to + LANES, TILE * 4);
+    _tile_stored(SUM2, to + 2 * LANES, TILE * 4);
+    _tile_stored(SUM3, to + 3 * LANES, TILE * 4);
+}
+
+VEC_INLINE void clear_sums() {
+    __asm__ volatile("" ::: "memory");  // tile loads do not tell the compiler that they read what was stored before
+    _tile_zero(SUM0);
+    _tile_zero(SUM1);
+    _tile_zero(SUM2);
+    _tile_zero(SUM3);
+}
+
+// Tile number j for up to 16 rows from `row` on; what the rows past them hold is computed and dropped.
+void attend_rows_amx(const AttentionCall& c, const Sizes<bf16>& z, const Scratch& s, int row, int count, int64_t j,
+                     const Tile& tile, const Tile* next) {
+    const Sight sight(c, s.position + row, count, j);
+    if (sight.nothing()) return;
+    clear_sums();
+    for (int d = 0; d < z.steps; d += LANES) {
+        _tile_loadd(QUERY, s.q + (int64_t)row * z.steps + d, z.steps * 4);
+#define ADD_KEYS(i)                                                        \
+    _tile_loadd(KEY, tile.k[i] + d * tile.k_step, tile.k_step * 4);        \
+    _tile_dpbf16ps(i, QUERY, KEY);                                    \
+    if (next) fetch_rows(next->k[i] + d * next->k_step, next->k_step, LANES);
+        ADD_KEYS(SUM0) ADD_KEYS(SUM1) ADD_KEYS(SUM2) ADD_KEYS(SUM3)
+    }
+    store_sums(s.scores);
+    float rescale[AMX_ROWS];
+    weigh_rows<bf16>(c, s, sight, row, count, rescale);
+    for (int column = 0; column < z.dv; column += TILE) {
+        clear_sums();
+        for (int part = sight.lowest / LANES; part * LANES < sight.highest; part++) {
+            const uint32_t* v = tile.v[part] + column;
+            _tile_loadd(WEIGHT, s.weights + part * LANES / 2, TILE / 2 * 4);
+#define ADD_VALUES(i)                              \
+    _tile_loadd(VALUE, v + i * LANES, z.dv * 4);   \
+    _tile_dpbf16ps(i, WEIGHT, VALUE);         \
+    if (next) fetch_rows(next->v[part] + column + i * LANES, z.dv, LANES / 2);
+            ADD_VALUES(SUM0) ADD_VALUES(SUM1) ADD_VALUES(SUM2) ADD_VALUES(SUM3)
+        }
+        store_sums(s.mixed);
+        for (int r = 0; r < count; r++) {
+            float* out = s.out + (int64_t)(row + r) * z.padded_dv + column;
+            for (int i = 0; i < TILE; i += LANES)
+                vec::store(out + i, vec::fma(vec::load(out + i), vec::set1(rescale[r]), vec::load(s.mixed + r * TILE + i)));
+        }
+    }
+}
+
+bool attend_tile_amx(const AttentionCall& c, const Sizes<bf16>& z, const Scratch& s, int row, int end, int64_t j,
+                     const Tile& tile, const Tile* next) {
+    if (!uses_amx(z)) return false;
+    for (; row < end; row += AMX_ROWS, next = nullptr)
+        attend_rows_amx(c, z, s, row, std::min(AMX_ROWS, end - row), j, tile, next);
+    return true;
+}
+#else
+struct TileScope {
+    explicit TileScope(bool) {}
+};
+bool uses_amx(const Sizes<bf16>&) { return false; }
+bool attend_tile_amx(const AttentionCall&, const Sizes<bf16>&, const Scratch&, int, int, int64_t, const Tile&,
+                     const Tile*) {
+    return false;
+}
+#endif
+bool uses_amx(const Sizes<float>&) { return false; }
+bool attend_tile_amx(const AttentionCall&, const Sizes<float>&, const Scratch&, int, int, int64_t, const Tile&,
+                     const Tile*) {
+    return false;
+}
+
 // The next tile is fetched by the first rows that read this one.
 template <typename T>
 void attend_tile(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int end, int64_t j,
-                 const Tile<T>& tile, const Tile<T>* next) {
+                 const Tile& tile, const Tile* next) {
+    if (attend_tile_amx(c, z, s, row, end, j, tile, next)) return;
     for (; end - row >= ROWS; row += ROWS, next = nullptr) attend_rows<T, ROWS>(c, z, s, row, j, tile, next);
     if (end - row == 3) attend_rows<T, 3>(c, z, s, row, j, tile, next);
     if (end - row == 2) attend_rows<T, 2>(c, z, s, row, j, tile, next);
@@ -291,25 +446,32 @@ struct Pool {
     }
     T* values(int64_t block) const { return (T*)c.values + (block * c.num_kv_heads + head) * c.plan->block_size * z.dv; }
 
+    // Channel 0 of a position in `values`, and how far its channels lie apart.
+    int64_t channel_stride() const { return std::min(per_unit<T>, c.plan->block_size); }
+    int64_t value_offset(int64_t inside) const {
+        const int64_t stride = channel_stride();
+        return inside / stride * stride * z.dv + inside % stride;
+    }
+
     // Tile j of sequence s in place. Parts past its table repeat the last block: no row sees them.
-    Tile<T> locate(int seq, int64_t j) const {
+    Tile locate(int seq, int64_t j) const {
         const AttentionPlan& p = *c.plan;
         const int32_t* blocks = p.blocks + p.block_starts[seq];
         const int64_t last = table_length(p, seq) - 1;
-        Tile<T> tile;
+        Tile tile;
         tile.k_step = p.block_size;
         for (int i = 0; i < TILE_VECTORS; i++) {
             const int64_t position = j * TILE + i * LANES;
             const int64_t index = position / p.block_size, inside = position % p.block_size;
             const int64_t block = blocks[std::min(index, last)];
             tile.k[i] = keys(block) + inside;
-            tile.v[i] = values(block) + inside * z.dv;
+            tile.v[i] = (const uint32_t*)(values(block) + inside * z.dv);
         }
         return tile;
     }
 
     // The same for blocks of fewer than sixteen positions: copied, in the layout of blocks of 64.
-    Tile<T> gather(int seq, int64_t j, const Scratch& s) const {
+    Tile gather(int seq, int64_t j, const Scratch& s) const {
         const AttentionPlan& p = *c.plan;
         const int size = p.block_size;
         const int32_t* blocks = p.blocks + p.block_starts[seq];
@@ -317,13 +479,18 @@ struct Pool {
         for (int key = 0; key < TILE; key += size) {
             const int64_t block = blocks[std::min((j * TILE + key) / size, last)];
             for (int d = 0; d < z.steps; d++) memcpy(s.k_tile + d * TILE + key, keys(block) + d * size, size * 4);
-            memcpy((T*)s.v_tile + (int64_t)key * z.dv, values(block), (int64_t)size * z.dv * sizeof(T));
+            if (size >= per_unit<T>) {
+                memcpy((T*)s.v_tile + (int64_t)key * z.dv, values(block), (int64_t)size * z.dv * sizeof(T));
+                continue;
+            }
+            T* pairs = (T*)(s.v_tile + (int64_t)(key / 2) * z.dv) + key % 2;
+            for (int i = 0; i < z.dv; i++) pairs[2 * i] = values(block)[i];
         }
-        Tile<T> tile;
+        Tile tile;
         tile.k_step = TILE;
         for (int i = 0; i < TILE_VECTORS; i++) {
             tile.k[i] = s.k_tile + i * LANES;
-            tile.v[i] = (T*)s.v_tile + (int64_t)i * LANES * z.dv;
+            tile.v[i] = s.v_tile + (int64_t)i * (LANES / per_unit<T>)*z.dv;
         }
         return tile;
     }
@@ -334,9 +501,9 @@ struct Pool {
             for (int64_t j = first; j < stop; j++) attend_tile<T>(c, z, s, row, end, j, gather(seq, j, s), nullptr);
             return;
         }
-        Tile<T> tile = locate(seq, first);
+        Tile tile = locate(seq, first);
         for (int64_t j = first; j < stop; j++) {
-            const Tile<T> next = locate(seq, std::min(j + 1, stop - 1));
+            const Tile next = locate(seq, std::min(j + 1, stop - 1));
             attend_tile<T>(c, z, s, row, end, j, tile, j + 1 < stop ? &next : nullptr);
             tile = next;
         }
@@ -348,7 +515,7 @@ void start_row(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int 
                int64_t position) {
     T* q = (T*)(s.q + (int64_t)row * z.steps);
     memcpy(q, (const T*)c.q + token * c.q_token + head * c.q_head, z.dk * sizeof(T));
-    if (z.dk % channels_per_step<T>) q[z.dk] = T{};
+    if (z.dk % per_unit<T>) q[z.dk] = T{};
     memset(s.out + (int64_t)row * z.padded_dv, 0, z.padded_dv * sizeof(float));
     memset(s.total + (int64_t)row * LANES, 0, LANES * sizeof(float));
     s.position[row] = position;
@@ -409,7 +576,8 @@ void attend_item(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, co
 
 // --- the step ------------------------------------------------------------------------------------------------------------
 
-// A chunk's keys and values go to their slots.
+// A chunk's keys and values go to their slots. The first in a block clears its values: those not written yet meet
+// weights of zero, which must not be multiplied with what an earlier owner left.
 template <typename T>
 void write_sequence(const AttentionCall& c, const Sizes<T>& z, int seq, int kv_head) {
     const AttentionPlan& p = *c.plan;
@@ -421,10 +589,13 @@ void write_sequence(const AttentionCall& c, const Sizes<T>& z, int seq, int kv_h
         const T* k = (const T*)c.k + token * c.k_token + kv_head * c.k_head;
         const T* v = (const T*)c.v + token * c.v_token + kv_head * c.v_head;
         T* to = (T*)(pool.keys(block) + inside);
-        constexpr int per = channels_per_step<T>;
+        constexpr int per = per_unit<T>;
         for (int d = 0; d < z.dk; d++) to[(int64_t)(d / per) * size * per + d % per] = k[d];
         if (z.dk % per) to[(int64_t)(z.dk / per) * size * per + 1] = T{};
-        memcpy(pool.values(block) + inside * z.dv, v, z.dv * sizeof(T));
+        T* values = pool.values(block);
+        if (inside == 0) memset(values, 0, (int64_t)size * z.dv * sizeof(T));
+        values += pool.value_offset(inside);
+        for (int64_t i = 0, stride = pool.channel_stride(); i < z.dv; i++) values[i * stride] = v[i];
     }
 }
 
@@ -442,6 +613,7 @@ void attend(const AttentionCall& c) {
 #pragma omp atomic capture
         mine = next_scratch++;
         const Scratch scratch(c.scratch + mine * scratch_bytes, z);
+        const TileScope tiles(uses_amx(z));
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < num_writes; i++) write_sequence<T>(c, z, i / c.num_kv_heads, i % c.num_kv_heads);
 #pragma omp for schedule(dynamic)

@@ -5,7 +5,7 @@ Both are one kernel on one pool layout, so both are the same bits. `kernels.page
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
     first_position: int
     length: int
-    block_ids: Sequence[int]
+    block_ids: list[int]
     """Block table from position 0, covering the chunk."""
 
 
@@ -39,7 +39,7 @@ class Plan:
     def __init__(self, chunks: Iterable[Chunk], *, block_size: int, num_kv_heads: int) -> None:
         blocks, block_starts, token_starts, first = array("i"), array("q", [0]), array("q", [0]), array("q")
         for position, length, block_ids in chunks:
-            blocks.extend(block_ids)
+            blocks.fromlist(block_ids)
             block_starts.append(len(blocks))
             token_starts.append(token_starts[-1] + length)
             first.append(position)
@@ -79,7 +79,9 @@ class Layer:
         self.dtype = dtype
         self.keys = torch.zeros(num_blocks, num_kv_heads, steps, block_size, per_step, dtype=dtype)
         """[..., i, p, j]: channel i * per_step + j at position p of the block."""
-        self.values = torch.zeros(num_blocks, num_kv_heads, block_size, dim_v, dtype=dtype)
+        pair = min(per_step, block_size)
+        self.values = torch.zeros(num_blocks, num_kv_heads, block_size // pair, dim_v, pair, dtype=dtype)
+        """[..., i, c, j]: channel c at position i * pair + j."""
         self._call = _Call(
             keys=self.keys.data_ptr(),
             values=self.values.data_ptr(),
@@ -121,7 +123,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Ten
     batch, num_heads, length, head_dim = q.shape
     blocks = -(-length // DENSE_BLOCK_SIZE)
     layer = Layer(batch * blocks, k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
-    tables = (range(i * blocks, (i + 1) * blocks) for i in range(batch))
+    tables = (list(range(i * blocks, (i + 1) * blocks)) for i in range(batch))
     plan = Plan((Chunk(0, length, table) for table in tables), block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
     lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))

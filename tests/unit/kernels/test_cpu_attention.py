@@ -49,7 +49,12 @@ def paged(q, k, v, scoring, *, block_size, steps, shared=0):
     common = [free.pop() for _ in range(num_shared)]
     tables = [common + [free.pop() for _ in range(per_sequence - num_shared)] for _ in range(batch)]
     layer = Layer(
-        num_shared + batch * (per_sequence - num_shared), k.shape[1], dk, v.shape[-1], block_size=block_size, dtype=q.dtype
+        num_shared + batch * (per_sequence - num_shared),
+        k.shape[1],
+        dk,
+        v.shape[-1],
+        block_size=block_size,
+        dtype=q.dtype,
     )
     for pool in (layer.keys, layer.values):
         pool.fill_(math.nan)  # what was never written must not be seen
@@ -65,12 +70,13 @@ def paged(q, k, v, scoring, *, block_size, steps, shared=0):
 
 
 def random_steps(batch, length, rng):
-    """All tokens of all sequences in uneven chunks, single tokens among them, in steps that mix both."""
+    """All tokens of all sequences in uneven chunks, some of them single tokens, in steps that mix both."""
     cuts = []
     for s in range(batch):
-        places = sorted({0, length, *(rng.randrange(length) for _ in range(rng.randrange(5)))})
-        places = sorted({*places, *range(places[-2], length)}) if length - places[-2] < 90 else places
-        cuts.append([(s, a, b) for a, b in pairwise(places)])
+        places = {0, length, *(rng.randrange(length) for _ in range(rng.randrange(5)))}
+        singles = rng.randrange(length)
+        places.update(range(singles, min(singles + 12, length)))
+        cuts.append([(s, a, b) for a, b in pairwise(sorted(places))])
     while any(cuts):
         chosen = [c for c in cuts if c and rng.random() < 0.8]
         rng.shuffle(chosen)
@@ -105,7 +111,7 @@ def test_values_are_those_of_plain_attention(shape, scoring, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize(("shape", "scoring"), SHAPES)
 def test_bits_do_not_depend_on_blocks_chunks_or_threads(shape, scoring, block_size, dtype, thread_count):
     tensors = draw(*shape, dtype)
