@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from rollout_engine.kernels import linear
+
 _READ_BYTES = 1 << 30
 _PREFILL_ROWS = 512
 
@@ -116,36 +118,57 @@ def read_bandwidth() -> float:
 
 @torch.inference_mode()
 def products_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtype) -> float:
-    """Seconds for one product of `rows` rows with each of `shapes`, every weight packed, at a place of its own."""
-    distinct = {shape: torch.randn(shape).to(dtype) for shape in set(shapes)}
+    """Seconds for one product of `rows` rows with each of `shapes`, every weight packed, at a place of its own.
+
+    By oneDNN or by the engine's own kernel, whichever is faster.
+    """
+    weights = {shape: torch.randn(shape).to(dtype) for shape in set(shapes)}
     inputs = {shape: torch.randn(rows, shape[1]).to(dtype) for shape in set(shapes)}
-    product = _product_of(next(iter(distinct.values())), next(iter(inputs.values())))
-    operands = [(inputs[shape], product.pack(distinct[shape])) for shape in shapes]
-
-    def run() -> None:
-        for x, operand in operands:
-            product.run(x, operand)
-
-    run()
-    return _best_of(3, run)
+    return min(_pass_seconds(product, shapes, weights, inputs) for product in (_Engine, _OneDNN))
 
 
-class _Product(NamedTuple):
-    pack: Callable[[Tensor], Tensor]
-    run: Callable[[Tensor, Tensor], Tensor]
+class _Engine:
+    """As the engine calls it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._plan = linear.plan_for(weight)
+        self._operand = linear.pack(weight, self._plan)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear.matmul(x, self._operand, None, self._plan)
 
 
-def _product_of(weight: Tensor, x: Tensor) -> _Product:
-    """oneDNN on packed weights; where it has none for this dtype, the plain product."""
-    packed = _Product(
-        torch.ops.mkldnn._reorder_linear_weight,
-        lambda x, operand: torch.ops.mkldnn._linear_pointwise(x, operand, None, "none", [], ""),
-    )
+class _OneDNN:
+    """The library's, whatever its rows depend on; the plain product where it packs nothing."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = torch.backends.mkldnn.is_available()
+        self._operand = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight.clone()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._operand, None, "none", [], "")
+        return F.linear(x, self._operand)
+
+
+_Shapes = dict[tuple[int, int], Tensor]
+
+
+def _pass_seconds(
+    product: type[_Engine] | type[_OneDNN], shapes: list[tuple[int, int]], weights: _Shapes, inputs: _Shapes
+) -> float:
+    """Seconds for one pass over all shapes; infinite where `product` does not serve this dtype here."""
     try:
-        packed.run(x, packed.pack(weight))
-    except (RuntimeError, AttributeError):
-        return _Product(torch.clone, F.linear)
-    return packed
+        calls = [(product(weights[shape]), inputs[shape]) for shape in shapes]
+
+        def one_pass() -> None:
+            for call, x in calls:
+                call(x)
+
+        one_pass()
+        return _best_of(3, one_pass)
+    except RuntimeError:
+        return math.inf
 
 
 def _bytes_per_step(dims: Dimensions, work: Work) -> float:

@@ -101,7 +101,7 @@ def measure_updates(run: Run) -> None:
 
 
 def measure_memory(run: Run) -> None:
-    for shape in ("S", "M"):
+    for shape in SHAPES:
         directory, dtype, work = run.directory(shape), SHAPES[shape]["dtype"], WORKS[shape][0]
         run.keep(f"memory, {shape}", lambda d=directory, t=dtype, w=work: memory.measure(d, t, w))
 
