@@ -4,31 +4,50 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build, sampling
-from rollout_engine.kernels.cpu.sampling import CHUNK, Figures
+from rollout_engine.kernels.cpu.sampling import CHUNK, Figures, Kept, Truncation
 from rollout_engine.kernels.token_logprobs import cumulative_mass, logprobs_at, row_blocks, row_weights
+from rollout_engine.kernels.truncation import edges_of, stays
 
 
-def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor) -> Figures:
-    """A token per row of `logits` [N, V], any floating dtype, and its log-prob.
+def draw(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None = None
+) -> tuple[Figures, Kept | None]:
+    """A token per row of `logits` [N, V], any floating dtype: figures of whole rows, and what `rules` leave of them.
 
     `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1), `greedy` bool [N]: rows that
-    take the most likely token, the first where several are. A row whose figures are NaN has an arbitrary token.
+    take the most likely token, the first where several are; `rules` must cut nothing of these. The log-prob is that of
+    the whole row. A row whose figures are NaN has an arbitrary token.
     """
     if build.library() is not None:
-        return sampling.draw(logits, temperatures, uniforms, greedy)
+        return sampling.draw(logits, temperatures, uniforms, greedy, rules)
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    maximum, total = torch.empty_like(temperatures), torch.empty_like(uniforms)
+    maximum, total, kept_total = torch.empty_like(temperatures), torch.empty_like(uniforms), torch.empty_like(uniforms)
+    floor, last_tie = torch.empty_like(temperatures), torch.empty_like(tokens)
     for block in row_blocks(logits):
         weights, maximum[block] = row_weights(logits[block], temperatures[block])
         mass = cumulative_mass(weights)
         total[block] = mass[:, -1]
+        if rules is not None:
+            floor[block], last_tie[block] = _cut(weights, logits[block], total[block] > 0, rules.rows(block))
+            mass = cumulative_mass(weights)
+        kept_total[block] = mass[:, -1]
         tokens[block] = _locate(weights, mass, uniforms[block])
     if greedy.any():
         tokens[greedy] = torch.from_numpy(logits[greedy].float().numpy().argmax(-1))  # the first; NumPy is faster here
     maximum = maximum.where(total > 0, torch.nan)
     tokens = tokens.clamp(max=logits.shape[1] - 1)
     chosen, log_total = logits.gather(-1, tokens[:, None])[:, 0], total.log()
-    return Figures(maximum, log_total, tokens, logprobs_at(chosen, maximum, temperatures, log_total))
+    figures = Figures(maximum, log_total, tokens, logprobs_at(chosen, maximum, temperatures, log_total))
+    return figures, None if rules is None else Kept(kept_total.log(), floor, last_tie)
+
+
+def _cut(weights: Tensor, logits: Tensor, usable: Tensor, rules: Truncation) -> tuple[Tensor, Tensor]:
+    """Zero the `weights` [n, K, CHUNK] of tokens that `rules` cut; returns the edges. Rows not usable have any."""
+    sound = logits.float().where(usable[:, None], 0.0)
+    edges = edges_of(sound, rules)
+    ids = torch.arange(logits.shape[1]).expand_as(sound)
+    weights.flatten(1)[:, : logits.shape[1]].masked_fill_(~stays(sound, ids, *edges), 0.0)
+    return edges
 
 
 def _locate(weights: Tensor, mass: Tensor, u: Tensor) -> Tensor:

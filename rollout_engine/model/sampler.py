@@ -1,7 +1,8 @@
 """Draws one token per row of logits, and says how likely it was.
 
     every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`kernels.draw`)
-    restricted rows   cut tokens get -inf (`sampling_masks`), then the same draw again
+    truncated rows    the same with no weight for cut tokens                                  (`kernels.truncation`)
+    banned tokens     the same from a copy of the row with -inf at stop ids that come too early
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
 
 The uniform depends on (sequence seed, position) and every row is computed alone, so a token does not depend on what
@@ -15,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.draw import Figures, draw
+from rollout_engine.kernels.draw import Truncation, draw
 from rollout_engine.kernels.rng import uniforms
 from rollout_engine.kernels.token_logprobs import figures_of, logprobs_at, row_temperatures
+from rollout_engine.kernels.truncation import most_likely, stays
 from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.model.sampling_masks import Truncation, cut_tail, most_likely
 from rollout_engine.sampling_params import SamplingParams
 
 _RAW, _PROCESSED = 1, 2
@@ -92,9 +93,17 @@ class SamplingBatch(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether every row draws from its whole tempered distribution, and nobody asks for more than the token."""
-        special = self.truncates | (self.num_top > 0) | ((self.modes == _RAW) & (self.temperature != 1))
+        """Whether all that is asked of each row is a token and its tempered log-prob."""
+        special = (self.num_top > 0) | (self.modes == _PROCESSED) | ((self.modes == _RAW) & (self.temperature != 1))
         return not (self.banned or special.any())
+
+    def rules(self) -> Truncation | None:
+        """What each row's truncation asks; None where no row has any."""
+        truncates = self.truncates
+        if not truncates.any():
+            return None
+        columns = ((self.temperature, 1.0), (self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
+        return Truncation(*(torch.from_numpy(np.where(truncates, column, idle)) for column, idle in columns))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
@@ -105,29 +114,33 @@ def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
     temperatures = row_temperatures(torch.from_numpy(batch.temperature), logits)
     greedy = torch.from_numpy(batch.temperature == 0)
     u = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions))
-    drawn = draw(logits, temperatures, u, greedy)
-    usable = drawn.maximum.isfinite()
+    rules = batch.rules()
+    tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules)
+    usable = tempered.maximum.isfinite()
     if batch.is_plain and usable.all():
-        logprobs = drawn.logprobs.tolist() if batch.wants_logprobs else None
-        return ModelRunnerOutput(token_ids=drawn.tokens.tolist(), logprobs=logprobs)
+        return ModelRunnerOutput(
+            token_ids=tokens.tolist(),
+            logprobs=logprobs.tolist() if batch.wants_logprobs else None,
+            kept_logprob_mass=None if rules is None else _kept_mass(batch, tempered, processed).tolist(),
+        )
 
-    tokens, tempered = drawn.tokens, _Distribution.of(logits, temperatures, drawn)
     errors = dict.fromkeys((~usable).nonzero()[:, 0].tolist(), _BAD_LOGITS)
-    rows, kept = _restricted_rows(batch, usable), None
+    rows = torch.tensor([row for row, _ in batch.banned if usable[row]], dtype=torch.int64)
+    allowed = None
     if len(rows):
-        cut = _restrict(logits, rows, batch)
-        drawn = draw(cut, temperatures[rows], u[rows], greedy[rows])
-        tokens[rows], kept = drawn.tokens, _Distribution.of(cut, temperatures[rows], drawn)
-        all_banned = rows[~kept.maximum.isfinite()]
+        inside = None if rules is None else rules.rows(rows)
+        some = _without_banned(logits, rows, batch.banned)
+        _, allowed, tokens[rows], _ = _draw(some, temperatures[rows], u[rows], greedy[rows], inside)
+        all_banned = rows[~allowed.maximum.isfinite()]
         usable[all_banned] = False
         errors |= dict.fromkeys(all_banned.tolist(), _ALL_BANNED)
 
-    views = _views(batch, tempered, kept, rows)
+    views = _views(batch, tempered, processed, allowed, rows)
     tokens = tokens.where(usable, 0)
     return ModelRunnerOutput(
         token_ids=tokens.where(usable, -1).tolist(),
         logprobs=_chosen_logprobs(views, tokens).tolist() if batch.wants_logprobs else None,
-        kept_logprob_mass=_kept_mass(batch, tempered, kept, rows).tolist() if batch.truncates.any() else None,
+        kept_logprob_mass=None if rules is None else _kept_mass(batch, tempered, processed, allowed, rows).tolist(),
         top_logprobs=_top_logprobs(views, batch, usable) if batch.num_top.any() else None,
         errors=errors,
     )
@@ -140,15 +153,16 @@ class _Distribution(NamedTuple):
     temperatures: Tensor  # float32 [n]
     maximum: Tensor  # float32 [n]
     log_total: Tensor  # float64 [n]
-
-    @classmethod
-    def of(cls, logits: Tensor, temperatures: Tensor, figures: Figures) -> "_Distribution":
-        return cls(logits, temperatures, figures.maximum, figures.log_total)
+    edges: tuple[Tensor, Tensor] | None  # (floor, last tie) [n]: tokens beyond have log-prob -inf
 
     def logprobs(self, rows: Tensor, token_ids: Tensor) -> Tensor:
         """float32 [r, k] of `token_ids` [r, k] in `rows` [r]."""
         row = rows[:, None]
-        return logprobs_at(self.logits[row, token_ids], self.maximum[row], self.temperatures[row], self.log_total[row])
+        logits = self.logits[row, token_ids]
+        result = logprobs_at(logits, self.maximum[row], self.temperatures[row], self.log_total[row])
+        if self.edges is None:
+            return result
+        return result.where(stays(logits.float(), token_ids, *(edge[rows] for edge in self.edges)), -torch.inf)
 
 
 class _View(NamedTuple):
@@ -165,46 +179,49 @@ def _banned(params: list[SamplingParams], num_sampled: list[int], eos: list[list
     ]
 
 
-def _restricted_rows(batch: SamplingBatch, usable: Tensor) -> Tensor:
-    """Rows that may not draw from all tokens, ascending."""
-    restricted = torch.from_numpy(batch.truncates)
-    restricted[[row for row, _ in batch.banned]] = True
-    return (restricted & usable).nonzero()[:, 0]
+def _draw(
+    logits: Tensor, temperatures: Tensor, u: Tensor, greedy: Tensor, rules: Truncation | None
+) -> tuple[_Distribution, _Distribution, Tensor, Tensor]:
+    """(whole rows, what truncation leaves of them, tokens int64 [N], their log-probs in whole rows float32 [N])."""
+    figures, kept = draw(logits, temperatures, u, greedy, rules)
+    whole = _Distribution(logits, temperatures, figures.maximum, figures.log_total, None)
+    left = whole if kept is None else whole._replace(log_total=kept.log_total, edges=(kept.floor, kept.last_tie))
+    return whole, left, figures.tokens, figures.logprobs
 
 
-def _restrict(logits: Tensor, rows: Tensor, batch: SamplingBatch) -> Tensor:
-    """float32 copy of the restricted `rows` of `logits`, -inf at banned tokens and where truncation cuts."""
-    logits = logits.index_select(0, rows).float()
-    place = {row: i for i, row in enumerate(rows.tolist())}
-    for row, ids in batch.banned:
-        if row in place:
-            logits[place[row], [token for token in ids if token < logits.shape[1]]] = -torch.inf
-    truncation = Truncation(*map(torch.from_numpy, (batch.temperature, batch.top_k, batch.top_p, batch.min_p)))
-    cut = torch.from_numpy(batch.truncates)[rows].nonzero()[:, 0]
-    if len(cut) == len(rows):
-        cut_tail(logits, truncation.rows(rows))
-    elif len(cut):
-        some = logits.index_select(0, cut)
-        cut_tail(some, truncation.rows(rows[cut]))
-        logits.index_copy_(0, cut, some)
+def _without_banned(logits: Tensor, rows: Tensor, banned: list[tuple[int, list[int]]]) -> Tensor:
+    """A copy of the banned `rows` of `logits`, -inf at the tokens they must not draw."""
+    logits = logits.index_select(0, rows)
+    ids_of = dict(banned)
+    for place, row in enumerate(rows.tolist()):
+        logits[place, [token for token in ids_of[row] if token < logits.shape[1]]] = -torch.inf
     return logits
 
 
-def _views(batch: SamplingBatch, tempered: _Distribution, kept: _Distribution | None, rows: Tensor) -> list[_View]:
+def _views(
+    batch: SamplingBatch,
+    tempered: _Distribution,
+    processed: _Distribution,
+    allowed: _Distribution | None,
+    banned_rows: Tensor,
+) -> list[_View]:
     """Every row of the batch once, with the distribution that its log-prob mode asks for."""
     modes = torch.from_numpy(batch.modes)
-    raw = ((modes == _RAW) & (tempered.temperatures != 1)).nonzero()[:, 0]
-    inside = (modes[rows] == _PROCESSED).nonzero()[:, 0]
-    rest = torch.ones(len(modes), dtype=torch.bool)
-    rest[raw] = rest[rows[inside]] = False
-    others = rest.nonzero()[:, 0]
-    views = [_View(others, others, tempered)]
-    if len(raw) and batch.wants_logprobs:
+    is_banned = torch.zeros(len(modes), dtype=torch.bool).index_fill_(0, banned_rows, True)
+    is_raw = (modes == _RAW) & (tempered.temperatures != 1)
+    is_processed = modes == _PROCESSED
+    plain, raw, kept = (
+        which.nonzero()[:, 0] for which in (~(is_raw | is_processed), is_raw, is_processed & ~is_banned)
+    )
+    views = [_View(plain, plain, tempered), _View(kept, kept, processed)]
+    if len(raw):
         logits, ones = tempered.logits[raw], torch.ones(len(raw))
         figures = figures_of(logits, ones, torch.zeros(len(raw), dtype=torch.int64))
-        views.append(_View(raw, torch.arange(len(raw)), _Distribution.of(logits, ones, figures)))
-    if kept is not None:
-        views.append(_View(rows[inside], inside, kept))
+        distribution = _Distribution(logits, ones, figures.maximum, figures.log_total, None)
+        views.append(_View(raw, torch.arange(len(raw)), distribution))
+    if allowed is not None:
+        inside = is_processed[banned_rows].nonzero()[:, 0]
+        views.append(_View(banned_rows[inside], inside, allowed))
     return views
 
 
@@ -216,14 +233,19 @@ def _chosen_logprobs(views: list[_View], tokens: Tensor) -> Tensor:
     return logprobs
 
 
-def _kept_mass(batch: SamplingBatch, whole: _Distribution, kept: _Distribution | None, rows: Tensor) -> Tensor:
+def _kept_mass(
+    batch: SamplingBatch,
+    whole: _Distribution,
+    processed: _Distribution,
+    allowed: _Distribution | None = None,
+    banned_rows: Tensor | None = None,
+) -> Tensor:
     """Log of the share of the tempered distribution that stayed, float32 [N]; 0 in rows that do not truncate."""
-    result = torch.zeros(len(batch.modes))
-    if kept is not None:
-        shift = (kept.maximum - whole.maximum[rows]) / kept.temperatures  # not 0 where the most likely token is banned
-        share = (shift + kept.log_total - whole.log_total[rows]).clamp(max=0)
-        result[rows] = torch.where(torch.from_numpy(batch.truncates)[rows], share, 0.0).float()
-    return result
+    share = processed.log_total - whole.log_total
+    if allowed is not None:  # their most likely token may be banned
+        shift = (allowed.maximum - whole.maximum[banned_rows]) / allowed.temperatures
+        share[banned_rows] = shift + allowed.log_total - whole.log_total[banned_rows]
+    return torch.where(torch.from_numpy(batch.truncates), share.clamp(max=0), 0.0).float()
 
 
 def _top_logprobs(views: list[_View], batch: SamplingBatch, usable: Tensor) -> tuple[np.ndarray, np.ndarray]:

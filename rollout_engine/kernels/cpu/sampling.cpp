@@ -5,16 +5,19 @@
 //     logprob = (logit - max) / temperature - log total  float64, rounded to float32 once
 //
 // Nothing of a row's size is stored but its chunk sums: a draw finds the chunk by them and weighs that chunk again.
-// `weigh_chunk` is the only place that computes weights, and is not inlined, so both times it gives the same bits.
+// `weigh_chunk` is the only place that computes weights, and is not inlined, so each time it gives the same bits.
+// Where truncation cuts, the same sums are taken once more with no weight for cut tokens.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "truncation.h"
 #include "vec.h"
 
 using vec::F;
 using vec::LANES;
+using truncation::Edge;
 
 namespace {
 
@@ -31,6 +34,14 @@ struct Rows {
     const double* uniform;     // draw: [rows], in [0, 1)
     const uint8_t* greedy;     // draw: [rows], take the first of the most likely instead
     double* mass;              // draw: [threads, chunks], scratch
+    const double* rule_temperature;  // draw: [rows], above 0 where a rule cuts; null: no row is truncated
+    const int64_t* top_k;            // [rows], 0 keeps all
+    const double* top_p;             // [rows]
+    const double* min_p;             // [rows]
+    float* candidate;                // [threads, vocab_size], scratch
+    double* kept_log_total;          // [rows], out: of the tokens that stay
+    float* floor;                    // [rows], out: see truncation::Edge
+    int64_t* last_tie;               // [rows], out
     const float* grad;         // gradient: [rows], of `logprob`
     void* grad_logits;         // gradient: [rows, vocab_size], out, contiguous, in the dtype of the logits
     int64_t threads;
@@ -45,19 +56,26 @@ VEC_INLINE F weight_of(F logit, float maximum, float inverse_temperature) {
     return x < lowest ? F{} : w;
 }
 
-// Weights of n <= CHUNK tokens, zeros after them; returns their sum.
+// Weights of n <= CHUNK tokens, zeros after them and where the edge cuts; returns their sum. `edge.last_tie` counts from
+// this chunk's first token.
 template <typename T>
 __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximum, float inverse_temperature,
-                                            float* weights) {
+                                            const Edge& edge, float* weights) {
     F sum = {};
+    const F floor = vec::set1(edge.floor);
     for (int i = 0; i < CHUNK; i += LANES) {
         F w = {};
-        if (i + LANES <= n) {
-            w = weight_of(vec::load(logits + i), maximum, inverse_temperature);
-        } else if (i < n) {
-            float padded[LANES];
-            vec::store(padded, weight_of(vec::load(logits + i, n - i), maximum, inverse_temperature));
-            w = vec::load(padded, n - i);
+        if (i < n) {
+            const int here = std::min(LANES, n - i);
+            const F x = here == LANES ? vec::load(logits + i) : vec::load(logits + i, here);
+            w = weight_of(x, maximum, inverse_temperature);
+            if (i + LANES - 1 <= edge.last_tie)
+                w = x < floor ? F{} : w;
+            else if (i > edge.last_tie)
+                w = x <= floor ? F{} : w;
+            else
+                for (int k = 0; k < LANES; k++) w[k] = x[k] < floor[k] || (x[k] == floor[k] && i + k > edge.last_tie) ? 0 : w[k];
+            for (int k = here; k < LANES; k++) w[k] = 0.0f;
         }
         vec::store(weights + i, w);
         sum += w;
@@ -83,58 +101,65 @@ struct Row {
     const T* logits;
     int64_t size;
     float temperature, inverse_temperature, maximum;
-    double total, log_total;
 
-    // `mass`, where given, receives the mass of all chunks up to and including each.
-    Row(const Rows& a, int64_t i, double* mass)
+    Row(const Rows& a, int64_t i)
         : logits((const T*)a.logits + i * a.stride),
           size(a.vocab_size),
           temperature(a.temperature[i]),
           inverse_temperature(1.0f / temperature),
-          maximum(largest(logits, size)),
-          total(0.0) {
+          maximum(largest(logits, size)) {}
+
+    // The total weight of what the edge leaves; `mass`, where given, receives that of all chunks up to and with each.
+    double total(const Edge& edge, double* mass) const {
+        double total = 0.0;
         float weights[CHUNK];
         for (int64_t t = 0; t < size; t += CHUNK) {
-            total += weigh(t, weights);
+            total += weigh(t, edge, weights);
             if (mass) mass[t / CHUNK] = total;
         }
+        return total;
+    }
+
+    float weigh(int64_t start, const Edge& edge, float* weights) const {
+        const int n = (int)std::min<int64_t>(CHUNK, size - start);
+        const Edge here = {edge.floor, edge.last_tie == INT64_MAX ? INT64_MAX : edge.last_tie - start};
+        return weigh_chunk(logits + start, n, maximum, inverse_temperature, here, weights);
+    }
+
+    // The figures of the whole row; returns whether it can be sampled.
+    bool finish(const Rows& a, int64_t i, double total) {
         if (!(total > 0.0)) maximum = NAN;
-        log_total = std::log(total);
         a.maximum[i] = maximum;
-        a.log_total[i] = log_total;
+        a.log_total[i] = std::log(total);
+        return total > 0.0;
     }
 
-    float weigh(int64_t start, float* weights) const {
-        return weigh_chunk(logits + start, (int)std::min<int64_t>(CHUNK, size - start), maximum, inverse_temperature,
-                           weights);
-    }
-
-    float logprob(int64_t token) const {
-        const float scaled = (vec::to_float(logits[token]) - maximum) / temperature;
-        return (float)(scaled - log_total);
+    void finish_token(const Rows& a, int64_t i) const {
+        const float scaled = (vec::to_float(logits[a.token[i]]) - maximum) / temperature;
+        a.logprob[i] = (float)(scaled - a.log_total[i]);
     }
 
     int64_t first_of_the_largest() const {
         for (int64_t t = 0; t < size; t++)
             if (vec::to_float(logits[t]) == maximum) return t;
-        return 0;  // a broken row
+        return 0;  // unreachable: the maximum is among them
     }
 
     // Inverse CDF: first the chunk, by `mass`, then the token among its weights. u < 1 keeps u * total below the total,
     // so the chunk found has weight, and so has the token.
-    int64_t locate(double u, const double* mass) const {
+    int64_t locate(double u, const double* mass, const Edge& edge) const {
         const int64_t chunks = (size + CHUNK - 1) / CHUNK;
-        const double target = u * total;
+        const double target = u * mass[chunks - 1];
         const int64_t chunk = std::min<int64_t>(std::upper_bound(mass, mass + chunks, target) - mass, chunks - 1);
         const double before = chunk ? mass[chunk - 1] : 0.0;
         float weights[CHUNK];
         double inside[CHUNK], end = 0.0;
-        weigh(chunk * CHUNK, weights);
+        weigh(chunk * CHUNK, edge, weights);
         for (int i = 0; i < CHUNK; i++) inside[i] = end += weights[i];
         const double wanted = (target - before) / (mass[chunk] - before) * end;
         int token = 0, last_with_weight = 0;  // rounding may carry `wanted` up to the end
         for (int i = 0; i < CHUNK; i++) token += inside[i] <= wanted, last_with_weight += inside[i] < end;
-        return std::min(chunk * CHUNK + std::min(token, last_with_weight), size - 1);  // NaN rows land anywhere
+        return chunk * CHUNK + std::min(token, last_with_weight);
     }
 
     // (one-hot - softmax) / temperature * grad, from saved figures.
@@ -147,7 +172,7 @@ struct Row {
         float weights[CHUNK];
         for (int64_t start = 0; start < size; start += CHUNK) {
             const int n = (int)std::min<int64_t>(CHUNK, size - start);
-            weigh_chunk(logits + start, n, a.maximum[i], inverse_temperature, weights);
+            weigh_chunk(logits + start, n, a.maximum[i], inverse_temperature, truncation::EVERYTHING, weights);
             for (int k = 0; k < CHUNK; k++) weights[k] *= shrink;
             if (start <= token && token < start + n) weights[token - start] += scale;
             for (int k = 0; k < n; k += LANES) {
@@ -160,25 +185,54 @@ struct Row {
     }
 };
 
+// Draws from what truncation leaves, which `mass` then describes.
+template <typename T>
+Edge truncate(const Rows& a, int64_t i, const Row<T>& row, double* mass, float* candidate) {
+    const truncation::Rules rules = {a.rule_temperature[i], a.top_k[i], a.top_p[i], a.min_p[i]};
+    if (rules.keep_all()) return truncation::EVERYTHING;
+    const Edge edge = truncation::find_edge(row.logits, row.size, rules, candidate);
+    a.kept_log_total[i] = std::log(row.total(edge, mass));
+    a.floor[i] = edge.floor;
+    a.last_tie[i] = edge.last_tie;
+    return edge;
+}
+
+template <typename T>
+void draw_row(const Rows& a, int64_t i, double* mass, float* candidate) {
+    Row<T> row(a, i);
+    Edge edge = truncation::EVERYTHING;
+    const bool usable = row.finish(a, i, row.total(edge, mass));
+    a.token[i] = 0;
+    if (a.rule_temperature) {
+        a.kept_log_total[i] = a.log_total[i];
+        a.floor[i] = edge.floor;
+        a.last_tie[i] = edge.last_tie;
+    }
+    if (usable) {
+        if (a.rule_temperature) edge = truncate(a, i, row, mass, candidate);
+        a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(a.uniform[i], mass, edge);
+    }
+    row.finish_token(a, i);
+}
+
 template <typename T>
 void draw(const Rows& a) {
     const int64_t chunks = (a.vocab_size + CHUNK - 1) / CHUNK;
-#pragma omp parallel num_threads(a.threads) if (a.threads > 1)
-    {
-        double* mass = a.mass + omp_get_thread_num() * chunks;
-#pragma omp for
-        for (int64_t i = 0; i < a.rows; i++) {
-            const Row<T> row(a, i, mass);
-            a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(a.uniform[i], mass);
-            a.logprob[i] = row.logprob(a.token[i]);
-        }
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (a.threads > 1)
+    for (int64_t i = 0; i < a.rows; i++) {
+        const int thread = omp_get_thread_num();
+        draw_row<T>(a, i, a.mass + thread * chunks, a.candidate ? a.candidate + thread * a.vocab_size : nullptr);
     }
 }
 
 template <typename T>
 void score(const Rows& a) {
 #pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
-    for (int64_t i = 0; i < a.rows; i++) a.logprob[i] = Row<T>(a, i, nullptr).logprob(a.token[i]);
+    for (int64_t i = 0; i < a.rows; i++) {
+        Row<T> row(a, i);
+        row.finish(a, i, row.total(truncation::EVERYTHING, nullptr));
+        row.finish_token(a, i);
+    }
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-"""ctypes face of `sampling.cpp` and `truncation.cpp`. Callers ask `build.library()` first: here it is there."""
+"""ctypes face of `sampling.cpp`. Callers ask `build.library()` first: here it is there."""
 
 import ctypes
 from ctypes import c_int64, c_void_p
@@ -27,6 +27,33 @@ class Figures(NamedTuple):
     """float32 [N], of `tokens`."""
 
 
+class Truncation(NamedTuple):
+    """Columns of N rows. Rules apply in this order, in float64, to tokens sorted by (logit, then id)."""
+
+    temperature: Tensor
+    """float64, > 0: every rule reads exp(logit / temperature)."""
+    top_k: Tensor
+    """int64: keep the k most likely tokens; 0 keeps all."""
+    top_p: Tensor
+    """float64: of these, the shortest sorted prefix whose share of their mass reaches it; 1 cuts none."""
+    min_p: Tensor
+    """float64: of these, tokens at least so many times as likely as the most likely one."""
+
+    def rows(self, index: slice | Tensor) -> "Truncation":
+        return Truncation(*(column[index] for column in self))
+
+
+class Kept(NamedTuple):
+    """What truncation leaves of N rows: tokens above `floor`, and those equal to it with ids up to `last_tie`."""
+
+    log_total: Tensor
+    """float64 [N], of the tokens that stay, under the row's own maximum."""
+    floor: Tensor
+    """float32 [N]."""
+    last_tie: Tensor
+    """int64 [N]."""
+
+
 class _Rows(ctypes.Structure):
     _fields_ = [
         ("logits", c_void_p),
@@ -35,31 +62,32 @@ class _Rows(ctypes.Structure):
         ("vocab_size", c_int64),
         ("stride", c_int64),
         *((name, c_void_p) for name in ("temperature", "token", "maximum", "log_total", "logprob")),
-        *((name, c_void_p) for name in ("uniform", "greedy", "mass", "grad", "grad_logits")),
+        *((name, c_void_p) for name in ("uniform", "greedy", "mass")),
+        *((name, c_void_p) for name in ("temperature64", "top_k", "top_p", "min_p", "candidate")),
+        *((name, c_void_p) for name in ("kept_log_total", "floor", "last_tie", "grad", "grad_logits")),
         ("threads", c_int64),
     ]
 
 
-class _Truncation(ctypes.Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        ("rows", c_int64),
-        ("vocab_size", c_int64),
-        ("stride", c_int64),
-        *((name, c_void_p) for name in ("temperature", "top_k", "top_p", "min_p", "candidate")),
-        ("threads", c_int64),
-    ]
-
-
-def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor) -> Figures:
-    """One token per row of `logits` [N, V]; `temperatures` float32, `uniforms` float64, `greedy` bool, all [N]."""
+def draw(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None
+) -> tuple[Figures, Kept | None]:
+    """`kernels.draw.draw`."""
     logits = _readable(logits)
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    args, figures = _rows(logits, temperatures, tokens)
-    mass = torch.empty(args.threads, -(-args.vocab_size // CHUNK), dtype=torch.float64)
+    n, vocab_size = logits.shape
+    args, figures = _rows(logits, temperatures, torch.empty(n, dtype=torch.int64))
+    mass = torch.empty(args.threads, -(-vocab_size // CHUNK), dtype=torch.float64)
     args.uniform, args.greedy, args.mass = uniforms.data_ptr(), greedy.data_ptr(), mass.data_ptr()
+    kept = None
+    if rules is not None:
+        rules = Truncation(*(column.contiguous() for column in rules))
+        args.temperature64, args.top_k, args.top_p, args.min_p = (column.data_ptr() for column in rules)
+        candidate = torch.empty(args.threads, vocab_size)
+        kept = Kept(torch.empty_like(figures.log_total), torch.empty(n), torch.empty(n, dtype=torch.int64))
+        args.candidate = candidate.data_ptr()
+        args.kept_log_total, args.floor, args.last_tie = (column.data_ptr() for column in kept)
     build.library().sampling_draw(ctypes.byref(args))
-    return figures
+    return figures, kept
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Figures:
@@ -86,17 +114,6 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     pointers = (c_void_p(x.data_ptr()) for x in (seeds, positions))
     build.library().sampling_uniforms(*pointers, c_int64(len(seeds)), c_void_p(result.data_ptr()))
     return result
-
-
-def cut_tail(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """`model.sampling_masks.cut_tail`: -inf in place; `logits` float32 [n, V] with unit column stride."""
-    n, vocab_size = logits.shape
-    threads = _threads(n, vocab_size)
-    columns = [column.contiguous() for column in (temperature, top_k, top_p, min_p)]
-    candidate = torch.empty(threads, vocab_size)
-    pointers = (x.data_ptr() for x in (*columns, candidate))
-    args = _Truncation(logits.data_ptr(), n, vocab_size, logits.stride(0), *pointers, threads)
-    build.library().truncation_cut(ctypes.byref(args))
 
 
 def _rows(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[_Rows, Figures]:

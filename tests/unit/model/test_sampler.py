@@ -28,7 +28,7 @@ def _draw_with(u, logits, temperature=1.0):
     """The token that each uniform of `u` selects from the same row."""
     rows = logits.expand(len(u), -1)
     uniforms, sampled = torch.as_tensor(u, dtype=torch.float64), torch.zeros(len(u), dtype=torch.bool)
-    return draw(rows, row_temperatures(temperature, rows), uniforms, sampled).tokens
+    return draw(rows, row_temperatures(temperature, rows), uniforms, sampled)[0].tokens
 
 
 def _exact_probabilities(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

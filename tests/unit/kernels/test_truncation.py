@@ -2,7 +2,27 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine.model.sampling_masks import Truncation, cut_tail, most_likely
+from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.draw import Truncation, draw
+from rollout_engine.kernels.truncation import most_likely, stays
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def side(request, monkeypatch):
+    """The C++ kernel, or torch where no compiler is."""
+    if request.param == "twin":
+        monkeypatch.setattr(build, "library", lambda: None)
+    elif build.library() is None:
+        pytest.skip("no compiler")
+
+
+def cut_tail(logits, truncation):
+    """-inf in place where the edges of a draw cut."""
+    n = len(logits)
+    ones, u, sampled = torch.ones(n), torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool)
+    _, kept = draw(logits, ones, u, sampled, truncation)
+    ids = torch.arange(logits.shape[1]).expand_as(logits)
+    logits[~stays(logits, ids, kept.floor, kept.last_tie)] = -torch.inf
 
 
 def _kept_by_sorting(logits, temperature, top_k, top_p, min_p):
@@ -38,7 +58,7 @@ def _columns(n, **settings):
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(6000, 50), (3500, 259), (600, 1500), (60, 6000)])
-def test_random_rows_keep_what_sorting_keeps(num_rows, vocab_size):
+def test_random_rows_keep_what_sorting_keeps(side, num_rows, vocab_size):
     g = torch.Generator().manual_seed(vocab_size)
     rand = torch.rand(5, num_rows, generator=g, dtype=torch.float64)
     logits = torch.randn(num_rows, vocab_size, generator=g) * (rand[0, :, None] * 6).float()
@@ -73,7 +93,7 @@ def test_random_rows_keep_what_sorting_keeps(num_rows, vocab_size):
     ids=str,
 )
 @pytest.mark.parametrize("vocab_size", [50, 2000])
-def test_adversarial_rows_keep_what_sorting_keeps(settings, vocab_size):
+def test_adversarial_rows_keep_what_sorting_keeps(side, settings, vocab_size):
     flat = torch.zeros(vocab_size)
     one_hot = torch.full((vocab_size,), -torch.inf)
     one_hot[vocab_size // 2] = 3.0
@@ -86,13 +106,13 @@ def test_adversarial_rows_keep_what_sorting_keeps(settings, vocab_size):
     assert _wrong_rows(rows, **_columns(len(rows), **settings)) == 0
 
 
-def test_ties_at_the_edge_go_to_the_lowest_ids():
+def test_ties_at_the_edge_go_to_the_lowest_ids(side):
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0, 0.0]])
     cut_tail(logits, Truncation(**_columns(1, top_k=4)))
     assert logits.isfinite().tolist() == [[True, True, True, False, True, False]]
 
 
-def test_a_row_is_cut_alike_alone_and_among_others():
+def test_a_row_is_cut_alike_alone_and_among_others(side):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(600, 3000, generator=g).round(decimals=1)
     columns = _columns(600, top_p=torch.rand(600, generator=g), top_k=torch.randint(0, 3000, (600,), generator=g))

@@ -1,42 +1,26 @@
 """Top-k, top-p and min-p, exactly, and the most likely tokens: without sorting the vocabulary where a few tokens do.
 
 "Sorted" always means by logit, ties by token id. In that order each of the three rules keeps a prefix, so all that is
-needed is the length of the shortest one. It comes from the largest logits, or from all of them where too many stay.
-Only values are sorted, by NumPy (vector instructions); ids matter for ties alone.
+needed is where the shortest one ends. The C++ kernel (`cpu/truncation.h`) finds it within the draw; its twin here takes
+the largest logits, or all of them where too many stay, and lets NumPy sort the values; ids matter for ties alone.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.cpu import build, sampling
-from rollout_engine.kernels.token_logprobs import CHUNK, cumulative_mass, row_blocks
+from rollout_engine.kernels.cpu.sampling import CHUNK, Truncation
+from rollout_engine.kernels.token_logprobs import cumulative_mass, row_blocks
 
 _CANDIDATES = 1024
 
 
-class Truncation(NamedTuple):
-    """Columns of n rows. Rules apply in this order, in float64."""
+def edges_of(logits: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
+    """(floor float32 [n], last tie int64 [n]) of `logits` float32 [n, V] without NaN; see `Kept`.
 
-    temperature: Tensor
-    """float64, > 0: every rule reads exp(logit / temperature)."""
-    top_k: Tensor
-    """int64: keep the k most likely tokens; 0 keeps all."""
-    top_p: Tensor
-    """float64: of these, the shortest sorted prefix whose share of their mass reaches it; 1 cuts none."""
-    min_p: Tensor
-    """float64: of these, tokens at least so many times as likely as the most likely one."""
-
-    def rows(self, index: slice | Tensor) -> "Truncation":
-        return Truncation(*(column[index] for column in self))
-
-
-def cut_tail(logits: Tensor, truncation: Truncation) -> None:
-    """Put -inf where a rule cuts, in place. `logits` is float32 [n, V] without NaN. The most likely token stays."""
-    if build.library() is not None:
-        return sampling.cut_tail(logits, *truncation)
+    The most likely token stays.
+    """
+    floor, last_tie = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     for block in row_blocks(logits):
         rules = truncation.rows(block)
         size = max(_CANDIDATES, int(rules.top_k.max()) + 1)
@@ -46,7 +30,14 @@ def cut_tail(logits: Tensor, truncation: Truncation) -> None:
         if size < logits.shape[1] and (lengths == size).any():
             values = _largest(logits[block], logits.shape[1])
             lengths = _prefix_lengths(values, rules, mass)
-        _keep_prefix(logits[block], values, lengths)
+        floor[block], last_tie[block] = _edges(logits[block], values, lengths)
+    return floor, last_tie
+
+
+def stays(logits: Tensor, token_ids: Tensor, floor: Tensor, last_tie: Tensor) -> Tensor:
+    """Which tokens the edges leave: bool, from the logits of `token_ids`, both [n, k], and edges [n]."""
+    floor, last_tie = floor[:, None], last_tie[:, None]
+    return (logits > floor) | ((logits == floor) & (token_ids <= last_tie))
 
 
 def most_likely(logits: Tensor, k: int) -> Tensor:
@@ -91,14 +82,13 @@ def _prefix_lengths(values: Tensor, rules: Truncation, mass: Tensor | None) -> T
     return keep.sum(-1).clamp(min=1)
 
 
-def _keep_prefix(logits: Tensor, values: Tensor, lengths: Tensor) -> None:
-    """-inf everywhere but in the first `lengths` tokens of each sorted row, whose largest logits are `values`."""
+def _edges(logits: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Edges of the first `lengths` tokens of each sorted row, whose largest logits are `values`."""
     floor = values.gather(-1, lengths[:, None] - 1)
     num_ties_kept = lengths - (values > floor).sum(-1)
     rows, ids = (logits == floor).nonzero(as_tuple=True)
-    surplus = _rank_in_row(rows, len(logits)) >= num_ties_kept[rows]
-    logits.masked_fill_(logits < floor, -torch.inf)
-    logits[rows[surplus], ids[surplus]] = -torch.inf
+    last = _rank_in_row(rows, len(logits)) == num_ties_kept[rows] - 1
+    return floor[:, 0], torch.empty_like(lengths).index_copy_(0, rows[last], ids[last])
 
 
 def _rank_in_row(rows: Tensor, num_rows: int) -> Tensor:
