@@ -52,6 +52,10 @@ _BORROWED = (
 )
 _HEIGHTS = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 200, 256)
 """Row counts put to the test: around the blockings that libraries use."""
+_OWN_HEIGHTS = (*range(1, 14), 15, 16, 17, 31, 32, 33, 48, 65, 200)
+"""Every height of block that our kernel has, and what is made of several."""
+_OWN_HEIGHTS_THREADED = (33, 200)
+"""Threads share out the blocks that one thread has proven, so few are enough; on a busy machine each one waits."""
 
 _plans: dict[tuple[int, int, torch.dtype], RowPlan] = {}
 
@@ -145,7 +149,7 @@ def _holds(plan: RowPlan, x: Tensor, weight: Tensor, thread_counts: list[int]) -
         expected = matmul(x, operand, None, plan)
         for threads in thread_counts:
             torch.set_num_threads(threads)
-            for start, rows in _trial_windows(plan, len(x)):
+            for start, rows in _trial_windows(plan, len(x), threads):
                 if not torch.equal(
                     matmul(x[start : start + rows], operand, None, plan), expected[start : start + rows]
                 ):
@@ -155,9 +159,11 @@ def _holds(plan: RowPlan, x: Tensor, weight: Tensor, thread_counts: list[int]) -
     return True
 
 
-def _trial_windows(plan: RowPlan, total: int) -> list[tuple[int, int]]:
+def _trial_windows(plan: RowPlan, total: int, threads: int) -> list[tuple[int, int]]:
     """(start, rows) of the row ranges to compare: every kind of height a plan may call, each at its own offset."""
-    if plan.min_rows == plan.max_rows:
+    if plan.kernel == OWN:
+        heights = list(_OWN_HEIGHTS if threads == 1 else _OWN_HEIGHTS_THREADED)
+    elif plan.min_rows == plan.max_rows:
         heights = [1, plan.min_rows, plan.min_rows + 3, 3 * plan.min_rows]
     else:
         heights = [1, *(height for height in _HEIGHTS if height >= plan.min_rows)]

@@ -18,6 +18,9 @@
 
 #include "vec.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -248,9 +251,10 @@ void tile_panel(const Call& call, int64_t panel, bool is_last, int64_t begin, in
     alignas(64) float sums[2 * TILE_ROWS * PANEL];
     const int64_t units = padded_units(call.in_features, true), blocks = divided_up(end - begin, 2 * TILE_ROWS);
     const int32_t* b = call.packed + panel * units * PANEL;
-    // A single block reads memory at its own pace: there the hardware's prefetch is the better one.
-    const int64_t lines = blocks == 1 || is_last ? 0 : divided_up(2 * UNIT_BLOCK, blocks);
-    const char* next = reinterpret_cast<const char*>(b + units * PANEL);
+    // Several blocks of rows read this panel again from the cache and have time for the next one; a single block reads
+    // straight from memory, and looks 8 KiB ahead.
+    const int64_t lines = blocks > 1 && is_last ? 0 : divided_up(2 * UNIT_BLOCK, blocks);
+    const char* next = reinterpret_cast<const char*>(b + (blocks > 1 ? units : 4 * UNIT_BLOCK) * PANEL);
     for (int64_t row = begin; row < end; row += 2 * TILE_ROWS, next += lines * units / UNIT_BLOCK * 64) {
         const int32_t* a = reinterpret_cast<const int32_t*>(call.staging) + row * units;
         if (row + TILE_ROWS < end)
@@ -340,6 +344,16 @@ void pack_half(const char* weight, int64_t row_bytes, int64_t out_features, int6
     }
 }
 
+// Large pages, where the system gives them on request: fewer faults in packing, fewer misses in every product.
+void ask_for_large_pages(void* memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t LARGE = 2 << 20;
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + LARGE - 1) / LARGE * LARGE;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / LARGE * LARGE;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -362,6 +376,7 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
                int32_t num_threads) {
     const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
     const int64_t panels = divided_up(out_features, PANEL);
+    ask_for_large_pages(packed, panels * units * PANEL * 4);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t panel = 0; panel < panels; ++panel)
         for (int64_t half = 0; half < PANEL; half += 16)
