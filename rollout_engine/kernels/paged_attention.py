@@ -74,14 +74,18 @@ class TilePlan:
         return result
 
 
-def attend(query: Tensor, num_kv_heads: int, tile: Tile, plan: TilePlan, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, num_kv_heads: int, tile: Tile, plan: TilePlan, scoring: Scoring, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """query float32 [N * Hk, R, Dk] -> output float32 [N * Hk, R, Dv], log-sum-exp [N * Hk, R]; padding rows arbitrary.
 
-    R is a multiple of `ROW_TILE`.
+    R is a multiple of `ROW_TILE`. `sinks` [H] count as a first key with these scores and a value of zeros.
     """
     query = query * scoring.scale
     top = query.new_full((*query.shape[:2], 1), _LOWEST)
     total = torch.zeros_like(top)
+    if sinks is not None:
+        top, total = _rows_of_heads(sinks, num_kv_heads, query.shape), torch.ones_like(top)
     out: Tensor | None = None
     for j, (num_sequences, first_row) in enumerate(plan.steps):
         keys, values = tile(j, num_sequences)
@@ -101,6 +105,13 @@ def attend(query: Tensor, num_kv_heads: int, tile: Tile, plan: TilePlan, scoring
     return out / total, (top + total.log()).squeeze(-1)
 
 
+def _rows_of_heads(values: Tensor, num_kv_heads: int, shape: torch.Size) -> Tensor:
+    """values [H] -> float32 [N * Hk, R, 1], each row its head's; `shape` is [N * Hk, R, ...]."""
+    by_group = values.float().view(num_kv_heads, -1)
+    rows = by_group[:, torch.arange(shape[1]) % by_group.shape[1]]
+    return rows.repeat(shape[0] // num_kv_heads, 1).unsqueeze(-1)
+
+
 def _scores(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, scoring: Scoring) -> Tensor:
     """Scores [n * Hk, rows, KV_TILE] of scaled queries, -inf where the row may not look."""
     scores = torch.bmm(query, keys.transpose(1, 2))
@@ -113,22 +124,27 @@ def _scores(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: i
 
 
 class DenseAttention(torch.autograd.Function):
-    """The trainer's side: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv]."""
+    """The trainer's side: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv].
+
+    `sinks` [H]: one more logit for each head's softmax.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        out, lse = compiled.attend_dense(q, k, v, scoring) if _compiled(q) else _attend_dense(q, k, v, scoring)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None) -> Tensor:
+        run = compiled.attend_dense if _compiled(q) else _attend_dense
+        out, lse = run(q, k, v, scoring, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.scoring = scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """FlashAttention's: weights recomputed a tile at a time from the saved log-sum-exp."""
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         scoring: Scoring = ctx.scoring
         batch, num_heads, length, _ = q.shape
         num_kv_heads = k.shape[1]
+        grad_sinks = None if sinks is None else _grad_of_sinks(grad, out, lse, sinks)
         query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
         grad_out, out = (_to_rows(x.transpose(1, 2), num_kv_heads) for x in (grad, out))
         lse = _to_rows(lse.transpose(1, 2).unsqueeze(-1), num_kv_heads).squeeze(-1)
@@ -152,20 +168,27 @@ class DenseAttention(torch.autograd.Function):
             _from_tiles(grad_k, k),
             _from_tiles(grad_v, v),
             None,
+            grad_sinks,
         )
+
+
+def _grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """grad, out [B, T, H, Dv], lse [B, T, H]: a sink's weight takes from every output in proportion."""
+    weight = (sinks.float() - lse).exp()
+    return -(weight * (grad.float() * out.float()).sum(-1)).sum((0, 1)).to(sinks.dtype)
 
 
 def _compiled(q: Tensor) -> bool:
     return q.device.type == "cpu" and compiled.serves(q.dtype)
 
 
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """The twin of `kernels.cpu.attention.attend_dense`."""
     batch, num_heads, length, _ = q.shape
     num_kv_heads = k.shape[1]
     query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
     plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
-    out, lse = attend(query, num_kv_heads, lambda j, n: (keys[:, j], values[:, j]), plan, scoring)
+    out, lse = attend(query, num_kv_heads, lambda j, n: (keys[:, j], values[:, j]), plan, scoring, sinks)
     lse = _from_rows(lse.unsqueeze(-1), batch, num_heads, length).squeeze(-1)
     return _from_rows(out, batch, num_heads, length).to(q.dtype), lse
 
@@ -215,11 +238,13 @@ def _dense_plan(batch: int, length: int, group: int, device: torch.device) -> Ti
     return TilePlan(positions.expand(batch, -1), group)
 
 
-def prove_row_invariance(head_dims: set[int]) -> None:
+def prove_row_invariance(head_dims: set[int], dtype: torch.dtype) -> None:
     """Check, once at start-up, that products of these head sizes treat each row alike at every height and batch here.
 
-    Raises `NotInvariant` where they do not.
+    Raises `NotInvariant` where they do not. The C++ kernel needs no proof: its rows do not meet.
     """
+    if compiled.serves(dtype):
+        return
     for dim in head_dims - _proven:
         if not _rows_are_independent(dim):
             raise NotInvariant(

@@ -87,9 +87,11 @@ class _CompiledStep(NamedTuple):
     pool: CompiledPool
     plan: compiled.Plan
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv]."""
-        return self.pool.layers[layer].attend(self.plan, q, k, v, scoring)
+        return self.pool.layers[layer].attend(self.plan, q, k, v, scoring, sinks=sinks)
 
 
 def rollout_attention(
@@ -102,9 +104,13 @@ def rollout_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None)."""
+    """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None).
+
+    `s_aux` [H] are attention sinks.
+    """
     if attention_mask is not None or dropout or not getattr(module, "is_causal", True):
         raise ConfigError(
             f"{type(module).__name__} asks for a mask of its own, dropout or bidirectional attention: not supported."
@@ -116,9 +122,9 @@ def rollout_attention(
     scoring = Scoring(scale, sliding_window or 0, softcap or 0.0)
     step: _CompiledStep | EagerStep | None = getattr(_active, "step", None)
     if step is None:
-        return DenseAttention.apply(query, key, value, scoring), None
+        return DenseAttention.apply(query, key, value, scoring, s_aux), None
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
-    return step.attend(module.layer_idx, *flat, scoring).unsqueeze(0), None  # type: ignore[arg-type]
+    return step.attend(module.layer_idx, *flat, scoring, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(ATTENTION_NAME, rollout_attention)

@@ -13,8 +13,9 @@ from rollout_engine.model.geometry import LayerGeometry
 
 def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> None:
     """Swap in row-invariant linears and activations, in place; `ConfigError` where this CPU does not allow it."""
+    dtype = next(module.parameters()).dtype
     try:
-        prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)})
+        prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)}, dtype)
         make_row_invariant(module)
         repack(module)
     except NotInvariant as problem:

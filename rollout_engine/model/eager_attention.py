@@ -51,7 +51,9 @@ class EagerStep:
         self._slot_blocks = torch.tensor(blocks, dtype=torch.int64)
         self._slot_offsets = self.positions % size
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv]."""
         keys, values = self._pool.layers[layer]
         keys[self._slot_blocks, :, self._slot_offsets] = k
@@ -62,7 +64,7 @@ class EagerStep:
         out = q.new_empty(num_tokens, num_heads, values.shape[-1])
         for batch in self._batches_for(group, num_kv_heads):
             rows = _gather_queries(q, batch, num_kv_heads, group)
-            mixed, _ = attend(rows, num_kv_heads, _tile_reader(batch, keys, values), batch.plan, scoring)
+            mixed, _ = attend(rows, num_kv_heads, _tile_reader(batch, keys, values), batch.plan, scoring, sinks)
             count, width = batch.tokens.shape
             by_token = mixed[:, : width * group].reshape(count, num_kv_heads, width, group, -1).transpose(1, 2)
             out[batch.tokens[batch.real]] = by_token.reshape(count, width, num_heads, -1)[batch.real].to(out.dtype)

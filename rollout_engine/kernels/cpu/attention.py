@@ -93,11 +93,20 @@ class Layer:
         self._address = ctypes.addressof(self._call)
 
     def attend(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, lse: Tensor | None = None
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: Scoring,
+        *,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
 
-        All in the pool's dtype. `lse` float32 [T, H] receives the log-sum-exp of each row's scores.
+        All in the pool's dtype. `sinks` [H] are logits that join each head's softmax and take their share of it.
+        `lse` float32 [T, H] receives the log-sum-exp of each row's scores.
         """
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         assert q.dtype == k.dtype == v.dtype == self.dtype, "attention in another dtype than its KV pool"
@@ -107,6 +116,8 @@ class Layer:
         call.plan = plan.address
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.lse = None if lse is None else lse.data_ptr()
+        sinks = None if sinks is None else sinks.float().contiguous()
+        call.sinks = None if sinks is None else sinks.data_ptr()
         call.q_token, call.q_head, _ = q.stride()
         call.k_token, call.k_head, _ = k.stride()
         call.v_token, call.v_head, _ = v.stride()
@@ -118,7 +129,9 @@ class Layer:
         return out
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv], lse [B, T, H]."""
     batch, num_heads, length, head_dim = q.shape
     blocks = -(-length // DENSE_BLOCK_SIZE)
@@ -127,7 +140,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Ten
     plan = Plan((Chunk(0, length, table) for table in tables), block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
     lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = layer.attend(plan, *flat, scoring, lse)
+    out = layer.attend(plan, *flat, scoring, sinks=sinks, lse=lse)
     return out.view(batch, length, num_heads, -1), lse.view(batch, length, num_heads)
 
 

@@ -37,7 +37,7 @@ def reference(q, k, v, scoring):
     return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
 
 
-def paged(q, k, v, scoring, *, block_size, steps, shared=0):
+def paged(q, k, v, scoring, *, block_size, steps, shared=0, sinks=None):
     """The sequences of `draw` through a pool: every step is [(sequence, first, end)]; returns [B, T, H, Dv].
 
     The first `shared` positions of all sequences lie in the same blocks.
@@ -63,7 +63,7 @@ def paged(q, k, v, scoring, *, block_size, steps, shared=0):
         chunks = [Chunk(first, end - first, tables[s][: -(-end // block_size)]) for s, first, end in step]
         plan = Plan(chunks, block_size=block_size, num_kv_heads=k.shape[1])
         flat = [torch.cat([x[s, :, first:end] for s, first, end in step], 1).transpose(0, 1) for x in (q, k, v)]
-        result = layer.attend(plan, *flat, scoring).split([end - first for _, first, end in step])
+        result = layer.attend(plan, *flat, scoring, sinks=sinks).split([end - first for _, first, end in step])
         for (s, first, end), part in zip(step, result, strict=True):
             out[s, first:end] = part
     return out
@@ -142,6 +142,15 @@ def test_bits_do_not_depend_on_reading_a_shared_prefix_once(block_size, window, 
     out = paged(q, k, v, scoring, block_size=block_size, steps=steps, shared=prefix)
     expected, _ = attend_dense(q, k, v, scoring)
     assert torch.equal(out[:, prefix:], expected[:, prefix:]) and torch.equal(out[0], expected[0])
+
+
+@DTYPES
+def test_bits_with_sinks_do_not_depend_on_chunks(dtype):
+    tensors, sinks = draw(3, 4, 2, 150, 64, 64, dtype), torch.randn(4).to(dtype)
+    expected, _ = attend_dense(*tensors, Scoring(0.1), sinks)
+    steps = random_steps(3, 150, random.Random(0))
+    assert torch.equal(paged(*tensors, Scoring(0.1), block_size=16, steps=steps, sinks=sinks), expected)
+    assert not torch.equal(expected, attend_dense(*tensors, Scoring(0.1))[0])
 
 
 def test_a_prefix_is_read_once_by_the_sequences_that_share_it():

@@ -6,10 +6,20 @@ import pytest
 import torch
 
 from rollout_engine.kernels import paged_attention
+from rollout_engine.kernels.cpu.build import library
 from rollout_engine.kernels.paged_attention import DenseAttention, NotInvariant, Scoring
 
 
-def reference(q, k, v, scoring):
+@pytest.fixture(params=["kernel", "twin"], autouse=True)
+def implementation(request, monkeypatch):
+    """Which of them serves."""
+    if request.param == "twin":
+        monkeypatch.setattr(paged_attention.compiled, "serves", lambda dtype: False)
+    elif library() is None:
+        pytest.skip("no C++ compiler here")
+
+
+def reference(q, k, v, scoring, sinks=None):
     """Plain attention in the inputs' dtype: q [B, H, T, Dk] -> [B, T, H, Dv]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -21,7 +31,10 @@ def reference(q, k, v, scoring):
     hidden = distance < 0
     if scoring.sliding_window:
         hidden = hidden | (distance >= scoring.sliding_window)
-    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(1, 2)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : len(position)] @ v).transpose(1, 2)
 
 
 CASES = [
@@ -49,6 +62,21 @@ def test_values_and_gradients_are_attentions(heads, kv_heads, length, dk, dv, sc
         torch.testing.assert_close(mine.grad.double(), right.grad, atol=1e-5, rtol=1e-4)
 
 
+def test_sinks_take_their_share_and_get_their_gradient():
+    shapes = [(2, 6, 90, 16), (2, 2, 90, 16), (2, 2, 90, 24), (6,)]
+    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    theirs = [t.detach().double().requires_grad_() for t in ours]
+    scoring = Scoring(0.3, sliding_window=20)
+    out = DenseAttention.apply(*ours[:3], scoring, ours[3])
+    expected = reference(*theirs[:3], scoring, theirs[3])
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected.backward(grad.double())
+    for mine, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad.double(), right.grad, atol=2e-5, rtol=1e-4)
+
+
 def test_a_token_does_not_depend_on_what_follows_or_stands_beside_it(thread_count):
     q, k, v = (torch.randn(5, heads, 200, 16) for heads in (6, 2, 2))
     scoring = Scoring(0.25)
@@ -63,5 +91,12 @@ def test_a_token_does_not_depend_on_what_follows_or_stands_beside_it(thread_coun
 
 def test_a_cpu_whose_products_depend_on_their_height_is_refused(monkeypatch):
     monkeypatch.setattr(paged_attention, "_rows_are_independent", lambda dim: False)
+    monkeypatch.setattr(paged_attention.compiled, "serves", lambda dtype: False)
     with pytest.raises(NotInvariant, match="head size 20"):
-        paged_attention.prove_row_invariance({20})
+        paged_attention.prove_row_invariance({20}, torch.float32)
+
+
+def test_the_kernel_needs_no_such_proof(monkeypatch):
+    monkeypatch.setattr(paged_attention, "_rows_are_independent", lambda dim: False)
+    monkeypatch.setattr(paged_attention.compiled, "serves", lambda dtype: True)
+    paged_attention.prove_row_invariance({20}, torch.float32)
