@@ -40,7 +40,7 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
     weight = torch.linspace(-1.5, 2.5, child.weight.numel(), dtype=child.weight.dtype)
     if weight.shape != child.weight.shape or list(child.children()):
         return None
-    trial = _with(child, _parameters={"weight": nn.Parameter(weight, requires_grad=False)})
+    trial = _with(child, _parameters=child._parameters | {"weight": nn.Parameter(weight, requires_grad=False)})
     rows = torch.linspace(-4, 5, 3 * len(weight)).view(3, -1) * torch.tensor([[1.0], [1e-2], [1e-4]])
     return epsilon if _agree(trial, lambda x: rms_norm(x, weight, epsilon), rows.to(weight.dtype)) else None
 
@@ -65,7 +65,10 @@ def _agree(module: nn.Module, ours: Callable[[Tensor], Tensor], x: Tensor) -> bo
     """Whether `module` takes one argument and gives what `ours` does: all but equal, and mostly equal when rounded."""
     if len(inspect.signature(module.forward).parameters) != 1:
         return False
-    theirs, mine = module.forward(x), ours(x)  # without the module's hooks
+    try:
+        theirs, mine = module.forward(x), ours(x)  # without the module's hooks
+    except Exception:  # a foreign forward may dislike a trial in any way: then it is not ours
+        return False
     if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
         return False
     close = torch.allclose(theirs.float(), mine.float(), rtol=4 * torch.finfo(x.dtype).eps, atol=1e-6)

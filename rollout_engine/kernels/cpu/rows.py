@@ -33,11 +33,11 @@ class _Rows(ctypes.Structure):
     ]
 
 
-def supports(*tensors: Tensor) -> bool:
-    """Whether the kernels are there and read these: one dtype, float32 or bfloat16."""
-    dtype = tensors[0].dtype
-    known = dtype in (torch.float32, torch.bfloat16) and all(t.dtype == dtype for t in tensors)
-    return known and tensors[0].device.type == "cpu" and build.library() is not None
+def supports(x: Tensor, other: Tensor | None = None) -> bool:
+    """Whether the kernels are there and read these: both float32, or both bfloat16, on the CPU."""
+    dtype = x.dtype
+    known = dtype is torch.float32 or dtype is torch.bfloat16
+    return known and (other is None or other.dtype is dtype) and x.is_cpu and build.library() is not None
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -50,26 +50,28 @@ def activate(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """SiLU of `gate` [..., D], rounded; times `up` of the same shape where given."""
     gate, layout = _readable(gate)
     if up is None:
-        return _run("rows_activate", gate, layout, None, layout)
+        return _run("rows_activate", gate, layout, None, layout, 0.0)
     up, other = _readable(up)
     if layout[:2] != other[:2]:
         (gate, layout), (up, other) = _readable(gate.contiguous()), _readable(up.contiguous())
-    return _run("rows_activate", gate, layout, up, other)
+    return _run("rows_activate", gate, layout, up, other, 0.0)
 
 
-def _run(
-    name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layout: _Layout, epsilon: float = 0.0
-) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+def _run(name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layout: _Layout, epsilon: float) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    outer, inner, x_outer, x_inner = layout
     args = _Rows(
         x.data_ptr(),
-        *layout[2:],
+        x_outer,
+        x_inner,
         None if other is None else other.data_ptr(),
-        *other_layout[2:],
+        other_layout[2],
+        other_layout[3],
         out.data_ptr(),
-        *layout[:2],
-        x.shape[-1],
-        x.dtype == torch.bfloat16,
+        outer,
+        inner,
+        x.size(-1) if x.dim() else 1,
+        x.dtype is torch.bfloat16,
         1 if x.numel() < _SMALL else torch.get_num_threads(),
         epsilon,
     )
@@ -79,7 +81,7 @@ def _run(
 
 def _readable(x: Tensor) -> tuple[Tensor, _Layout]:
     """`x` [..., D] and how its rows lie; a contiguous copy of it where two strides do not say it."""
-    size = x.shape[-1] if x.dim() else 1
+    size = x.size(-1) if x.dim() else 1
     if x.is_contiguous():
         return x, (x.numel() // max(size, 1), 1, size, 0)
     merged: list[tuple[int, int]] = []  # (length, stride), innermost first

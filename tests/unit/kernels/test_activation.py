@@ -4,7 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_engine.kernels.activation import silu
+from rollout_engine.kernels.activation import gated_silu, silu
+from rollout_engine.kernels.cpu import build
+
+
+@pytest.fixture(autouse=True, params=["kernel", "twin"])
+def side(request, monkeypatch):
+    """The C++ kernel, or torch where no compiler is."""
+    if request.param == "twin":
+        monkeypatch.setattr(build, "library", lambda: None)
+    elif build.library() is None:
+        pytest.skip("no compiler")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,3 +42,28 @@ def test_its_gradient_is_silus():
     far = torch.tensor([-200.0, 200.0], requires_grad=True)
     silu(far).sum().backward()
     assert far.grad.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gated_form_rounds_where_two_steps_round(dtype):
+    both = (torch.randn(40, 2 * 77) * 4).to(dtype)
+    gate, up = both.split(77, dim=-1)
+    expected = silu(gate) * up
+    assert torch.equal(gated_silu(gate, up), expected)
+    assert torch.equal(gated_silu(gate.contiguous(), up), expected)
+    assert torch.equal(gated_silu(gate[3:4], up[3:4]), expected[3:4])
+    assert torch.equal(gated_silu(gate[:, 5:9], up[:, 5:9]), expected[:, 5:9])
+
+
+def test_the_gated_form_has_the_gradients_of_two_steps():
+    gate, up = torch.randn(2, 6, 33, requires_grad=True)
+    mine = torch.autograd.grad(gated_silu(gate, up).square().sum(), (gate, up))
+    theirs = torch.autograd.grad((F.silu(gate) * up).square().sum(), (gate, up))
+    for got, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_what_is_not_finite_stays_so():
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
+    assert silu(x).tolist()[1:2] == [torch.inf]
+    assert silu(x).isnan().tolist() == F.silu(x).isnan().tolist()

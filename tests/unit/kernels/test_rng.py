@@ -2,6 +2,7 @@ import pytest
 import torch
 from scipy import stats
 
+from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.rng import philox4x32, uniforms
 
 
@@ -53,3 +54,11 @@ def test_neighbours_are_uniform_and_independent(vary):
     assert 0 <= u.min() < u.max() < 1
     cells = (u[:-1] * 16).long() * 16 + (u[1:] * 16).long()
     assert stats.chisquare(cells.bincount(minlength=256).numpy()).pvalue > 1e-6
+
+
+@pytest.mark.skipif(build.library() is None, reason="no compiler")
+def test_the_kernel_and_its_twin_draw_the_same_bits(monkeypatch):
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (500,)), torch.randint(0, 2**40, (500,))
+    expected = uniforms(seeds, positions)
+    monkeypatch.setattr(build, "library", lambda: None)
+    assert torch.equal(uniforms(seeds, positions), expected)

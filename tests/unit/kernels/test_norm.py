@@ -1,0 +1,70 @@
+"""RMSNorm: Hugging Face's formula and rounding, its gradients, and the same bits for a row wherever it lies."""
+
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.norm import rms_norm
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def side(request, monkeypatch):
+    """The C++ kernel, or torch where no compiler is."""
+    if request.param == "twin":
+        monkeypatch.setattr(build, "library", lambda: None)
+    elif build.library() is None:
+        pytest.skip("no compiler")
+
+
+def _module(size, dtype):
+    module = Qwen3RMSNorm(size, eps=1e-5).to(dtype)
+    module.weight.data.copy_(torch.randn(size))
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 64, 65, 128, 1000])
+def test_it_is_hugging_faces_norm(side, dtype, size):
+    module, x = _module(size, dtype), (torch.randn(50, size) * 3).to(dtype)
+    got, expected = rms_norm(x, module.weight, 1e-5), module(x)
+    assert got.dtype == dtype
+    if dtype == torch.bfloat16:  # the same rounding points: only a sum in another order may move a value
+        assert (got == expected).float().mean() > 0.99
+    torch.testing.assert_close(got, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [33, 128])
+def test_heads_of_a_fused_projection_are_read_in_place(dtype, size):
+    weight = torch.randn(size).to(dtype)
+    wide = torch.randn(2, 7, 5 * size + 3).to(dtype)
+    heads = wide[..., 3 : 3 + 4 * size].view(2, 7, 4, size)
+    for x in (heads, heads.transpose(1, 2), heads[:, 2:3], heads[..., ::2, :], heads[0, 0, 0]):
+        got = rms_norm(x, weight, 1e-6)
+        assert got.is_contiguous()
+        assert torch.equal(got, rms_norm(x.contiguous(), weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(thread_count, dtype):
+    x, weight = torch.randn(300, 257).to(dtype), torch.randn(257).to(dtype)
+    expected = rms_norm(x, weight, 1e-6)
+    for threads in (1, 2):
+        thread_count(threads)
+        for start, end in ((0, 1), (299, 300), (3, 200), (0, 300)):
+            assert torch.equal(rms_norm(x[start:end], weight, 1e-6), expected[start:end])
+
+
+def test_gradients_are_those_of_the_module(side):
+    module, x = _module(48, torch.float32), torch.randn(3, 5, 48, requires_grad=True)
+    theirs = torch.autograd.grad(module(x).square().sum(), (x, module.weight))
+    mine = torch.autograd.grad(rms_norm(x, module.weight, 1e-5).square().sum(), (x, module.weight))
+    for got, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, expected)
+    (only_x,) = torch.autograd.grad(rms_norm(x, module.weight.detach(), 1e-5).square().sum(), (x,))
+    assert torch.equal(only_x, mine[0])
+
+
+def test_no_rows_give_no_rows(side):
+    assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
