@@ -1,4 +1,4 @@
-"""GRPO in one file: a policy learns to spell words backward, in two minutes on two CPU cores.
+"""GRPO in one file: a policy learns to spell words backward, in minutes on two CPU cores.
 
     python examples/grpo.py                            makes a small policy on the spot, then trains it
     python examples/grpo.py --shuffle-advantages       the control: same run, rewards dealt to the wrong samples
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options; a real checkpoint gets a smaller learning rate than the made one."""
     parser = argparse.ArgumentParser(description="GRPO on reasoning-gym's spell_backward.")
     parser.add_argument("--model", help="checkpoint directory or hub id; default: a small policy made on the spot")
-    parser.add_argument("--steps", type=int, default=80, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
     parser.add_argument("--warm-up-steps", type=int, default=600, help="imitation steps of the made policy")
     parser.add_argument("--learning-rate", type=float, help="default: 4e-5; 1e-6 with --model")
     parser.add_argument("--micro-batch", type=int, default=256, help="sequences per backward pass")
