@@ -36,6 +36,7 @@ constexpr int64_t TILE = TILE_ROWS * UNIT_BLOCK;
 constexpr int64_t CACHED_BYTES = 1 << 20;       // rows that stay in the second-level cache while panels pass by
 constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another thread has woken up
 
+constexpr int64_t SOLO_STAGED_ROWS = 64;         // copied by one thread before the others could meet
 #ifdef __AVX512F__
 constexpr int MAX_ROWS = 12;  // by two vectors: 24 accumulators of 32 registers
 #else
@@ -262,8 +263,10 @@ void tile_panel(const Call& call, int64_t panel, bool is_last, int64_t begin, in
         else
             tile_block<1>(a, b, units, next, lines, sums);
         const int64_t rows = std::min(2 * TILE_ROWS, end - row);
-        for (int64_t r = 0; r < rows; ++r)
-            write_row(vec::load(sums + r * PANEL), vec::load(sums + r * PANEL + vec::LANES), call, row + r, panel * PANEL);
+        for (int64_t r = 0; r < rows; ++r) {
+            const float* left = sums + r * PANEL;
+            write_row(vec::load(left), vec::load(left + vec::LANES), call, row + r, panel * PANEL);
+        }
     }
 }
 
@@ -288,11 +291,12 @@ void run_on_tiles(const Call& call) {
     static const TileConfig config;
     const Cut cut = cut_of(call, 2 * TILE_ROWS);
     const int64_t tiles = divided_up(call.rows, TILE_ROWS);
+    const int stagers = call.rows <= SOLO_STAGED_ROWS ? 1 : cut.threads;
+#pragma omp parallel for schedule(static) num_threads(stagers)
+    for (int64_t tile = 0; tile < tiles; ++tile) stage_tile(call, tile);
 #pragma omp parallel num_threads(cut.threads)
     {
         _tile_loadconfig(&config);
-#pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiles; ++tile) stage_tile(call, tile);
 #pragma omp for collapse(2) schedule(static) nowait
         for (int64_t part = 0; part < cut.parts; ++part)
             for (int64_t panel = 0; panel < cut.panels; ++panel) {
@@ -326,7 +330,8 @@ void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
 }
 
 // Sixteen columns from `first` on.
-void pack_half(const char* weight, int64_t row_bytes, int64_t out_features, int64_t units, int64_t first, int32_t* out) {
+void pack_half(const char* weight, int64_t row_bytes, int64_t out_features, int64_t units, int64_t first,
+               int32_t* out) {
     const int64_t columns = std::clamp<int64_t>(out_features - first, 0, 16);
     const int32_t* rows[16];
     for (int64_t n = 0; n < columns; ++n) rows[n] = reinterpret_cast<const int32_t*>(weight + (first + n) * row_bytes);
@@ -378,9 +383,11 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
     const int64_t panels = divided_up(out_features, PANEL);
     ask_for_large_pages(packed, panels * units * PANEL * 4);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t panel = 0; panel < panels; ++panel)
-        for (int64_t half = 0; half < PANEL; half += 16)
-            pack_half(weight, row_bytes, out_features, units, panel * PANEL + half, packed + panel * units * PANEL + half);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        int32_t* out = packed + panel * units * PANEL;
+        pack_half(weight, row_bytes, out_features, units, panel * PANEL, out);
+        pack_half(weight, row_bytes, out_features, units, panel * PANEL + 16, out + 16);
+    }
 }
 
 void gemm_run(const Call* call) {
