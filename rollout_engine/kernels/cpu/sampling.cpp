@@ -74,7 +74,8 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
             else if (i > edge.last_tie)
                 w = x <= floor ? F{} : w;
             else
-                for (int k = 0; k < LANES; k++) w[k] = x[k] < floor[k] || (x[k] == floor[k] && i + k > edge.last_tie) ? 0 : w[k];
+                for (int k = 0; k < LANES; k++)
+                    if (x[k] < edge.floor || (x[k] == edge.floor && i + k > edge.last_tie)) w[k] = 0.0f;
             for (int k = here; k < LANES; k++) w[k] = 0.0f;
         }
         vec::store(weights + i, w);
