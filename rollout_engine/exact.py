@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
 from rollout_engine.model.attention import ATTENTION_NAME
-from rollout_engine.model.fusion import make_row_invariant, repack
+from rollout_engine.model.fusion import make_row_invariant, repack, unproven_parts
 
 
 def enable(model: nn.Module) -> nn.Module:
     """Make a Hugging Face causal LM compute what the engine computes; in place, and returned.
 
-    Linears, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and `save_pretrained`
-    are unaffected. Batches must be right-padded (`token_logprobs` accepts any padding). Call it again after replacing
+    Linears, norms, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and
+    `save_pretrained` are unaffected. Batches must be right-padded (`token_logprobs` accepts any padding). Call it again after replacing
     modules; calling it twice is harmless. Dropout must be off. Raises `ConfigError` for a model that cannot be exact.
     """
     if not hasattr(model, "set_attn_implementation"):
@@ -30,6 +30,11 @@ def enable(model: nn.Module) -> nn.Module:
     _refuse_rounded_rotary(model)
     model.set_attn_implementation(ATTENTION_NAME)
     make_row_invariant(model)
+    if unproven := unproven_parts(model):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on the "
+            f"batch, such as {unproven[0]}."
+        )
     if not getattr(model, "_rollout_engine_exact", False):
         model.register_forward_pre_hook(_refuse_left_padding, with_kwargs=True)
         model._rollout_engine_exact = True

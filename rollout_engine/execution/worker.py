@@ -1,10 +1,13 @@
 """One device's share of the engine: the model, its KV pool, its weights."""
 
+import logging
+
 import msgspec
 import numpy as np
 import torch
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
 from rollout_engine.execution.kv_size import bytes_per_block, cap_model_len, size_pool
 from rollout_engine.execution.scoring import score
 from rollout_engine.execution.weights import WeightUpdater
@@ -13,6 +16,8 @@ from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.fusion import repack
 from rollout_engine.model.loader import LoadedModel, load_model
 from rollout_engine.model.runner import ModelRunner
+
+logger = logging.getLogger("rollout_engine")
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,9 +40,7 @@ class Worker:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_model(config)
-        self._deterministic = config.deterministic is not False
-        if self._deterministic:
-            make_deterministic(loaded.module, loaded.geometry)
+        self._deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
         num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
         model = PagedModel(loaded.module, loaded.geometry, num_blocks=num_blocks, block_size=config.block_size)
         self.runner = ModelRunner(model)
@@ -58,8 +61,7 @@ class Worker:
         return score(module, sequences, num_prompt, temperature=temperature, vocab_size=self.info.vocab_size)
 
     def _after_commit(self) -> None:
-        if self._deterministic:
-            repack(self.runner.model.module)
+        repack(self.runner.model.module)
 
     def _choices(self, config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:
         pool_mib = num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
@@ -69,3 +71,12 @@ class Worker:
             f"KV pool {num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB), "
             f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
         )
+
+
+def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
+    obstacle = make_deterministic(loaded.module, loaded.geometry)
+    if obstacle is not None and config.deterministic is True:
+        raise ConfigError(f"deterministic=True is not possible: {obstacle}. Use deterministic=False.")
+    if obstacle is not None:
+        logger.warning("deterministic='auto' is off, log-probs may differ from the trainer's: %s.", obstacle)
+    return obstacle is None

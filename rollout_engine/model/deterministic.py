@@ -7,12 +7,15 @@ from torch import nn
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.linear import NotInvariant
 from rollout_engine.kernels.paged_attention import prove_row_invariance
-from rollout_engine.model.fusion import make_row_invariant, repack
+from rollout_engine.model.fusion import make_row_invariant, repack, unproven_parts
 from rollout_engine.model.geometry import LayerGeometry
 
 
-def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> None:
-    """Swap in row-invariant linears and activations, in place; `ConfigError` where this CPU does not allow it."""
+def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> str | None:
+    """Swap in row-invariant linears, norms and activations, in place; returns why that does not suffice, or None.
+
+    Raises `ConfigError` where this CPU does not allow it.
+    """
     dtype = next(module.parameters()).dtype
     try:
         prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)}, dtype)
@@ -20,3 +23,9 @@ def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> 
         repack(module)
     except NotInvariant as problem:
         raise ConfigError(f"deterministic=True is not possible here: {problem}. Use deterministic=False.") from None
+    unproven = unproven_parts(module)
+    if not unproven:
+        return None
+    return (
+        f"{type(module).__name__} has {len(unproven)} parts whose rows may depend on the batch, such as {unproven[0]}"
+    )

@@ -39,6 +39,22 @@ def make_row_invariant(module: nn.Module) -> None:
                 setattr(parent, name, RowInvariantSiLU())
 
 
+def unproven_parts(module: nn.Module) -> list[str]:
+    """Names of what still may make a row depend on its batch, once `make_row_invariant` is done.
+
+    Weights multiplied by something we did not replace (mixtures of experts, GPT-2's own linears), and activations other
+    than SiLU (`kernels.activation` says what is wrong with torch's).
+    """
+    found = []
+    for path, child in module.named_modules():
+        if type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+            found.append(path)
+        elif not isinstance(child, RowInvariantLinear | nn.Embedding):
+            own = child.named_parameters(recurse=False)
+            found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
+    return found
+
+
 def fuse_projections(module: nn.Module) -> None:
     """Move q/k/v and gate/up weights into one buffer each; the parameters become row slices of it."""
     for group in _groups(module):
