@@ -22,8 +22,9 @@ def enable(model: nn.Module) -> nn.Module:
     """Make a Hugging Face causal LM compute what the engine computes; in place, and returned.
 
     Linears, norms, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and
-    `save_pretrained` are unaffected. Batches must be right-padded (`token_logprobs` accepts any padding). Call it again after replacing
-    modules; calling it twice is harmless. Dropout must be off. Raises `ConfigError` for a model that cannot be exact.
+    `save_pretrained` are unaffected. Batches must be right-padded (`token_logprobs` accepts any padding). Call it again
+    after replacing modules; calling it twice is harmless. Dropout must be off. Raises `ConfigError` for a model that
+    cannot be exact.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}.")
