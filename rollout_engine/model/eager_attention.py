@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.paged_attention import KV_TILE, Scoring, Tile, TilePlan, attend, padded_rows
 from rollout_engine.model.chunk import SequenceChunk
 from rollout_engine.model.geometry import LayerGeometry
@@ -20,7 +21,7 @@ class EagerPool:
         self.block_size = block_size
         self.layers = [
             tuple(
-                torch.zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype)
+                lazy_zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype)
                 for dim in (layer.head_dim_k, layer.head_dim_v)
             )
             for layer in geometry

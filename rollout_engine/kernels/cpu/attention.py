@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu.build import library
+from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.scoring import Scoring
 
 DENSE_BLOCK_SIZE = 64
@@ -77,10 +78,10 @@ class Layer:
         per_step = 4 // dtype.itemsize
         steps = -(-dim_k // per_step)
         self.dtype = dtype
-        self.keys = torch.zeros(num_blocks, num_kv_heads, steps, block_size, per_step, dtype=dtype)
+        self.keys = lazy_zeros(num_blocks, num_kv_heads, steps, block_size, per_step, dtype=dtype)
         """[..., i, p, j]: channel i * per_step + j at position p of the block."""
         pair = min(per_step, block_size)
-        self.values = torch.zeros(num_blocks, num_kv_heads, block_size // pair, dim_v, pair, dtype=dtype)
+        self.values = lazy_zeros(num_blocks, num_kv_heads, block_size // pair, dim_v, pair, dtype=dtype)
         """[..., i, c, j]: channel c at position i * pair + j."""
         self._call = _Call(
             keys=self.keys.data_ptr(),
