@@ -19,7 +19,7 @@ class PagedModel:
         self.module = module
         self.kv = PagedKV(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk], logit_rows: Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
         token_ids = torch.tensor([[t for chunk in chunks for t in chunk.token_ids]], dtype=torch.int64)
