@@ -57,8 +57,8 @@ def _kernels() -> dict[str, Any]:
     listener.emit = lambda record: reasons.append(record.getMessage())  # type: ignore[method-assign]
     build.logger.addHandler(listener)
     try:
-        build.library.cache_clear()  # a failure is told once; here it is the answer
-        loaded = build.library() is not None
+        build.load_kernels.cache_clear()  # a failure is told once; here it is the answer
+        loaded = build.load_kernels() is not None
     finally:
         build.logger.removeHandler(listener)
     return {

@@ -18,7 +18,7 @@ def draw(
     take the most likely token, the first where several are; `rules` must cut nothing of these. The log-prob is that of
     the whole row. A row whose figures are NaN has an arbitrary token.
     """
-    if build.library() is not None:
+    if build.load_kernels() is not None:
         return sampling.draw(logits, temperatures, uniforms, greedy, rules)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     maximum, total, kept_total = torch.empty_like(temperatures), torch.empty_like(uniforms), torch.empty_like(uniforms)

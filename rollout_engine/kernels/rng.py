@@ -21,7 +21,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 
     The key is the seed (its bit pattern, unsigned), the counter is the position.
     """
-    if build.library() is not None:
+    if build.load_kernels() is not None:
         return sampling.uniforms(seeds, positions)
     zeros = torch.zeros_like(positions)
     words = philox4x32(torch.stack([*_words(positions), zeros, zeros]), torch.stack(_words(seeds)))

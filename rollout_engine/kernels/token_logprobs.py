@@ -42,7 +42,7 @@ def row_temperatures(temperature: float | Tensor, logits: Tensor) -> Tensor:
 
 def figures_of(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Figures:
     """Maximum and log of the total weight of every row of `logits` [N, V], and the log-prob of one token of each."""
-    if build.library() is not None:
+    if build.load_kernels() is not None:
         return sampling.score(logits, temperatures, token_ids)
     maximum = torch.empty_like(temperatures)
     total = torch.empty_like(temperatures, dtype=torch.float64)
@@ -94,7 +94,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, temperatures, *saved = ctx.saved_tensors
         figures = Figures(*saved)
-        if build.library() is not None:
+        if build.load_kernels() is not None:
             return sampling.gradient(logits, temperatures, figures, grad), None, None
         scale = grad / temperatures
         shrink = -scale / figures.log_total.exp().float()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.build import library
+from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.scoring import Scoring
 
@@ -22,7 +22,7 @@ _BYTES_PER_ITEM = 20
 
 def serves(dtype: torch.dtype) -> bool:
     """Whether the kernel computes this dtype on this machine."""
-    return dtype in (torch.float32, torch.bfloat16) and library() is not None
+    return dtype in (torch.float32, torch.bfloat16) and load_kernels() is not None
 
 
 class Chunk(NamedTuple):
@@ -167,7 +167,7 @@ class _Call(ctypes.Structure):
 
 
 def _library() -> Any:
-    kernels = library()
+    kernels = load_kernels()
     assert kernels is not None, "ask `serves` first"
     if not kernels.attention.argtypes:
         for function in (kernels.attention, kernels.attention_plan, kernels.attention_scratch):

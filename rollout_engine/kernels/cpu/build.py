@@ -31,7 +31,7 @@ def cache_directory(name: str) -> Path:
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def load_kernels() -> ctypes.CDLL | None:
     """The compiled kernels; None, and one line in the log, where they cannot be built: eager twins serve then."""
     try:
         return ctypes.CDLL(str(_built()))

@@ -42,7 +42,7 @@ class _Call(ctypes.Structure):
 
 def serves(dtype: torch.dtype) -> bool:
     """Whether the kernel computes this dtype on this machine."""
-    return dtype in _DTYPES and build.library() is not None
+    return dtype in _DTYPES and build.load_kernels() is not None
 
 
 def is_fast(dtype: torch.dtype) -> bool:
@@ -95,7 +95,7 @@ def _units(in_features: int, dtype: torch.dtype) -> int:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = build.library()
+    library = build.load_kernels()
     assert library is not None, "ask `serves` first"
     library.gemm_level.argtypes, library.gemm_level.restype = (c_int32,), c_int32
     library.gemm_pack.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32)

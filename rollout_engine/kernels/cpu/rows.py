@@ -1,4 +1,4 @@
-"""ctypes face of `rows.cpp`. Callers ask `build.library()` first: here it is there."""
+"""ctypes face of `rows.cpp`. Callers ask `build.load_kernels()` first: here it is there."""
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
@@ -37,7 +37,7 @@ def supports(x: Tensor, other: Tensor | None = None) -> bool:
     """Whether the kernels are there and read these: both float32, or both bfloat16, on the CPU."""
     dtype = x.dtype
     known = dtype is torch.float32 or dtype is torch.bfloat16
-    return known and (other is None or other.dtype is dtype) and x.is_cpu and build.library() is not None
+    return known and (other is None or other.dtype is dtype) and x.is_cpu and build.load_kernels() is not None
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -75,7 +75,7 @@ def _run(name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layo
         1 if x.numel() < _SMALL else torch.get_num_threads(),
         epsilon,
     )
-    getattr(build.library(), name)(ctypes.byref(args))
+    getattr(build.load_kernels(), name)(ctypes.byref(args))
     return out
 
 

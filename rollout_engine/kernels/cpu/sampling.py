@@ -1,4 +1,4 @@
-"""ctypes face of `sampling.cpp`. Callers ask `build.library()` first: here it is there."""
+"""ctypes face of `sampling.cpp`. Callers ask `build.load_kernels()` first: here it is there."""
 
 import ctypes
 from ctypes import c_int64, c_void_p
@@ -86,14 +86,14 @@ def draw(
         kept = Kept(torch.empty_like(figures.log_total), torch.empty(n), torch.empty(n, dtype=torch.int64))
         args.candidate = candidate.data_ptr()
         args.kept_log_total, args.floor, args.last_tie = (column.data_ptr() for column in kept)
-    build.library().sampling_draw(ctypes.byref(args))
+    build.load_kernels().sampling_draw(ctypes.byref(args))
     return figures, kept
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Figures:
     """Figures of given `tokens`, int64 [N]."""
     args, figures = _rows(logits := _readable(logits), temperatures, tokens.contiguous())
-    build.library().sampling_score(ctypes.byref(args))
+    build.load_kernels().sampling_score(ctypes.byref(args))
     return figures
 
 
@@ -103,7 +103,7 @@ def gradient(logits: Tensor, temperatures: Tensor, figures: Figures, grad: Tenso
     grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
     args.maximum, args.log_total = figures.maximum.data_ptr(), figures.log_total.data_ptr()
     args.grad, args.grad_logits = grad.data_ptr(), result.data_ptr()
-    build.library().sampling_gradient(ctypes.byref(args))
+    build.load_kernels().sampling_gradient(ctypes.byref(args))
     return result.to(logits.dtype)
 
 
@@ -112,7 +112,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     seeds, positions = seeds.contiguous(), positions.contiguous()
     result = torch.empty(len(seeds), dtype=torch.float64)
     pointers = (c_void_p(x.data_ptr()) for x in (seeds, positions))
-    build.library().sampling_uniforms(*pointers, c_int64(len(seeds)), c_void_p(result.data_ptr()))
+    build.load_kernels().sampling_uniforms(*pointers, c_int64(len(seeds)), c_void_p(result.data_ptr()))
     return result
 
 

@@ -6,7 +6,7 @@ import torch
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import build, gemm
 
-needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(build.load_kernels() is None, reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]
 # Around panels of 32 columns, tiles of 16 units, odd K, and one of each.
 SHAPES = [(1, 1), (7, 50), (32, 64), (33, 31), (131, 77), (384, 128), (200, 1030)]
@@ -87,7 +87,7 @@ def test_inputs_may_be_slices(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_a_compiler_products_are_borrowed(dtype, monkeypatch):
-    monkeypatch.setattr(build, "library", lambda: None)
+    monkeypatch.setattr(build, "load_kernels", lambda: None)
     monkeypatch.setattr(linear, "_plans", {})
     weight = torch.randn(48, 64).to(dtype)
     plan = linear.plan_for(weight)

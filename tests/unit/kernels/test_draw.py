@@ -7,7 +7,7 @@ from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.draw import Truncation, draw
 from rollout_engine.kernels.token_logprobs import token_logprobs
 
-needs_kernel = pytest.mark.skipif(build.library() is None, reason="no compiler")
+needs_kernel = pytest.mark.skipif(build.load_kernels() is None, reason="no compiler")
 
 
 def _case(n, vocab_size, dtype, *, seed=0):
@@ -31,7 +31,7 @@ def _case(n, vocab_size, dtype, *, seed=0):
 def test_the_kernel_does_what_its_twin_does(monkeypatch, vocab_size, dtype):
     case = _case(200, vocab_size, dtype)
     figures, kept = draw(*case)
-    monkeypatch.setattr(build, "library", lambda: None)
+    monkeypatch.setattr(build, "load_kernels", lambda: None)
     twin, twin_kept = draw(*case)
     assert torch.equal(figures.maximum, twin.maximum)
     torch.testing.assert_close(figures.log_total, twin.log_total, rtol=1e-6, atol=1e-6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout_engine.kernels import paged_attention
-from rollout_engine.kernels.cpu.build import library
+from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.paged_attention import DenseAttention, NotInvariant, Scoring
 
 
@@ -15,7 +15,7 @@ def implementation(request, monkeypatch):
     """Which of them serves."""
     if request.param == "twin":
         monkeypatch.setattr(paged_attention.compiled, "serves", lambda dtype: False)
-    elif library() is None:
+    elif load_kernels() is None:
         pytest.skip("no C++ compiler here")
 
 
