@@ -5,8 +5,7 @@ RolloutEngineError
 ├── RequestError (ValueError)      one request: field, value, bound
 ├── LifecycleError                 a verb in the wrong state
 ├── WeightUpdateError (SyncError)
-│   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
-├── EngineDeadError                the core is gone; every open request gets it
+│   ├── ManifestMismatchError  StaleVersionError  ChecksumError  DirtyWeightsError
 ├── EngineGenerateError            one request failed, the engine lives
 └── RewardError                    a reward function failed, the engine lives
 """
@@ -63,16 +62,8 @@ class ChecksumError(WeightUpdateError, sync_errors.ChecksumMismatch):
     """Bytes arrived that are not the bytes sent, or a value is not finite."""
 
 
-class TransferTimeoutError(WeightUpdateError, sync_errors.TransferTimeout):
-    """The other side of a weight transfer did not answer in time."""
-
-
 class DirtyWeightsError(WeightUpdateError):
     """The live weights are incomplete; only a complete update clears this."""
-
-
-class EngineDeadError(RolloutEngineError):
-    """The engine is gone. Every open request gets this error."""
 
 
 class EngineGenerateError(RolloutEngineError):
@@ -87,7 +78,6 @@ _FROM_SYNC: dict[type[sync_errors.SyncError], type[WeightUpdateError]] = {
     sync_errors.ManifestMismatch: ManifestMismatchError,
     sync_errors.StaleVersion: StaleVersionError,
     sync_errors.ChecksumMismatch: ChecksumError,
-    sync_errors.TransferTimeout: TransferTimeoutError,
 }
 
 

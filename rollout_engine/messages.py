@@ -61,7 +61,7 @@ class NewSequence(msgspec.Struct):
     request_id: str
     """Child id."""
     token_ids: list[int]
-    """Prompt and tokens sampled so far. The runner appends what it samples to its own copy."""
+    """Prompt and tokens sampled so far. The list is the runner's own: it appends what it samples."""
     num_prompt_tokens: int
     params: SamplingParams
     seed: int

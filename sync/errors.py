@@ -3,8 +3,7 @@
 SyncError
 ├── ManifestMismatch      the tensors offered are not the tensors expected
 ├── StaleVersion          the version does not move forward
-├── ChecksumMismatch      bytes arrived that are not the bytes sent
-└── TransferTimeout       the other side did not answer in time
+└── ChecksumMismatch      bytes arrived that are not the bytes sent
 """
 
 
@@ -22,7 +21,3 @@ class StaleVersion(SyncError):
 
 class ChecksumMismatch(SyncError):
     """A digest of received or live bytes differs from the manifest, or a value is not finite."""
-
-
-class TransferTimeout(SyncError):
-    """A wait on the other side passed its deadline."""

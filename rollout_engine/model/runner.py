@@ -1,9 +1,8 @@
 """Turns one `SchedulerOutput` into tokens: the flat batch through the model, then the sampler.
 
-The runner keeps its own copy of every live sequence's tokens, so that a step carries only what changed.
+Every live sequence's tokens are kept here, so that a step carries only what changed.
 """
 
-import msgspec
 import numpy as np
 import torch
 
@@ -29,8 +28,7 @@ class ModelRunner:
         """Compute the scheduled tokens and draw one token per sample task."""
         for request_id in work.finished:
             self._sequences.pop(request_id, None)
-        for new in work.new:
-            self._sequences[new.request_id] = msgspec.structs.replace(new, token_ids=new.token_ids.copy())
+        self._sequences.update((new.request_id, new) for new in work.new)
         self.model.kv.copy_blocks(work.block_copies)
         chunks = [self._chunk(s.request_id, s.num_computed_tokens, s.num_tokens, s.block_ids) for s in work.scheduled]
         if not chunks:

@@ -15,12 +15,8 @@
 // tiles of 16 rows, else vectors of sixteen: VDPBF16PS, or fused multiply-adds.
 #include <algorithm>
 
+#include "amx.h"
 #include "vec.h"
-
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -298,7 +294,7 @@ void attend_rows(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, in
                      lowest, highest);
 }
 
-#ifdef __AMX_BF16__
+#if HAS_AMX
 // Numbers of tile registers, and their shapes: four sums of 16 x 16; queries [16, 32 channels] and keys [16 steps, 16];
 // weights [16, 16 keys] and values [8 steps, 16 columns]. Macros: the intrinsics paste them into assembly.
 #define SUM0 0
@@ -310,26 +306,17 @@ void attend_rows(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, in
 #define WEIGHT 6
 #define VALUE 7
 
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
+struct TileConfig : amx::Config {
+    TileConfig() { row_bytes[WEIGHT] = 32, rows[VALUE] = 8; }
 };
 
-// The system grants the use of tiles once for the whole process.
-bool amx_granted() {
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return granted;
-}
-
-bool uses_amx(const Sizes<bf16>& z) { return z.dk % 32 == 0 && z.dv % TILE == 0 && amx_granted(); }
+bool uses_amx(const Sizes<bf16>& z) { return z.dk % 32 == 0 && z.dv % TILE == 0 && amx::granted(); }
 
 // While it lives, this thread's tiles are shaped for `attend_rows_amx`; oneDNN may have left a shape of its own.
 struct TileScope {
     explicit TileScope(bool needed) : needed_(needed) {
         if (!needed_) return;
-        static const TileConfig ours;  // static, since the intrinsics do not tell that they touch all of it
+        static const TileConfig ours;
         _tile_storeconfig(before_);
         _tile_loadconfig(&ours);
     }

@@ -16,15 +16,11 @@
 #include <cstring>
 #include <type_traits>
 
+#include "amx.h"
 #include "vec.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
-#endif
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define GEMM_AMX 1
 #endif
 
 namespace {
@@ -200,20 +196,7 @@ void run_on_vectors(const Call& call) {
 
 // ---- AMX: bfloat16
 
-#if GEMM_AMX
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// Linux hands out the tile registers on request, once for the process.
-bool tiles_are_granted() {
-    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    return granted;
-}
+#if HAS_AMX
 
 // TILES * 16 rows by one panel, all of K. `a`: [TILES][units / 16][16][16] units. Sixteen units at a time, `lines`
 // cache lines from `next` on are asked for: memory is kept busy while the panel at hand is used again.
@@ -288,7 +271,7 @@ void stage_tile(const Call& call, int64_t tile) {
 }
 
 void run_on_tiles(const Call& call) {
-    static const TileConfig config;
+    static const amx::Config config;
     const Cut cut = cut_of(call, 2 * TILE_ROWS);
     const int64_t tiles = divided_up(call.rows, TILE_ROWS);
     const int stagers = call.rows <= SOLO_STAGED_ROWS ? 1 : cut.threads;
@@ -308,7 +291,6 @@ void run_on_tiles(const Call& call) {
 }
 
 #else
-bool tiles_are_granted() { return false; }
 void run_on_tiles(const Call&) {}
 #endif
 
@@ -365,7 +347,7 @@ extern "C" {
 
 // What products run on: 3 AMX, 2 AVX512_BF16, 1 AVX-512, 0 what the compiler makes of vectors elsewhere.
 int32_t gemm_level(int32_t is_bf16) {
-    if (is_bf16 && tiles_are_granted()) return 3;
+    if (is_bf16 && amx::granted()) return 3;
 #ifdef __AVX512BF16__
     if (is_bf16) return 2;
 #endif
@@ -392,7 +374,7 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
 
 void gemm_run(const Call* call) {
     if (call->rows == 0) return;
-    if (call->is_bf16 && tiles_are_granted())
+    if (call->is_bf16 && amx::granted())
         run_on_tiles(*call);
     else
         run_on_vectors(*call);
