@@ -4,10 +4,11 @@
     front end ───────────────> EngineCore ───────────────> ModelRunner
               EngineCoreRequest            SchedulerOutput
               <─────────────── (scheduler) <───────────────
-              EngineCoreOutput             ModelRunnerOutput
+              EngineCoreOutputs            ModelRunnerOutput
 
 Ids: a request is `request_id`; with n > 1 its samples are the children `{i}_{request_id}`, with n = 1 the request
-itself. Below the core only children (sequences) exist.
+itself. Below the core only children (sequences) exist. Towards the front end a sequence is a number that the front end
+chose, so that a step's message is columns of numbers.
 """
 
 import msgspec
@@ -27,6 +28,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`params.max_tokens` resolved against `max_model_len`."""
     seed: int
     """Sequence seed of sample 0; sample i uses `child_seed(seed, i)`."""
+    first_sequence: int
+    """Outputs call sample i `first_sequence + i`: the front end chooses, the core only repeats."""
     eos_token_ids: list[int] = []
     """The checkpoint's end ids, empty with `ignore_eos`."""
     priority: int = 0
@@ -35,24 +38,37 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts share KV only with prompts of the same salt."""
 
 
-class EngineCoreOutput(msgspec.Struct):
-    """What one sequence gained in one step. `new_token_ids` is empty when it was aborted."""
+class SequenceEnd(msgspec.Struct):
+    """The last word on one sequence. Its last token, if the step brought one, is in the columns."""
 
-    request_id: str
-    """The parent's id."""
-    index: int
-    new_token_ids: list[int]
-    new_logprobs: list[float] | None = None
-    new_top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
-    """(int32 [T, k], float32 [T, k]) for the new tokens."""
-    new_kept_logprob_mass: list[float] | None = None
-    policy_version: int = 0
-    kv_min_version: int = 0
-    finish_reason: FinishReason | None = None
+    sequence: int
+    finish_reason: FinishReason
     stop_reason: int | None = None
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """The stop id; None for the checkpoint's end token."""
     error: str | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct):
+    """What one step brought: columns over the N sequences that gained a token, and the few that ended."""
+
+    policy_version: int
+    """Version that sampled all N tokens."""
+    sequences: list[int] = []
+    """[N], `EngineCoreRequest.first_sequence` + sample index; each at most once."""
+    token_ids: list[int] = []
+    """[N]."""
+    kv_min_versions: list[int] = []
+    """[N], the oldest version among the KV that each token attended."""
+    logprobs: list[float] | None = None
+    """[N]; a column is None when no request of the step asked for it, and holds anything for those that did not."""
+    kept_logprob_mass: list[float] | None = None
+    """[N]."""
+    top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [N, K], float32 [N, K]) with K the largest k asked."""
+    ended: list[SequenceEnd] = []
+    """Also of sequences that gained nothing: aborted, or failed."""
+    num_cached_tokens: dict[int, int] = {}
+    """`first_sequence` -> prompt tokens found in the prefix cache, told when a request is first computed."""
 
 
 class NewSequence(msgspec.Struct):

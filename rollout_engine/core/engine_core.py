@@ -9,14 +9,15 @@ from rollout_engine.core.executor import Executor
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.stats import CoreStats
-from rollout_engine.core.token_columns import add_logprobs
+from rollout_engine.core.token_columns import fill_columns
 from rollout_engine.errors import RequestError, WeightUpdateError
 from rollout_engine.messages import (
-    EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
     ScheduledSequence,
     SchedulerOutput,
+    SequenceEnd,
 )
 from rollout_engine.outputs import FinishReason
 
@@ -43,7 +44,8 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
-        self._undelivered: list[EngineCoreOutput] = []
+        self._ended: list[SequenceEnd] = []
+        """Ends that no outputs have told yet."""
 
     @property
     def policy_version(self) -> int:
@@ -62,7 +64,7 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to give."""
-        return bool(self._requests or self._undelivered)
+        return bool(self._requests or self._ended)
 
     def cache_usage(self) -> float:
         """Blocks referenced by live requests / all blocks."""
@@ -84,36 +86,34 @@ class EngineCore:
         self._sequences.update((sequence.sequence_id, sequence) for sequence in made.sequences)
         self._scheduler.add(made)
 
-    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests, or single samples by child id `{i}_{request_id}`; one output per sequence ended.
+    def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
+        """End requests, or single samples by child id `{i}_{request_id}`; the outputs say which sequences ended.
 
         An unknown or finished id is a no-op. Where an id names both a request and a sample of another, the request
         is meant.
         """
-        outputs = []
         for request_id in request_ids:
             if request_id in self._requests:
-                outputs += self._end_all(self._requests[request_id], "abort")
+                self._end_all(self._requests[request_id], "abort")
             elif request_id in self._sequences and not self._sequences[request_id].ended:
-                outputs.append(self._end(self._sequences[request_id], "abort"))
-        return outputs
+                self._end(self._sequences[request_id], "abort")
+        return self._tell(EngineCoreOutputs(self.policy_version))
 
-    def step(self) -> list[EngineCoreOutput]:
+    def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update. Called while idle it lets the runner forget what has ended."""
-        outputs, self._undelivered = self._undelivered, []
         work = self._scheduler.schedule()
-        if not work.scheduled and not work.finished:
-            return outputs
-        try:
-            result = self._executor.execute(work)
-            _check_result(work, result)
-        except BaseException as error:
-            outputs += self._fail(work, error)
-            if isinstance(error, Exception):
-                return outputs
-            self._undelivered = outputs  # interrupted from outside: the next step() delivers
-            raise
-        return outputs + self._update(work, result)
+        outputs = EngineCoreOutputs(self.policy_version, num_cached_tokens=self._found_in_cache(work))
+        if work.scheduled or work.finished:
+            try:
+                result = self._executor.execute(work)
+                _check_result(work, result)
+            except BaseException as error:
+                self._fail(work, error)
+                if not isinstance(error, Exception):  # interrupted from outside: the next outputs tell what ended
+                    raise
+            else:
+                self._update(work, result, outputs)
+        return self._tell(outputs)
 
     def commit_version(self, version: int, kv: str = "keep") -> int:
         """The weights are now `version`'s. Called between steps; returns the number of live requests.
@@ -144,68 +144,54 @@ class EngineCore:
         num_queued = sum(sequence.queue is not None for sequence in known.values())
         assert num_queued == self._scheduler.num_queued, "a stranger is queued"
 
-    def _update(self, work: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def _update(self, work: SchedulerOutput, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
         self.stats.num_steps += 1
         for row in work.scheduled:
             self._scheduler.advance(self._sequences[row.request_id], row.num_tokens)
-        outputs = []
-        for index, task in enumerate(work.samples):
-            sequence = self._sequences[task.request_id]
-            if index in result.errors:
-                outputs.append(self._end(sequence, "error", error=result.errors[index]))
-            else:
-                outputs.append(self._append(sequence, result, index))
+        drawn = [self._sequences[task.request_id] for task in work.samples]
+        fill_columns(outputs, drawn, result)
+        self.stats.num_tokens_sampled += len(outputs.sequences)
+        for index, message in result.errors.items():
+            self._end(drawn[index], "error", message)
+        for sequence, token_id in zip(drawn, result.token_ids, strict=True):
+            if not sequence.ended and sequence.append(token_id):
+                self._ended.append(SequenceEnd(sequence.number, *sequence.finish()))
+                self._retire(sequence)
+
+    def _found_in_cache(self, work: SchedulerOutput) -> dict[int, int]:
+        """`EngineCoreOutputs.num_cached_tokens` of the requests that `work` introduces."""
+        requests = (self._sequences[new.request_id].request for new in work.new)
+        return {r.source.first_sequence: r.num_cached_tokens for r in requests if r.num_cached_tokens}
+
+    def _tell(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        outputs.ended, self._ended = self._ended, []
         return outputs
 
-    def _append(self, sequence: Sequence, result: ModelRunnerOutput, index: int) -> EngineCoreOutput:
-        self.stats.num_tokens_sampled += 1
-        sequence.append(result.token_ids[index])
-        output = self._output(sequence, [result.token_ids[index]])
-        add_logprobs(output, result, index, sequence.request.source.params)
-        output.finish_reason, output.stop_reason = sequence.finish()
-        if output.finish_reason is not None:
-            self._retire(sequence)
-        return output
-
-    def _fail(self, work: SchedulerOutput, error: BaseException) -> list[EngineCoreOutput]:
+    def _fail(self, work: SchedulerOutput, error: BaseException) -> None:
         """The executor raised: what it was working on ends, everything else goes on."""
         self.stats.num_steps += 1
         self.stats.num_failed_steps += 1
         message = f"step {work.step} failed: {type(error).__name__}: {error}"
         logger.warning("%s\n%s", message, _dump(work), exc_info=error)
         self._scheduler.unsend(work)
-        outputs = []
         for row in work.scheduled:
             sequence = self._sequences[row.request_id]
             if sequence.request.forked:
-                outputs.append(self._end(sequence, "error", error=message))
+                self._end(sequence, "error", message)
             else:  # it computed the prompt for all
-                outputs += self._end_all(sequence.request, "error", error=message)
-        return outputs
+                self._end_all(sequence.request, "error", message)
 
-    def _end_all(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineCoreOutput]:
+    def _end_all(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """The leader ends last, so that no sibling has to take over."""
-        return [self._end(sequence, reason, error) for sequence in reversed(request.live_sequences)][::-1]
+        for sequence in reversed(request.live_sequences):
+            self._end(sequence, reason, error)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> EngineCoreOutput:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence that got no token."""
-        output = self._output(sequence, [])
         if reason == "error":
             self._tables.distrust(sequence)
-        output.finish_reason, output.error = reason, error
+        self._ended.append(SequenceEnd(sequence.number, reason, error=error))
         self._retire(sequence)
-        return output
-
-    def _output(self, sequence: Sequence, new_token_ids: list[int]) -> EngineCoreOutput:
-        request, version = sequence.request, self.policy_version
-        return EngineCoreOutput(
-            request_id=request.source.request_id,
-            index=sequence.index,
-            new_token_ids=new_token_ids,
-            policy_version=version,
-            kv_min_version=version if sequence.kv_min_version is None else sequence.kv_min_version,
-            num_cached_tokens=request.num_cached_tokens or 0,
-        )
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.end(sequence)

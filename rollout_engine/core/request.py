@@ -12,12 +12,11 @@ class Request:
     Until the prompt is computed only one sequence exists for the scheduler: the leader, the first that has not ended.
     """
 
-    __slots__ = ("eos_token_ids", "forked", "num_cached_tokens", "num_live", "sequences", "source", "stop_token_ids")
+    __slots__ = ("end_token_ids", "forked", "num_cached_tokens", "num_live", "sequences", "source")
 
     def __init__(self, source: EngineCoreRequest, arrival: int) -> None:
         self.source = source
-        self.eos_token_ids = frozenset(source.eos_token_ids)
-        self.stop_token_ids = frozenset(source.params.stop_token_ids or ())
+        self.end_token_ids = frozenset([*source.eos_token_ids, *(source.params.stop_token_ids or ())])
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at first sight; None before that."""
         self.forked = False
@@ -49,8 +48,10 @@ class Sequence:
         "in_runner",
         "index",
         "kv_min_version",
+        "max_num_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "number",
         "order",
         "prefix",
         "queue",
@@ -65,10 +66,13 @@ class Sequence:
         self.request = request
         self.index = index
         self.sequence_id = f"{index}_{source.request_id}" if source.params.n > 1 else source.request_id
+        self.number = source.first_sequence + index
+        """What outputs call it."""
         self.order = (source.priority, arrival, index)
         """Who goes first; unique."""
         self.seed = child_seed(source.seed, index)
         self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + source.max_tokens
         self.token_ids = source.prompt_token_ids
         """Prompt and sampled tokens. The prompt's own list until the first token is appended."""
         self.num_computed_tokens = 0
@@ -96,20 +100,20 @@ class Sequence:
         """Sampled tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def append(self, token_id: int) -> None:
-        """Add a sampled token."""
-        if self.num_output_tokens == 0:
+    def append(self, token_id: int) -> bool:
+        """Add a sampled token; whether it is the last one."""
+        if len(self.token_ids) == self.num_prompt_tokens:
             self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)
+        return len(self.token_ids) >= self.max_num_tokens or self._is_stopped_by(token_id)
 
-    def finish(self) -> tuple[FinishReason | None, int | None]:
+    def finish(self) -> tuple[FinishReason, int | None]:
         """(finish_reason, stop_reason) that the last sampled token brings about."""
-        request, token_id = self.request, self.token_ids[-1]
-        if self.num_output_tokens >= request.source.params.min_tokens:
-            if token_id in request.eos_token_ids:
-                return "stop", None
-            if token_id in request.stop_token_ids:
-                return "stop", token_id
-        if self.num_output_tokens >= request.source.max_tokens:
+        token_id = self.token_ids[-1]
+        if not self._is_stopped_by(token_id):
             return "length", None
-        return None, None
+        return "stop", None if token_id in self.request.source.eos_token_ids else token_id
+
+    def _is_stopped_by(self, token_id: int) -> bool:
+        request = self.request
+        return token_id in request.end_token_ids and self.num_output_tokens >= request.source.params.min_tokens

@@ -1,18 +1,30 @@
-"""One token's share of the columns that came back from the runner."""
+"""The columns that came back from the runner, as the front end gets them."""
 
-from rollout_engine.messages import EngineCoreOutput, ModelRunnerOutput
-from rollout_engine.sampling_params import SamplingParams
+from collections.abc import Container
+from typing import cast
+
+from rollout_engine.core.request import Sequence
+from rollout_engine.messages import EngineCoreOutputs, ModelRunnerOutput
 
 
-def add_logprobs(output: EngineCoreOutput, result: ModelRunnerOutput, index: int, params: SamplingParams) -> None:
-    """Fill the log-prob fields of `output` from sample `index` of `result`, each only where `params` ask for it."""
-    if params.logprobs is None:
-        return
-    if result.logprobs is not None:
-        output.new_logprobs = [result.logprobs[index]]
-    if params.truncates and result.kept_logprob_mass is not None:
-        output.new_kept_logprob_mass = [result.kept_logprob_mass[index]]
-    if params.logprobs and result.top_logprobs is not None:
-        ids, values = result.top_logprobs
-        row, width = slice(index, index + 1), params.logprobs
-        output.new_top_logprobs = (ids[row, :width], values[row, :width])
+def fill_columns(outputs: EngineCoreOutputs, drawn: list[Sequence], result: ModelRunnerOutput) -> None:
+    """What `drawn`, one sequence per row of `result`, gained; rows with an error are left out."""
+    outputs.sequences = [sequence.number for sequence in drawn]
+    outputs.kv_min_versions = cast(list[int], [sequence.kv_min_version for sequence in drawn])  # each has KV
+    outputs.token_ids = result.token_ids
+    outputs.logprobs = result.logprobs
+    outputs.kept_logprob_mass = result.kept_logprob_mass
+    outputs.top_logprobs = result.top_logprobs
+    if result.errors:
+        _leave_out(outputs, result.errors)
+
+
+def _leave_out(outputs: EngineCoreOutputs, rows: Container[int]) -> None:
+    kept = [row for row in range(len(outputs.sequences)) if row not in rows]
+    for name in ("sequences", "kv_min_versions", "token_ids", "logprobs", "kept_logprob_mass"):
+        column = getattr(outputs, name)
+        if column is not None:
+            setattr(outputs, name, [column[row] for row in kept])
+    if outputs.top_logprobs is not None:
+        ids, values = outputs.top_logprobs
+        outputs.top_logprobs = (ids[kept], values[kept])

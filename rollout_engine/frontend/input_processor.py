@@ -40,7 +40,7 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
-        self._num_admitted = 0
+        self._num_admitted = self._num_sequences = 0
 
     def check_batch(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -73,12 +73,15 @@ class InputProcessor:
         params = checked.params
         seed = mix(self._seed, self._num_admitted) if params.seed is None else params.seed
         self._num_admitted += 1
+        first_sequence = self._num_sequences
+        self._num_sequences += params.n
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=checked.token_ids,
             params=params,
             max_tokens=checked.max_tokens,
             seed=seed,
+            first_sequence=first_sequence,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             priority=priority,
             cache_salt=checked.cache_salt,

@@ -1,13 +1,12 @@
 """Gathers what the core's steps bring into `RequestOutput`s: n samples a request, streamed or at the end."""
 
 import time
-from collections.abc import Sequence
 from copy import copy
 
 from rollout_engine.frontend.detokenizer import Detokenizer
 from rollout_engine.frontend.sample import Sample
 from rollout_engine.frontend.tokenizer import TextCodec
-from rollout_engine.messages import EngineCoreOutput, EngineCoreRequest
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.outputs import RequestMetrics, RequestOutput
 from rollout_engine.seeds import child_seed
 
@@ -23,6 +22,10 @@ class OutputProcessor:
     def __init__(self, codec: TextCodec | None) -> None:
         self._codec = codec
         self._requests: dict[str, OpenRequest] = {}
+        self._owners: dict[int, OpenRequest] = {}
+        """Every sequence of every open request."""
+        self._live: dict[int, Sample] = {}
+        """The sequences that still gain tokens."""
 
     @property
     def num_open(self) -> int:
@@ -34,28 +37,74 @@ class OutputProcessor:
 
     def add(self, request: EngineCoreRequest, prompt: str | None) -> None:
         """Open a request that the core has taken. `prompt` is its text, if it had one."""
-        self._requests[request.request_id] = OpenRequest(request, prompt, self._codec)
+        self._requests[request.request_id] = opened = OpenRequest(request, prompt, self._codec)
+        for sequence, sample in zip(opened.sequences, opened.samples, strict=True):
+            self._owners[sequence], self._live[sequence] = opened, sample
 
     def discard(self, request_id: str) -> None:
         """Close a request without a result. An unknown id is a no-op."""
-        self._requests.pop(request_id, None)
+        if request_id in self._requests:
+            for sequence in self._requests.pop(request_id).sequences:
+                del self._owners[sequence]
+                self._live.pop(sequence, None)
 
-    def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
+    def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
         """(results, ids of the sequences that a stop string has ended and the core must abort)."""
-        changed: dict[str, OpenRequest] = {}
-        stopped: list[str] = []
-        for output in outputs:
-            request = self._requests.get(output.request_id)
-            if request is None or request.samples[output.index].finish_reason is not None:
-                continue  # discarded, or the core's word on a sequence that a stop string had ended
-            changed[output.request_id] = request
-            if request.update(output):
-                stopped.append(request.sequence_id(output.index))
-        results = [result for request in changed.values() if (result := request.render()) is not None]
+        for sequence, count in outputs.num_cached_tokens.items():
+            if sequence in self._owners:
+                self._owners[sequence].num_cached_tokens = count
+        changed = self._append(outputs)
+        stopped = [sequence for sequence in changed if self._live[sequence].read_text()]
+        for sequence in stopped:
+            self._end(sequence)
+        for end in outputs.ended:
+            if end.sequence in self._live:  # not discarded, nor ended by a stop string before
+                self._live[end.sequence].finish(end)
+                self._end(end.sequence)
+                changed.append(end.sequence)
+        names = [self._owners[sequence].sequence_id(sequence) for sequence in stopped]
+        return self._render(changed), names
+
+    def _append(self, outputs: EngineCoreOutputs) -> list[int]:
+        """Every column to its samples; returns the sequences that somebody watches while they grow.
+
+        The one place that touches every token of every step.
+        """
+        live, watched, version = self._live, [], outputs.policy_version
+        nothing = [None] * len(outputs.sequences)
+        columns = (outputs.sequences, outputs.token_ids, outputs.kv_min_versions, outputs.logprobs or nothing)
+        for sequence, token_id, kv_min_version, logprob in zip(*columns, strict=True):
+            sample = live.get(sequence)
+            if sample is not None:  # else discarded, or ended by a stop string
+                sample.append(token_id, logprob, version, kv_min_version)
+                if sample.is_watched:
+                    watched.append(sequence)
+        if outputs.kept_logprob_mass is not None:
+            for sequence, mass in zip(outputs.sequences, outputs.kept_logprob_mass, strict=True):
+                if sequence in live:
+                    live[sequence].append_kept_mass(mass)
+        if outputs.top_logprobs is not None:
+            for sequence, ids, values in zip(outputs.sequences, *outputs.top_logprobs, strict=True):
+                if sequence in live:
+                    live[sequence].append_top(ids, values)
+        return watched
+
+    def _end(self, sequence: int) -> None:
+        del self._live[sequence]
+        self._owners[sequence].end_one()
+
+    def _render(self, changed: list[int]) -> list[RequestOutput]:
+        """What there is to tell of the requests of these sequences; those that are complete are closed."""
+        requests: dict[str, OpenRequest] = {}
+        for sequence in changed:
+            request = self._owners[sequence]
+            request.changed.add(sequence - request.sequences.start)
+            requests[request.request_id] = request
+        results = [result for request in requests.values() if (result := request.render()) is not None]
         for result in results:
             if result.finished:
-                del self._requests[result.request_id]
-        return results, stopped
+                self.discard(result.request_id)
+        return results
 
 
 class OpenRequest:
@@ -63,12 +112,15 @@ class OpenRequest:
 
     def __init__(self, request: EngineCoreRequest, prompt: str | None, codec: TextCodec | None) -> None:
         params = request.params
-        self._request = request
+        self.request_id = request.request_id
+        self.sequences = range(request.first_sequence, request.first_sequence + params.n)
+        self.changed: set[int] = set()
+        """Samples with something new since the last `render`."""
+        self.num_cached_tokens = 0
+        self._kind = params.output_kind
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids.copy()  # the user's; the core reads the other
-        self._changed: set[int] = set()
         self._num_live = params.n
-        self._num_cached_tokens = 0
         self._metrics = RequestMetrics(time.monotonic())
         self.samples = [
             Sample(
@@ -78,44 +130,36 @@ class OpenRequest:
                 Detokenizer(codec.new_stream(skip_special_tokens=params.skip_special_tokens), params)
                 if codec is not None and params.detokenize
                 else None,
+                self._metrics,
             )
             for index in range(params.n)
         ]
 
-    def sequence_id(self, index: int) -> str:
-        """What the core calls sample `index`."""
-        request_id = self._request.request_id
-        return request_id if len(self.samples) == 1 else f"{index}_{request_id}"
+    def sequence_id(self, sequence: int) -> str:
+        """What the core calls it."""
+        return self.request_id if len(self.samples) == 1 else f"{sequence - self.sequences.start}_{self.request_id}"
 
-    def update(self, output: EngineCoreOutput) -> bool:
-        """Take what one step brought to one live sample. True: a stop string ended it."""
-        sample = self.samples[output.index]
-        stopped = sample.update(output)
-        self._changed.add(output.index)
-        self._num_live -= sample.finish_reason is not None
-        self._num_cached_tokens = output.num_cached_tokens
-        now = time.monotonic()
-        if output.new_token_ids and self._metrics.first_token_time is None:
-            self._metrics.first_token_time = now
+    def end_one(self) -> None:
+        """One more sample has ended."""
+        self._num_live -= 1
         if self._num_live == 0:
-            self._metrics.finished_time = now
-        return stopped
+            self._metrics.finished_time = time.monotonic()
 
     def render(self) -> RequestOutput | None:
         """What there is to tell since the last call, if anything."""
-        kind, finished = self._request.params.output_kind, self._num_live == 0
-        if kind == "final_only" and not finished:
+        finished = self._num_live == 0
+        if self._kind == "final_only" and not finished:
             return None
-        whole = finished and kind != "delta"
-        shown = self.samples if whole else [self.samples[index] for index in sorted(self._changed)]
-        self._changed.clear()
+        whole = finished and self._kind != "delta"
+        shown = self.samples if whole else [self.samples[index] for index in sorted(self.changed)]
+        self.changed.clear()
         return RequestOutput(
-            request_id=self._request.request_id,
+            request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=None,
-            outputs=[sample.render(only_new=kind == "delta") for sample in shown],
+            outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
             finished=finished,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             metrics=copy(self._metrics),
         )

@@ -1,89 +1,123 @@
 """One sample of a request while it grows: columns, version spans, text."""
 
+import time
 from array import array
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from rollout_engine.frontend.detokenizer import Detokenizer
-from rollout_engine.messages import EngineCoreOutput
-from rollout_engine.outputs import CompletionOutput, FinishReason, VersionSpan
+from rollout_engine.messages import SequenceEnd
+from rollout_engine.outputs import CompletionOutput, FinishReason, RequestMetrics, VersionSpan
 from rollout_engine.sampling_params import SamplingParams
 
 
 class Sample:
-    """Collects the `EngineCoreOutput`s of one sequence and renders `CompletionOutput`s."""
+    """Collects what the steps bring to one sequence and renders `CompletionOutput`s."""
 
-    def __init__(self, index: int, seed: int, params: SamplingParams, text: Detokenizer | None) -> None:
-        self.index = index
-        self.finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
-        self._error: str | None = None
+    def __init__(
+        self, index: int, seed: int, params: SamplingParams, text: Detokenizer | None, metrics: RequestMetrics
+    ) -> None:
+        self.is_watched = params.output_kind != "final_only" or bool(params.stop)
+        """Whether somebody wants to know of each token as it comes."""
+        self._index = index
         self._seed = seed
         self._text = text
+        self._metrics = metrics
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._error: str | None = None
         self._token_ids: list[int] = []
-        self._logprobs = None if params.logprobs is None else array("f")
-        self._cumulative_logprob = 0.0
+        self._logprobs: Any = None if params.logprobs is None else array("f")
         self._top_logprobs = TopLogprobs(params.logprobs) if params.logprobs else None
         self._kept_logprob_mass = array("f") if params.truncates else None
-        self._spans: list[VersionSpan] = []
-        self._num_rendered_tokens = self._num_rendered_chars = 0
+        self._policy_version = self._kv_min_version = -1
+        self._spans: list[tuple[int, int, int]] = []
+        """(first token, policy_version, kv_min_version); each ends where the next starts."""
+        self._cumulative_logprob = 0.0
+        self._num_read = self._num_summed = self._num_rendered_tokens = self._num_rendered_chars = 0
 
-    def update(self, output: EngineCoreOutput) -> bool:
-        """Take what one step brought. True: a stop string ended the sample, and the core need not go on with it."""
-        new, text = output.new_token_ids, self._text
-        if new:
-            self._append(output, len(new) if text is None else text.push(new))
-        if text is not None and output.finish_reason is not None:
-            text.finish()
-        if text is not None and text.stop is not None:
-            self.finish_reason, self._stop_reason = "stop", text.stop
-            return True
-        self.finish_reason, self._stop_reason, self._error = output.finish_reason, output.stop_reason, output.error
-        return False
+    def append(self, token_id: int, logprob: float | None, policy_version: int, kv_min_version: int) -> None:
+        """Take one token."""
+        if kv_min_version != self._kv_min_version or policy_version != self._policy_version:
+            self._start_span(policy_version, kv_min_version)
+        self._token_ids.append(token_id)
+        if self._logprobs is not None:
+            self._logprobs.append(logprob)
+
+    def append_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Take the most likely tokens at the last token's place, if asked for."""
+        if self._top_logprobs is not None:
+            self._top_logprobs.append(ids, logprobs)
+
+    def append_kept_mass(self, mass: float) -> None:
+        """Take the last token's kept mass, if asked for."""
+        if self._kept_logprob_mass is not None:
+            self._kept_logprob_mass.append(mass)
+
+    def read_text(self) -> bool:
+        """Decode what is new. True: a stop string has ended the sample, and the core need not go on with it."""
+        if self._text is None:
+            return False
+        new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
+        self._text.push(new)
+        if self._text.stop is not None:
+            self._finish_reason, self._stop_reason = "stop", self._text.stop
+        return self._text.stop is not None
+
+    def finish(self, end: SequenceEnd) -> None:
+        """The core has ended the sequence."""
+        self._finish_reason, self._stop_reason, self._error = end.finish_reason, end.stop_reason, end.error
+        if self._text is not None:
+            self.read_text()
+            self._text.finish()
+            if self._text.stop is not None:
+                self._finish_reason, self._stop_reason, self._error = "stop", self._text.stop, None
 
     def render(self, *, only_new: bool) -> CompletionOutput:
         """The sample so far, or what is new since the last call. Positions in spans count from the start either way."""
+        num_tokens = len(self._token_ids)
+        for column in (self._logprobs, self._top_logprobs, self._kept_logprob_mass):
+            assert column is None or len(column) == num_tokens, f"a column of {len(column)} for {num_tokens} tokens"
         start = self._num_rendered_tokens if only_new else 0
         first_char = self._num_rendered_chars if only_new else 0
         text = "" if self._text is None else self._text.text()
-        self._num_rendered_tokens, self._num_rendered_chars = len(self._token_ids), len(text)
+        self._num_rendered_tokens, self._num_rendered_chars = num_tokens, len(text)
         return CompletionOutput(
-            index=self.index,
+            index=self._index,
             text=text[first_char:],
             token_ids=self._token_ids[start:],
             logprobs=_from(start, self._logprobs),
             top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stacked(start),
-            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            cumulative_logprob=None if self._logprobs is None else self._sum_logprobs(),
             kept_logprob_mass=_from(start, self._kept_logprob_mass),
-            finish_reason=self.finish_reason,
+            finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
-            version_spans=_spans_from(start, self._spans),
+            version_spans=self._spans_from(start),
             seed=self._seed,
             error=self._error,
         )
 
-    def _append(self, output: EngineCoreOutput, count: int) -> None:
-        """Keep the first `count` of the new tokens, in every column."""
-        self._append_span(len(self._token_ids), count, output.policy_version, output.kv_min_version)
-        self._token_ids += output.new_token_ids[:count]
-        if self._logprobs is not None:
-            assert output.new_logprobs is not None, f"{output.request_id} asked for log-probs and got none"
-            self._logprobs.extend(output.new_logprobs[:count])
-            self._cumulative_logprob += sum(output.new_logprobs[:count])
-        if self._top_logprobs is not None:
-            assert output.new_top_logprobs is not None, f"{output.request_id} asked for top log-probs and got none"
-            self._top_logprobs.append(*output.new_top_logprobs, count)
-        if self._kept_logprob_mass is not None:
-            assert output.new_kept_logprob_mass is not None, f"{output.request_id} truncates and got no kept mass"
-            self._kept_logprob_mass.extend(output.new_kept_logprob_mass[:count])
+    def _start_span(self, policy_version: int, kv_min_version: int) -> None:
+        self._policy_version, self._kv_min_version = policy_version, kv_min_version
+        self._spans.append((len(self._token_ids), policy_version, kv_min_version))
+        if self._metrics.first_token_time is None:  # every first token starts a span
+            self._metrics.first_token_time = time.monotonic()
 
-    def _append_span(self, start: int, count: int, policy_version: int, kv_min_version: int) -> None:
-        """The same versions as before lengthen the last span."""
-        last = self._spans[-1] if self._spans else None
-        if last is not None and (last.policy_version, last.kv_min_version) == (policy_version, kv_min_version):
-            start = self._spans.pop().start
-            count += last.end - last.start
-        self._spans.append(VersionSpan(start, start + count, policy_version, kv_min_version))
+    def _spans_from(self, start: int) -> list[VersionSpan]:
+        ends = (len(self._token_ids), 0, 0)
+        return [
+            VersionSpan(max(first, start), end, policy_version, kv_min_version)
+            for (first, policy_version, kv_min_version), (end, _, _) in pairwise([*self._spans, ends])
+            if end > start
+        ]
+
+    def _sum_logprobs(self) -> float:
+        for logprob in self._logprobs[self._num_summed :]:
+            self._cumulative_logprob += logprob
+        self._num_summed = len(self._logprobs)
+        return self._cumulative_logprob
 
 
 class TopLogprobs:
@@ -94,10 +128,13 @@ class TopLogprobs:
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
 
-    def append(self, ids: np.ndarray, logprobs: np.ndarray, count: int) -> None:
-        """Add the first `count` rows of int32 [T, k] ids and float32 [T, k] log-probs."""
-        self._ids.extend(ids[:count])
-        self._logprobs.extend(logprobs[:count])
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def append(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Add a position: int32 [K] ids and float32 [K] log-probs, most likely first, of which k are kept."""
+        self._ids.append(ids[: self._k])
+        self._logprobs.append(logprobs[: self._k])
 
     def stacked(self, start: int) -> tuple[np.ndarray, np.ndarray]:
         """(int32 [T, k], float32 [T, k]) of positions from `start` on."""
@@ -108,11 +145,3 @@ class TopLogprobs:
 
 def _from(start: int, column: "array[float] | None") -> np.ndarray | None:
     return None if column is None else np.array(column[start:], dtype=np.float32)
-
-
-def _spans_from(start: int, spans: list[VersionSpan]) -> list[VersionSpan]:
-    return [
-        VersionSpan(max(span.start, start), span.end, span.policy_version, span.kv_min_version)
-        for span in spans
-        if span.end > start
-    ]

@@ -1,6 +1,7 @@
 """A core on a fake executor, and the slow truth beside it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -8,11 +9,27 @@ import pytest
 from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor, fake_next_token
-from rollout_engine.messages import EngineCoreOutput, EngineCoreRequest, SchedulerOutput
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed
 
 Key = tuple[str, int]
+
+
+@dataclass
+class Said:
+    """What one `EngineCoreOutputs` says of one sequence."""
+
+    request_id: str
+    index: int
+    policy_version: int
+    new_token_ids: list[int] = field(default_factory=list)
+    kv_min_version: int | None = None
+    num_cached_tokens: int = 0
+    """Of its request, as far as told."""
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
 
 
 class Rig:
@@ -34,7 +51,9 @@ class Rig:
         self.core = EngineCore(self, self.config, policy_version=policy_version)
         self.requests: dict[str, EngineCoreRequest] = {}
         self.tokens: dict[Key, list[int]] = {}
-        self.ends: dict[Key, EngineCoreOutput] = {}
+        self.ends: dict[Key, Said] = {}
+        self.keys: dict[int, Key] = {}
+        self.num_cached_tokens: dict[str, int] = {}
         self.works: list[SchedulerOutput] = []
         self.oldest_kv = policy_version
         """No KV older than this may be attended."""
@@ -64,6 +83,7 @@ class Rig:
             params=SamplingParams(**params),
             max_tokens=max_tokens,
             seed=seed,
+            first_sequence=(first := len(self.keys)),
             eos_token_ids=list(eos),
             priority=priority,
             cache_salt=salt,
@@ -71,23 +91,21 @@ class Rig:
         self.core.add_request(request)
         self.requests[request_id] = request
         for index in range(request.params.n):
+            self.keys[first + index] = (request_id, index)
             self.tokens[request_id, index] = []
             self.ends.pop((request_id, index), None)
 
-    def step(self) -> list[EngineCoreOutput]:
+    def step(self) -> list[Said]:
         outputs = self.core.step()
         self.core.check_integrity()
-        for output in outputs:
-            self._record(output)
-        return outputs
+        return self._record(outputs)
 
-    def abort(self, *request_ids: str) -> list[EngineCoreOutput]:
+    def abort(self, *request_ids: str) -> list[Said]:
         outputs = self.core.abort_requests(request_ids)
         self.core.check_integrity()
-        for output in outputs:
-            assert (output.finish_reason, output.new_token_ids) == ("abort", [])
-            self._record(output)
-        return outputs
+        said = self._record(outputs)
+        assert all((each.finish_reason, each.new_token_ids) == ("abort", []) for each in said)
+        return said
 
     def commit(self, version: int, kv: str = "keep") -> int:
         grows = version > self.core.policy_version
@@ -110,7 +128,7 @@ class Rig:
         assert set(self.ends) == set(self.tokens)
         for key in self.tokens:
             self.assert_true(key)
-        assert self.core.step() == []
+        assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == 0.0
         assert self.executor.sequences == {}
@@ -138,19 +156,39 @@ class Rig:
                 return out, ("stop", None if token_id in request.eos_token_ids else token_id)
         return out, ("length", None)
 
-    def _record(self, output: EngineCoreOutput) -> None:
-        key = (output.request_id, output.index)
+    def _record(self, outputs: EngineCoreOutputs) -> list[Said]:
+        assert outputs.policy_version == self.core.policy_version
+        assert len(outputs.sequences) == len(outputs.token_ids) == len(outputs.kv_min_versions)
+        for first, count in outputs.num_cached_tokens.items():
+            self.num_cached_tokens[self.keys[first][0]] = count
+        said: dict[int, Said] = {}
+        for sequence in dict.fromkeys([*outputs.sequences, *(end.sequence for end in outputs.ended)]):
+            request_id, index = self.keys[sequence]
+            found = self.num_cached_tokens.get(request_id, 0)
+            said[sequence] = Said(request_id, index, outputs.policy_version, num_cached_tokens=found)
+        for sequence, token_id, kv in zip(outputs.sequences, outputs.token_ids, outputs.kv_min_versions, strict=True):
+            said[sequence].new_token_ids.append(token_id)
+            said[sequence].kv_min_version = kv
+        for end in outputs.ended:
+            each = said[end.sequence]
+            assert each.finish_reason is None, f"{each} ended twice"
+            each.finish_reason, each.stop_reason, each.error = end.finish_reason, end.stop_reason, end.error
+        for each in said.values():
+            self._check(each)
+        return [*said.values()]
+
+    def _check(self, said: Said) -> None:
+        key = (said.request_id, said.index)
         assert key not in self.ends, f"{key} ended twice"
-        assert len(output.new_token_ids) == (output.finish_reason not in ("abort", "error"))
-        assert output.policy_version == self.core.policy_version
-        assert self.oldest_kv <= output.kv_min_version <= output.policy_version
-        if output.new_token_ids:
-            n = self.requests[output.request_id].params.n
-            name = f"{output.index}_{output.request_id}" if n > 1 else output.request_id
-            assert output.kv_min_version == self.executor.kv_min_versions[name]
-        self.tokens[key] += output.new_token_ids
-        if output.finish_reason is not None:
-            self.ends[key] = output
+        assert len(said.new_token_ids) == (said.finish_reason not in ("abort", "error"))
+        if said.new_token_ids:
+            assert self.oldest_kv <= said.kv_min_version <= said.policy_version
+            n = self.requests[said.request_id].params.n
+            name = f"{said.index}_{said.request_id}" if n > 1 else said.request_id
+            assert said.kv_min_version == self.executor.kv_min_versions[name]
+        self.tokens[key] += said.new_token_ids
+        if said.finish_reason is not None:
+            self.ends[key] = said
 
 
 @pytest.fixture

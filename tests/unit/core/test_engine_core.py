@@ -77,24 +77,36 @@ def test_kv_of_a_sequence_that_went_wrong_is_not_given_to_others(make_rig):
 # Log-prob columns
 
 
-def test_each_request_gets_the_columns_it_asked_for(make_rig):
+def test_the_runners_columns_arrive_whole_and_in_order(make_rig):
     rig = make_rig()
     rig.add("none", max_tokens=1)
-    rig.add("sampled", max_tokens=1, logprobs=0)
+    rig.add("cut", max_tokens=1, logprobs=4, top_p=0.5, n=2)
     rig.add("top", max_tokens=1, logprobs=2)
-    rig.add("cut", max_tokens=1, logprobs=4, top_p=0.5)
-    rig.add("cut, none", max_tokens=1, top_p=0.5)
-    rig.step()
-    ends = {name: end for (name, _), end in rig.ends.items()}
-    for name in ("none", "cut, none"):
-        end = ends[name]
-        assert (end.new_logprobs, end.new_top_logprobs, end.new_kept_logprob_mass) == (None, None, None)
-    token = ends["sampled"].new_token_ids[0]
-    assert ends["sampled"].new_logprobs == [-1.0 - token / 97] and ends["sampled"].new_top_logprobs is None
-    ids, values = ends["top"].new_top_logprobs
-    assert (ids.shape, ids.dtype, values.shape, values.dtype) == ((1, 2), np.int32, (1, 2), np.float32)
-    assert ids[0, 0] == ends["top"].new_token_ids[0] and ends["top"].new_kept_logprob_mass is None
-    assert ends["cut"].new_top_logprobs[0].shape == (1, 4) and ends["cut"].new_kept_logprob_mass == [-0.125]
+    outputs = rig.core.step()
+    assert outputs.sequences == [0, 1, 2, 3]
+    assert outputs.logprobs == [-1.0 - token_id / 97 for token_id in outputs.token_ids]
+    assert outputs.kept_logprob_mass == [0.0, -0.125, -0.125, 0.0]
+    ids, values = outputs.top_logprobs
+    assert (ids.shape, ids.dtype, values.shape, values.dtype) == ((4, 4), np.int32, (4, 4), np.float32)
+    assert ids[:, 0].tolist() == outputs.token_ids
+
+
+def test_columns_nobody_asked_for_are_absent(make_rig):
+    rig = make_rig()
+    rig.add("none", max_tokens=1)
+    outputs = rig.core.step()
+    assert (outputs.logprobs, outputs.kept_logprob_mass, outputs.top_logprobs) == (None, None, None)
+
+
+def test_a_row_that_failed_is_left_out_of_every_column(make_rig):
+    rig = make_rig()
+    rig.errors["1_a"] = "NaN logits"
+    rig.add("a", n=3, max_tokens=1, logprobs=2, top_p=0.5)
+    outputs = rig.core.step()
+    assert outputs.sequences == [0, 2] and -1 not in outputs.token_ids
+    assert [len(column) for column in (outputs.kv_min_versions, outputs.logprobs, outputs.kept_logprob_mass)] == [2] * 3
+    assert outputs.top_logprobs[0][:, 0].tolist() == outputs.token_ids
+    assert [(end.sequence, end.finish_reason) for end in outputs.ended] == [(1, "error"), (0, "length"), (2, "length")]
 
 
 # Abort
@@ -107,7 +119,7 @@ def test_abort_ends_every_live_sample_once_and_frees_everything(make_rig, num_st
     rig.add("b")
     for _ in range(num_steps):
         rig.step()
-    assert [output.index for output in rig.abort("a", "unknown", "a")] == [0, 1, 2, 3]
+    assert sorted(said.index for said in rig.abort("a", "unknown", "a")) == [0, 1, 2, 3]
     rig.run()
     rig.assert_clean()
 
@@ -245,9 +257,9 @@ def test_an_idle_step_makes_the_runner_forget_and_then_does_nothing(make_rig):
     rig = make_rig()
     rig.add("a", max_tokens=1)
     rig.run()
-    assert rig.core.step() == [] and rig.executor.sequences == {}
+    assert rig.step() == [] and rig.executor.sequences == {}
     num_calls = len(rig.works)
-    assert rig.core.step() == [] and len(rig.works) == num_calls
+    assert rig.step() == [] and len(rig.works) == num_calls
 
 
 def test_the_core_takes_any_executor(make_rig):

@@ -2,10 +2,12 @@ import numpy as np
 import pytest
 
 from rollout_engine.frontend.output_processor import OutputProcessor
-from rollout_engine.messages import EngineCoreOutput, EngineCoreRequest
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.outputs import VersionSpan
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed
+
+FIRST_SEQUENCE = 40
 
 
 @pytest.fixture
@@ -17,34 +19,49 @@ def processor(codec):
 
 def add(processor, request_id="r", seed=3, **params):
     made = SamplingParams(**params)
-    request = EngineCoreRequest(request_id=request_id, prompt_token_ids=[5, 6], params=made, max_tokens=99, seed=seed)
+    request = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[5, 6],
+        params=made,
+        max_tokens=99,
+        seed=seed,
+        first_sequence=FIRST_SEQUENCE,
+    )
     processor.add(request, "prompt")
     return request
 
 
-def token(token_id, *, index=0, request_id="r", logprob=-0.5, k=0, mass=-0.125, versions=(0, 0), end=None, **fields):
+def token(token_id, *, index=0, logprob=-0.5, k=0, mass=-0.125, versions=(0, 0), end=None, **fields):
+    """A step that brought one token to one sample, and perhaps its end."""
     top = (np.arange(k, dtype=np.int32)[None] + token_id, -np.arange(k, dtype=np.float32)[None])
-    return EngineCoreOutput(
-        request_id,
-        index,
+    sequence = FIRST_SEQUENCE + index
+    return EngineCoreOutputs(
+        versions[0],
+        [sequence],
         [token_id],
-        new_logprobs=[logprob],
-        new_top_logprobs=top if k else None,
-        new_kept_logprob_mass=[mass],
-        policy_version=versions[0],
-        kv_min_version=versions[1],
-        finish_reason=end,
+        [versions[1]],
+        logprobs=[logprob],
+        top_logprobs=top if k else None,
+        kept_logprob_mass=[mass],
+        ended=[] if end is None else [SequenceEnd(sequence, end)],
         **fields,
     )
 
 
-def ended(reason, *, index=0, request_id="r", error=None):
-    return EngineCoreOutput(request_id, index, [], finish_reason=reason, error=error)
+def ended(reason, *indexes, error=None):
+    """A step in which samples ended without a token."""
+    return EngineCoreOutputs(0, ended=[SequenceEnd(FIRST_SEQUENCE + i, reason, error=error) for i in indexes or (0,)])
+
+
+def joined(*steps):
+    """The tokens and ends of several samples in one step."""
+    columns = ("sequences", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass", "ended")
+    return EngineCoreOutputs(0, **{name: sum((getattr(step, name) for step in steps), []) for name in columns})
 
 
 def test_cumulative_outputs_carry_all_so_far(processor):
     add(processor)
-    seen = [processor.process([token(t, end="length" if t == 76 else None)])[0][0] for t in (74, 75, 76)]
+    seen = [processor.process(token(t, end="length" if t == 76 else None))[0][0] for t in (74, 75, 76)]
     assert [output.outputs[0].token_ids for output in seen] == [[74], [74, 75], [74, 75, 76]]
     assert [output.outputs[0].text for output in seen] == ["h", "hi", "hij"]
     assert [output.finished for output in seen] == [False, False, True]
@@ -57,7 +74,7 @@ def test_delta_outputs_carry_only_what_is_new_and_add_up(processor):
     seen = []
     for token_id, versions in steps:
         last = "length" if token_id == 76 else None
-        (output,), _ = processor.process([token(token_id, k=2, logprob=-token_id, versions=versions, end=last)])
+        (output,), _ = processor.process(token(token_id, k=2, logprob=-token_id, versions=versions, end=last))
         seen.append(output.outputs[0])
     assert [s.token_ids for s in seen] == [[74], [75], [76]]
     assert [s.text for s in seen] == ["h", "i", "j"]
@@ -71,9 +88,9 @@ def test_delta_outputs_carry_only_what_is_new_and_add_up(processor):
 
 def test_final_only_is_silent_until_all_samples_have_ended(processor):
     add(processor, n=2, output_kind="final_only")
-    assert processor.process([token(74), token(75, index=1)]) == ([], [])
-    assert processor.process([token(76, index=1, end="stop")]) == ([], [])
-    (output,), _ = processor.process([token(77, end="length")])
+    assert processor.process(joined(token(74), token(75, index=1))) == ([], [])
+    assert processor.process(token(76, index=1, end="stop")) == ([], [])
+    (output,), _ = processor.process(token(77, end="length"))
     assert output.finished
     assert [(s.index, s.token_ids, s.finish_reason) for s in output.outputs] == [
         (0, [74, 77], "length"),
@@ -83,17 +100,17 @@ def test_final_only_is_silent_until_all_samples_have_ended(processor):
 
 def test_streamed_outputs_hold_the_samples_that_changed_in_index_order(processor):
     add(processor, n=3)
-    (output,), _ = processor.process([token(75, index=2), token(74, index=0, end="stop")])
+    (output,), _ = processor.process(joined(token(75, index=2), token(74, index=0, end="stop")))
     assert [s.index for s in output.outputs] == [0, 2]
-    (output,), _ = processor.process([token(76, index=1, end="stop"), token(77, index=2, end="stop")])
+    (output,), _ = processor.process(joined(token(76, index=1, end="stop"), token(77, index=2, end="stop")))
     assert [s.index for s in output.outputs] == [0, 1, 2]  # the finished one holds all
     assert output.finished
 
 
 def test_columns_have_their_shapes_and_dtypes(processor):
     add(processor, logprobs=2, top_p=0.5, output_kind="final_only")
-    processor.process([token(74, k=2, logprob=-0.25)])
-    (output,), _ = processor.process([token(75, k=2, logprob=-0.5, end="length")])
+    processor.process(token(74, k=2, logprob=-0.25))
+    (output,), _ = processor.process(token(75, k=2, logprob=-0.5, end="length"))
     sample = output.outputs[0]
     assert (sample.logprobs.dtype, sample.logprobs.tolist()) == (np.float32, [-0.25, -0.5])
     assert sample.cumulative_logprob == -0.75
@@ -104,9 +121,15 @@ def test_columns_have_their_shapes_and_dtypes(processor):
     assert sample.logprobs.flags.writeable
 
 
+def test_a_request_keeps_as_many_top_logprobs_as_it_asked_for(processor):
+    add(processor, logprobs=2)
+    (output,), _ = processor.process(token(74, k=5, end="length"))
+    assert [column.tolist() for column in output.outputs[0].top_logprobs] == [[[74, 75]], [[0, -1]]]
+
+
 def test_columns_nobody_asked_for_are_absent(processor):
     add(processor)
-    (output,), _ = processor.process([token(74, end="length")])
+    (output,), _ = processor.process(token(74, end="length"))
     sample = output.outputs[0]
     assert (sample.logprobs, sample.top_logprobs, sample.kept_logprob_mass) == (None, None, None)
     assert sample.cumulative_logprob is None
@@ -114,7 +137,7 @@ def test_columns_nobody_asked_for_are_absent(processor):
 
 def test_a_sample_that_ends_without_tokens_has_empty_columns(processor):
     add(processor, logprobs=2, top_k=1)
-    (output,), _ = processor.process([ended("abort")])
+    (output,), _ = processor.process(ended("abort"))
     sample = output.outputs[0]
     assert (sample.token_ids, sample.text, sample.version_spans) == ([], "", [])
     assert (sample.logprobs.shape, sample.top_logprobs[0].shape, sample.kept_logprob_mass.shape) == ((0,), (0, 2), (0,))
@@ -124,8 +147,8 @@ def test_neighbouring_tokens_of_the_same_versions_share_a_span(processor):
     add(processor, output_kind="final_only")
     versions = [(0, 0), (0, 0), (1, 0), (1, 1), (1, 1)]
     for pair in versions[:-1]:
-        processor.process([token(74, versions=pair)])
-    (output,), _ = processor.process([token(74, versions=versions[-1], end="length")])
+        processor.process(token(74, versions=pair))
+    (output,), _ = processor.process(token(74, versions=versions[-1], end="length"))
     expected = [VersionSpan(0, 2, 0, 0), VersionSpan(2, 3, 1, 0), VersionSpan(3, 5, 1, 1)]
     assert output.outputs[0].version_spans == expected
 
@@ -135,34 +158,20 @@ def test_a_stop_string_ends_the_sample_and_names_its_sequence(processor, codec, 
     add(processor, n=n, stop=["lo"], logprobs=0, output_kind="final_only")
     stopped = []
     for token_id in codec.encode("hello"):
-        outputs, ids = processor.process([token(token_id, index=n - 1)])
+        outputs, ids = processor.process(token(token_id, index=n - 1))
         stopped += ids
     assert stopped == (["r"] if n == 1 else ["2_r"])
     if n > 1:
-        echo = ended("abort", index=n - 1)
-        (outputs, _) = processor.process([echo, *(ended("abort", index=i) for i in range(n - 1))])
+        (outputs, _) = processor.process(ended("abort", n - 1, *range(n - 1)))
     sample = outputs[0].outputs[n - 1]
     assert (sample.text, sample.finish_reason, sample.stop_reason) == ("hel", "stop", "lo")
     assert sample.token_ids == codec.encode("hello")
 
 
-def test_tokens_after_the_one_that_completed_a_stop_string_are_dropped_from_every_column(processor, codec):
-    add(processor, stop=["b"], logprobs=1, top_k=2)
-    ids = codec.encode("abc")
-    top = (np.array(ids, dtype=np.int32)[:, None], np.zeros((3, 1), dtype=np.float32))
-    output = EngineCoreOutput("r", 0, ids, [-1.0, -2.0, -4.0], top, [-0.5, -0.5, -0.5], finish_reason="length")
-    (result,), stopped = processor.process([output])
-    sample = result.outputs[0]
-    assert (sample.text, sample.token_ids, sample.stop_reason) == ("a", ids[:2], "b")
-    assert (len(sample.logprobs), len(sample.top_logprobs[0]), len(sample.kept_logprob_mass)) == (2, 2, 2)
-    assert (sample.cumulative_logprob, sample.version_spans) == (-3.0, [VersionSpan(0, 2, 0, 0)])
-    assert stopped == ["r"]
-
-
 def test_an_error_ends_one_sample_and_says_why(processor):
     add(processor, n=2, output_kind="final_only")
-    processor.process([ended("error", index=1, error="NaN logits")])
-    (output,), _ = processor.process([token(74, end="length")])
+    processor.process(ended("error", 1, error="NaN logits"))
+    (output,), _ = processor.process(token(74, end="length"))
     assert [(s.finish_reason, s.error) for s in output.outputs] == [("length", None), ("error", "NaN logits")]
 
 
@@ -173,30 +182,30 @@ def test_without_detokenize_nothing_is_decoded(codec):
 
     processor = OutputProcessor(Untouched())
     add(processor, detokenize=False)
-    (output,), _ = processor.process([token(74, end="length")])
+    (output,), _ = processor.process(token(74, end="length"))
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [74])
 
 
 def test_seeds_are_those_that_replay_each_sample(processor):
     add(processor, n=3, seed=11)
-    (output,), _ = processor.process([ended("abort", index=i) for i in range(3)])
+    (output,), _ = processor.process(ended("abort", 0, 1, 2))
     assert [s.seed for s in output.outputs] == [child_seed(11, i) for i in range(3)]
 
 
 def test_metrics_are_in_order_on_one_clock(processor):
     add(processor)
-    (first,), _ = processor.process([token(74, num_cached_tokens=16)])
+    (first,), _ = processor.process(token(74, num_cached_tokens={FIRST_SEQUENCE: 16}))
     assert first.metrics.arrival_time <= first.metrics.first_token_time
     assert first.metrics.finished_time is None
     assert first.num_cached_tokens == 16
-    (last,), _ = processor.process([token(75, end="stop")])
+    (last,), _ = processor.process(token(75, end="stop"))
     assert last.metrics.first_token_time == first.metrics.first_token_time <= last.metrics.finished_time
     assert first.metrics.finished_time is None  # an output does not change after it was returned
 
 
 def test_the_users_prompt_ids_are_not_the_cores(processor):
     request = add(processor)
-    (output,), _ = processor.process([ended("abort")])
+    (output,), _ = processor.process(ended("abort"))
     output.prompt_token_ids.clear()
     assert request.prompt_token_ids == [5, 6]
 
@@ -204,7 +213,7 @@ def test_the_users_prompt_ids_are_not_the_cores(processor):
 def test_a_request_is_open_until_it_ends(processor):
     add(processor)
     assert "r" in processor
-    processor.process([ended("abort")])
+    processor.process(ended("abort"))
     assert "r" not in processor
 
 
@@ -212,4 +221,4 @@ def test_outputs_of_discarded_requests_are_ignored(processor):
     add(processor)
     processor.discard("r")
     processor.discard("never seen")
-    assert processor.process([token(74)]) == ([], [])
+    assert processor.process(token(74)) == ([], [])
