@@ -53,6 +53,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """"dummy": random weights from the configuration alone, for tests and measurements."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, outputs have no text."""
+    admission: Literal["queue", "reject"] = "queue"
+    """Of requests that come while the engine is paused or asleep: let them wait, or raise `RetryableError`."""
     log_stats: bool = True
     """Log one line of statistics when a batch of work ends."""
 

@@ -4,6 +4,8 @@ RolloutEngineError
 ├── ConfigError (ValueError)       an engine option
 ├── RequestError (ValueError)      one request: field, value, bound
 ├── LifecycleError                 a verb in the wrong state
+│   └── DrainTimeoutError (TimeoutError)
+├── RetryableError                 not now; the same request may be sent again
 ├── WeightUpdateError (SyncError)
 │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  DirtyWeightsError
 ├── EngineGenerateError            one request failed, the engine lives
@@ -44,6 +46,14 @@ class RequestError(RolloutEngineError, ValueError):
 
 class LifecycleError(RolloutEngineError):
     """A verb was called in a state that does not allow it."""
+
+
+class DrainTimeoutError(LifecycleError, TimeoutError):
+    """Requests in flight did not finish in the time given; they go on."""
+
+
+class RetryableError(RolloutEngineError):
+    """The request was not taken, through no fault of its own: send it again later, or elsewhere."""
 
 
 class WeightUpdateError(RolloutEngineError, sync_errors.SyncError):

@@ -1,6 +1,6 @@
 """The core's own check of a request: whatever came in can be computed, or is refused."""
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -23,6 +23,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens computed in one step."""
     vocab_size: int
     enable_prefix_caching: bool = True
+    admission: Literal["queue", "reject"] = "queue"
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__[:6]:

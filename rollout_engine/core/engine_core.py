@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.door import CoreConfig, check_request
 from rollout_engine.core.executor import Executor
+from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.stats import CoreStats
 from rollout_engine.core.token_columns import fill_columns
-from rollout_engine.errors import RequestError, WeightUpdateError
+from rollout_engine.errors import RequestError, RetryableError, WeightUpdateError
 from rollout_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -41,7 +42,12 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self.lifecycle = Lifecycle()
+        """Ask it what is allowed; change it only by the verbs below."""
         self._requests: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}
+        """Those that came while the engine was not running; they join at resume or wake-up."""
+        self._clear_wanted = False
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._ended: list[SequenceEnd] = []
@@ -62,16 +68,30 @@ class EngineCore:
         """Counters since start."""
         return self._scheduler.stats
 
+    @property
+    def num_in_flight(self) -> int:
+        """Unfinished requests without those that wait for resume or wake-up."""
+        return len(self._requests) - len(self._held)
+
     def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has anything to give."""
+        """Whether `step()` has anything to give, now or once the engine runs again."""
         return bool(self._requests or self._ended)
+
+    def can_progress(self) -> bool:
+        """Whether `step()` has anything to give now: a loop waits for the next call from outside when it has not."""
+        return bool(self._ended or (self.lifecycle.can_step and self.num_in_flight))
 
     def cache_usage(self) -> float:
         """Blocks referenced by live requests / all blocks."""
         return self._tables.usage
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or its id is in use."""
+        """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or its id is in use.
+
+        While paused or asleep it waits for resume and wake-up; with admission="reject" it raises `RetryableError`.
+        `DirtyWeightsError` while the weights are incomplete, `LifecycleError` after the end.
+        """
+        self._check_admission()
         check_request(request, self._config)
         if request.request_id in self._requests:
             raise RequestError.for_field("request_id", request.request_id, "unique among unfinished requests")
@@ -84,7 +104,10 @@ class EngineCore:
         self._num_arrived += 1
         self._requests[request.request_id] = made
         self._sequences.update((sequence.sequence_id, sequence) for sequence in made.sequences)
-        self._scheduler.add(made)
+        if self.lifecycle.admits:
+            self._scheduler.add(made)
+        else:
+            self._held[request.request_id] = made
 
     def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
         """End requests, or single samples by child id `{i}_{request_id}`; the outputs say which sequences ended.
@@ -97,11 +120,12 @@ class EngineCore:
                 self._end_all(self._requests[request_id], "abort")
             elif request_id in self._sequences and not self._sequences[request_id].ended:
                 self._end(self._sequences[request_id], "abort")
+        self._settle_if_draining()
         return self._tell(EngineCoreOutputs(self.policy_version))
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update. Called while idle it lets the runner forget what has ended."""
-        work = self._scheduler.schedule()
+        """Schedule, execute, update. Called while idle or paused it lets the runner forget what has ended."""
+        work = self._schedule()
         outputs = EngineCoreOutputs(self.policy_version, num_cached_tokens=self._found_in_cache(work))
         if work.scheduled or work.finished:
             try:
@@ -110,10 +134,76 @@ class EngineCore:
             except BaseException as error:
                 self._fail(work, error)
                 if not isinstance(error, Exception):  # interrupted from outside: the next outputs tell what ended
+                    self._settle_if_draining()
                     raise
             else:
                 self._update(work, result, outputs)
+        self._settle_if_draining()
         return self._tell(outputs)
+
+    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> EngineCoreOutputs:
+        """Stop at this step boundary; returns the ends of what mode "abort" ended.
+
+        With mode "wait" the pause is complete when `lifecycle.draining` is False again: keep stepping until then.
+        `clear_cache` forgets every known prefix once it is; frozen requests then compute their KV again.
+        """
+        self.lifecycle.pause(mode, in_flight=self.num_in_flight > 0)
+        self._clear_wanted |= clear_cache
+        if mode == "abort":
+            self._abort_in_flight()
+        self._settle()
+        return self._tell(EngineCoreOutputs(self.policy_version))
+
+    def resume(self) -> None:
+        """Lift the pause; frozen requests go on and held ones join."""
+        self.lifecycle.resume()
+        self._admit_held()
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:
+        """Release the memory of KV and weights, these with level 2 for good; `mode` and result as in `pause`.
+
+        With mode "wait" the engine falls asleep when nothing is in flight any more. Requests kept over a sleep compute
+        their KV again afterwards.
+        """
+        self.lifecycle.sleep(level, mode, in_flight=self.num_in_flight > 0)
+        if mode == "abort":
+            self._abort_in_flight()
+        self._settle()
+        return self._tell(EngineCoreOutputs(self.policy_version))
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update."""
+        weights_kept = self.lifecycle.level == 1
+        if "weights" in self.lifecycle.wake_up(tags) and weights_kept:
+            self._executor.restore_weights()
+        self._admit_held()
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget every known prefix; whether that was done.
+
+        While requests in flight hold blocks it is not, and nothing changes, unless `reset_running_requests`: then they
+        compute their KV again. Either way no block from before can match afterwards.
+        """
+        self.lifecycle.require_alive("reset_prefix_cache")
+        if reset_running_requests:
+            self._scheduler.recompute_all()
+        elif self._tables.usage:
+            return False
+        self._tables.clear_cache()
+        return True
+
+    def begin_update(self) -> None:
+        """An update is under way; steps go on until `commit_version`."""
+        self.lifecycle.begin_update()
+
+    def end_update(self, *, dirty: bool | None) -> None:
+        """It has ended. `dirty`: False when complete, True when it left a mixture, None when weights are as before."""
+        self.lifecycle.end_update(dirty=dirty)
+        self._admit_held()
+
+    def shutdown(self) -> None:
+        """No verb works any more."""
+        self.lifecycle.die()
 
     def commit_version(self, version: int, kv: str = "keep") -> int:
         """The weights are now `version`'s. Called between steps; returns the number of live requests.
@@ -134,15 +224,59 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError says what is off."""
         self._scheduler.check_integrity()
+        assert self._held.keys() <= self._requests.keys(), "a request is held that has ended"
+        assert not (self._held and self.lifecycle.admits), "requests are held though the engine runs"
+        assert self.num_in_flight or not self.lifecycle.draining, "nothing drains"
         known = {s.sequence_id: s for request in self._requests.values() for s in request.sequences}
         assert known == self._sequences, "the sequences of live requests and the known sequences differ"
         for name, request in self._requests.items():
             live = request.live_sequences
+            joined = name not in self._held
             assert len(live) == request.num_live > 0, f"{name}: {len(live)} live sequences, {request.num_live} counted"
             queued = [sequence for sequence in live if sequence.queue is not None]
-            assert queued == (live if request.forked else live[:1]), f"{name}: {len(queued)} of {len(live)} queued"
+            expected = live if request.forked else live[:joined]
+            assert queued == expected, f"{name}: {len(queued)} of {len(live)} queued"
         num_queued = sum(sequence.queue is not None for sequence in known.values())
         assert num_queued == self._scheduler.num_queued, "a stranger is queued"
+
+    def _schedule(self) -> SchedulerOutput:
+        if self.lifecycle.can_step:
+            return self._scheduler.schedule()
+        self.lifecycle.require_alive("step")
+        return self._scheduler.farewell()
+
+    def _check_admission(self) -> None:
+        self.lifecycle.require_alive("add_request")
+        self.lifecycle.require_clean("add_request")
+        if self._config.admission == "reject" and not self.lifecycle.admits:
+            state = self.lifecycle.describe()
+            raise RetryableError(f"The engine is {state} and takes no requests (admission='reject'); try again later.")
+
+    def _admit_held(self) -> None:
+        if self.lifecycle.admits:
+            for request in self._held.values():
+                self._scheduler.add(request)
+            self._held.clear()
+
+    def _abort_in_flight(self) -> None:
+        for request in [request for name, request in self._requests.items() if name not in self._held]:
+            self._end_all(request, "abort")
+
+    def _settle_if_draining(self) -> None:
+        if self.lifecycle.draining and not self.num_in_flight:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Complete a pause or sleep, unless something is in flight that it waits for."""
+        if self.lifecycle.draining and self.num_in_flight:
+            return
+        level = self.lifecycle.drained()
+        if level or self._clear_wanted:
+            self.reset_prefix_cache(reset_running_requests=True)
+            self._clear_wanted = False
+        if level:
+            self._executor.release_kv()
+            self._executor.release_weights(forget=level == 2)
 
     def _update(self, work: SchedulerOutput, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
         self.stats.num_steps += 1
@@ -198,6 +332,7 @@ class EngineCore:
         request = sequence.request
         if request.num_live == 0:
             del self._requests[request.source.request_id]
+            self._held.pop(request.source.request_id, None)
             for ended in request.sequences:
                 del self._sequences[ended.sequence_id]
 

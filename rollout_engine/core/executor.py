@@ -16,3 +16,17 @@ class Executor(Protocol):
         a no-op.
         """
         ...
+
+    def release_kv(self) -> None:
+        """Give the memory of all KV back to the system, contents lost. The next step that writes takes it again."""
+        ...
+
+    def release_weights(self, *, forget: bool) -> None:
+        """Free what is derived from the weights; with `forget` the weights too. Nothing executes until they are back:
+        by `restore_weights`, or, when forgotten, by a complete update.
+        """
+        ...
+
+    def restore_weights(self) -> None:
+        """Derive again what `release_weights(forget=False)` freed."""
+        ...

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
@@ -44,6 +45,8 @@ class FakeExecutor:
         self.kv_min_versions: dict[str, int] = {}
         """Sequence id -> oldest version among the KV its last sample attended."""
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self.weights: Literal["live", "kept", "forgotten"] = "live"
+        """"live" is set by `restore_weights`, and by a test that stands for an update."""
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Do one step, in the order `SchedulerOutput` states; raises `FakeKVError` where its KV does not hold up."""
@@ -56,12 +59,28 @@ class FakeExecutor:
             self.sequences[new.request_id] = FakeSequence(new)
         self._copy_blocks(work.block_copies)
         self._check_slots(work.scheduled)
+        if work.scheduled and self.weights != "live":
+            raise FakeKVError("computed while the weights are released")
         for index, row in enumerate(work.scheduled):
             if work.step in self.fail_at_steps and index == len(work.scheduled) // 2:
                 raise RuntimeError(f"told to fail at step {work.step}")
             self._compute(row, work.policy_version)
         self.num_steps += 1
         return self._sample(work)
+
+    def release_kv(self) -> None:
+        """Nothing that was written can be read any more."""
+        self._slots.clear()
+
+    def release_weights(self, *, forget: bool) -> None:
+        """Nothing can be computed until they are back."""
+        self.weights = "forgotten" if forget or self.weights == "forgotten" else "kept"
+
+    def restore_weights(self) -> None:
+        """Raises `FakeKVError` for weights that were forgotten."""
+        if self.weights == "forgotten":
+            raise FakeKVError("forgotten weights cannot be restored")
+        self.weights = "live"
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         written: set[int] = set()

@@ -37,20 +37,24 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """One token budget: running sequences first, then parked and waiting ones by (priority, arrival)."""
-        work = SchedulerOutput(
+        work = self.farewell()
+        budget = self._schedule_running(work, self._max_num_batched_tokens)
+        self._schedule_waiting(work, budget)
+        work.finished += self._take_forgotten()
+        assert work.scheduled or not self.num_queued, "work, but nothing scheduled"
+        return work
+
+    def farewell(self) -> SchedulerOutput:
+        """Work without any work: what the runner may forget."""
+        return SchedulerOutput(
             step=self.stats.num_steps,
             policy_version=self.tables.policy_version,
-            finished=[],
+            finished=self._take_forgotten(),
             new=[],
             block_copies=[],
             scheduled=[],
             samples=[],
         )
-        budget = self._schedule_running(work, self._max_num_batched_tokens)
-        self._schedule_waiting(work, budget)
-        work.finished, self._forgotten = self._forgotten, []
-        assert work.scheduled or not self.num_queued, "work, but nothing scheduled"
-        return work
 
     def add(self, request: Request) -> None:
         """Queue the leader; the other sequences appear when it has computed the prompt."""
@@ -206,6 +210,10 @@ class Scheduler:
         if sequence.in_runner:
             self._forgotten.append(sequence.sequence_id)
             sequence.in_runner = False
+
+    def _take_forgotten(self) -> list[str]:
+        taken, self._forgotten = self._forgotten, []
+        return taken
 
     def _count_cached(self, sequence: Sequence) -> None:
         self.stats.num_cached_tokens += sequence.num_computed_tokens

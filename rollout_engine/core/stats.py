@@ -19,3 +19,14 @@ class CoreStats(msgspec.Struct):
     num_references_dropped: int = 0
     """Forked sequences that lost their blocks while they waited."""
     num_block_copies: int = 0
+    num_pauses: int = 0
+    last_pause_seconds: float = 0.0
+    """From the call of the last pause until it was complete."""
+    pause_seconds: float = 0.0
+    """Sum over all pauses of the same."""
+
+    def add_pause(self, seconds: float) -> None:
+        """A pause took `seconds` to complete."""
+        self.num_pauses += 1
+        self.last_pause_seconds = seconds
+        self.pause_seconds += seconds

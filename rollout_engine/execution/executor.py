@@ -42,6 +42,15 @@ class InlineExecutor:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
         return self.worker.score(sequences, num_prompt, temperature)
 
+    def release_kv(self) -> None:
+        self.worker.release_kv()
+
+    def release_weights(self, *, forget: bool) -> None:
+        self.worker.release_weights(forget=forget)
+
+    def restore_weights(self) -> None:
+        self.worker.restore_weights()
+
     @property
     def num_sequences(self) -> int:
         """Sequences whose state the runner holds."""

@@ -53,7 +53,7 @@ class WeightUpdater:
         self._verified = False
         self.version = version
         self.dirty = False
-        """A commit failed half-way: the weights may be a mixture and must not be used."""
+        """The weights must not be used: a commit failed half-way, or they were released."""
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""
@@ -136,6 +136,12 @@ class WeightUpdater:
         """Forget what was staged. No-op when nothing is open."""
         self._open, self._staged, self._verified = None, set(), False
 
+    def release(self, *, forget: bool) -> None:
+        """Free the shadow, which the next update makes again. `forget`: the live weights lose their values too."""
+        assert self._open is None, "the weights of an open update are released"
+        self._shadow.clear()
+        self.dirty |= forget
+
     def _specs(self, verb: str) -> dict[str, TensorSpec]:
         if self._open is None:
             raise LifecycleError(f"{verb}: no update is open; call begin first.")
@@ -192,7 +198,7 @@ class WeightUpdater:
         return self._live_digest(spec.name for spec in manifest.tensors) == manifest.digest
 
     def _check_version(self, version: int, reset_version: bool) -> None:
-        if version > self.version or reset_version:
+        if version > self.version or reset_version or (self.dirty and version == self.version):
             return
         same = version == self.version
         what = "is live with other weights" if same else f"is older than the live version {self.version}"

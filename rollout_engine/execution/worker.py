@@ -15,6 +15,7 @@ from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.fusion import repack
 from rollout_engine.model.loader import LoadedModel, load_model
+from rollout_engine.model.residence import release_derived, release_weights, restore_derived
 from rollout_engine.model.runner import ModelRunner
 
 logger = logging.getLogger("rollout_engine")
@@ -44,6 +45,7 @@ class Worker:
         num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
         model = PagedModel(loaded.module, loaded.geometry, num_blocks=num_blocks, block_size=config.block_size)
         self.runner = ModelRunner(model)
+        self._weights = list(loaded.targets.values())
         self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._after_commit)
         self.info = ModelInfo(
             num_blocks=num_blocks,
@@ -59,6 +61,21 @@ class Worker:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
         module = self.runner.model.module
         return score(module, sequences, num_prompt, temperature=temperature, vocab_size=self.info.vocab_size)
+
+    def release_kv(self) -> None:
+        """Forget all KV and give its memory back to the system."""
+        self.runner.model.kv.release()
+
+    def release_weights(self, *, forget: bool) -> None:
+        """Free packed copies and the shadow of updates; with `forget` the weights too."""
+        self.updater.release(forget=forget)
+        release_derived(self.runner.model.module)
+        if forget:
+            release_weights(self._weights)
+
+    def restore_weights(self) -> None:
+        """Pack the weights again."""
+        restore_derived(self.runner.model.module)
 
     def _after_commit(self) -> None:
         repack(self.runner.model.module)

@@ -21,9 +21,12 @@ from rollout_engine.execution.weights import update_from_source
 from rollout_engine.execution.worker import ModelInfo
 from rollout_engine.frontend.batch_log import BatchLog
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index
+from rollout_engine.frontend.lifecycle_control import LifecycleControl
+from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.output_processor import OutputProcessor
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.tokenizer import TextCodec
+from rollout_engine.messages import EngineCoreOutputs
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from sync.base import WeightSource
@@ -31,7 +34,7 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 
-class LLMEngine:
+class LLMEngine(LifecycleVerbs):
     """Synchronous stepping: every request added ends in exactly one finished `RequestOutput` of some `step()`.
 
     >>> engine = LLMEngine.from_config(EngineConfig(model="path/or/hub-id"))
@@ -58,6 +61,7 @@ class LLMEngine:
         self._outputs = output_processor
         self._log = BatchLog(core.stats) if log_stats else None
         self._lock = threading.RLock()
+        self._control = LifecycleControl(core, self._lock, step=self._step_for_others, deliver=self._deliver)
         self._ready: list[RequestOutput] = []
         """Results of aborts and results handed back, for the next step to return."""
         self._num_named = 0
@@ -82,6 +86,10 @@ class LLMEngine:
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
         logger.info("%s", _choices(config, info))
         return engine
+
+    @property
+    def lifecycle_control(self) -> LifecycleControl:
+        return self._control
 
     @property
     def policy_version(self) -> int:
@@ -122,9 +130,15 @@ class LLMEngine:
         return request_ids
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last."""
+        """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last.
+
+        While paused or asleep it computes nothing. Raises `DirtyWeightsError` when requests cannot go on before a
+        complete weight update.
+        """
         with self._lock:
             self._require_open()
+            if not self._ready:
+                self._control.require_step()
             results, stopped = self._outputs.process(self._core.step())
             self._core.abort_requests(stopped)
             ready, self._ready = self._ready + results, []
@@ -140,8 +154,7 @@ class LLMEngine:
         with self._lock:
             self._require_open()
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            results, _ = self._outputs.process(self._core.abort_requests(ids))
-            self._ready += results
+            self._deliver(self._core.abort_requests(ids))
             if discard:
                 self._discard(set(ids))
 
@@ -214,15 +227,15 @@ class LLMEngine:
         """
         if kv not in ("keep", "recompute"):
             raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
-        self._require_open()
-        return update_from_source(
-            self._executor.updater,
-            source,
-            version=version,
-            reset_version=reset_version,
-            boundary=self._lock,
-            advance=lambda committed: self._core.commit_version(committed, kv),
-        )
+        with self._control.updating():
+            return update_from_source(
+                self._executor.updater,
+                source,
+                version=version,
+                reset_version=reset_version,
+                boundary=self._lock,
+                advance=lambda committed: self._core.commit_version(committed, kv),
+            )
 
     def score(
         self,
@@ -239,7 +252,7 @@ class LLMEngine:
         asked = [i for i, (_, completion) in enumerate(pairs) if completion]
         scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
         with self._lock:
-            self._require_open()
+            self._core.lifecycle.require_weights("score")
             sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
             num_prompt = [len(pairs[i][0]) for i in asked]
             values = self._executor.score(sequences, num_prompt, temperature or 1.0) if asked else []
@@ -250,6 +263,7 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Free model and KV pool; open requests are dropped. Calling it again is a no-op."""
         with self._lock:
+            self._control.shutdown()
             self._release()
 
     def __enter__(self) -> "LLMEngine":
@@ -259,6 +273,17 @@ class LLMEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def require_running(self, verb: str) -> None:
+        """Raise, naming `verb`, unless a request added now is computed by steps alone."""
+        self._core.lifecycle.require_running(verb)
+
+    def _step_for_others(self) -> None:
+        self.hand_back(self.step())
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        results, _ = self._outputs.process(outputs)
+        self._ready += results
 
     def _queue(self, request_id: str, checked: CheckedPrompt, priority: int) -> None:
         if not isinstance(priority, int):
@@ -304,6 +329,7 @@ def _core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=info.vocab_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        admission=config.admission,
     )
 
 

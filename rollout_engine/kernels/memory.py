@@ -1,12 +1,17 @@
-"""Memory that costs nothing before it is used."""
+"""Memory that costs nothing before it is used, and can be given back without losing its address."""
 
+import ctypes
 import math
+import mmap
+import sys
+from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 4096
+_ALIGNMENT = mmap.PAGESIZE
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -15,3 +20,35 @@ def lazy_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+
+
+def give_back(tensors: Iterable[Tensor]) -> None:
+    """Return the pages of CPU tensors' storages to the system. Addresses stay; what was in whole pages reads as zeros.
+
+    Linux only: elsewhere the tensors are zeroed and keep their memory.
+    """
+    tensors = list(tensors)
+    if sys.platform != "linux":
+        for tensor in tensors:
+            tensor.zero_()
+        return
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    for address, storage in storages.items():
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = (address + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if num_bytes > 0 and _libc().madvise(start, num_bytes, mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
+
+
+def trim() -> None:
+    """Have the allocator return what it keeps for later, where it can (glibc)."""
+    if hasattr(_libc(), "malloc_trim"):
+        _libc().malloc_trim(0)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "madvise"):
+        library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import attention as compiled
+from rollout_engine.kernels.memory import give_back
 from rollout_engine.kernels.paged_attention import DenseAttention, Scoring
 from rollout_engine.model.chunk import SequenceChunk
 from rollout_engine.model.eager_attention import EagerPool, EagerStep
@@ -42,6 +43,10 @@ class PagedKV:
             yield
         finally:
             _active.step = None
+
+    def release(self) -> None:
+        """Forget all KV and give its memory back to the system; what is written from now on takes it again."""
+        give_back(self._pool.tensors())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), in every layer."""

@@ -75,6 +75,12 @@ def repack(module: nn.Module) -> None:
         group.repack()
 
 
+def unpack(module: nn.Module) -> None:
+    """Free every packed copy until `repack`, or until it is needed."""
+    for group in {id(g): g for child in module.modules() if (g := getattr(child, "_group", None))}.values():
+        group.unpack()
+
+
 class LinearGroup:
     """One GEMM over the linears of `children`, which share their input.
 
@@ -114,6 +120,10 @@ class LinearGroup:
             if self.children[0].bias is not None:
                 self._bias = _stacked([child.bias.detach() for child in self.children]).clone()
         self._stamp = self._current_stamp()
+
+    def unpack(self) -> None:
+        self._operand = self._bias = None
+        self._stamp = ()
 
     def matmul(self, x: Tensor) -> Tensor:
         """x [R, K] -> [R, sum of N], without autograd."""

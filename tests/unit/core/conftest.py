@@ -55,6 +55,9 @@ class Rig:
         self.keys: dict[int, Key] = {}
         self.num_cached_tokens: dict[str, int] = {}
         self.works: list[SchedulerOutput] = []
+        self.release_kv = self.executor.release_kv
+        self.release_weights = self.executor.release_weights
+        self.restore_weights = self.executor.restore_weights
         self.oldest_kv = policy_version
         """No KV older than this may be attended."""
 
@@ -101,11 +104,30 @@ class Rig:
         return self._record(outputs)
 
     def abort(self, *request_ids: str) -> list[Said]:
-        outputs = self.core.abort_requests(request_ids)
+        return self._take_ends(self.core.abort_requests(request_ids))
+
+    def pause(self, mode: str, **options: Any) -> list[Said]:
+        return self._take_ends(self.core.pause(mode, **options))
+
+    def sleep(self, level: int, mode: str) -> list[Said]:
+        return self._take_ends(self.core.sleep(level, mode))
+
+    def resume(self) -> None:
+        self.core.resume()
         self.core.check_integrity()
-        said = self._record(outputs)
-        assert all((each.finish_reason, each.new_token_ids) == ("abort", []) for each in said)
-        return said
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        self.core.wake_up(tags)
+        self.core.check_integrity()
+
+    def update(self, *, kv: str = "keep", breaks_off: bool = False) -> None:
+        """A whole update, or one that breaks off in its commit."""
+        self.core.begin_update()
+        if not breaks_off:
+            self.executor.weights = "live"
+            self.commit(self.core.policy_version + 1, kv)
+        self.core.end_update(dirty=breaks_off)
+        self.core.check_integrity()
 
     def commit(self, version: int, kv: str = "keep") -> int:
         grows = version > self.core.policy_version
@@ -155,6 +177,12 @@ class Rig:
             if token_id in stops and len(out) >= params.min_tokens:
                 return out, ("stop", None if token_id in request.eos_token_ids else token_id)
         return out, ("length", None)
+
+    def _take_ends(self, outputs: EngineCoreOutputs) -> list[Said]:
+        self.core.check_integrity()
+        said = self._record(outputs)
+        assert all((each.finish_reason, each.new_token_ids) == ("abort", []) for each in said)
+        return said
 
     def _record(self, outputs: EngineCoreOutputs) -> list[Said]:
         assert outputs.policy_version == self.core.policy_version

@@ -1,0 +1,213 @@
+"""What the engine may do now: one state machine over pausing, sleeping, updating and the end.
+
+                 pause(mode)                      sleep(level)
+    RUNNING <───────────────────> PAUSED ... ──────────────────> ASLEEP ── wake_up(tags) ──> as before
+                 resume()                                                               └──> DIRTY after level 2
+    any but ASLEEP ── begin_update() ──> UPDATING ── end_update() ──> as before, or DIRTY
+    any ── die() ──> DEAD
+
+A pause outlives sleep and updates: whoever paused resumes. While requests drain (mode "wait") steps go on; the pause or
+sleep is complete once `drained` was called. `state` names the strongest of what holds at the same time.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Literal, get_args
+
+from rollout_engine.errors import DirtyWeightsError, LifecycleError
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of requests in flight: end now with what they have, finish first, or freeze and go on later."""
+MemoryTag = Literal["weights", "kv_cache"]
+"""What sleeps and wakes up."""
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+
+
+class State(StrEnum):
+    """The strongest of what holds; strongest first."""
+
+    DEAD = "DEAD"
+    UPDATING = "UPDATING"
+    ASLEEP = "ASLEEP"
+    DIRTY = "DIRTY"
+    PAUSED = "PAUSED"
+    RUNNING = "RUNNING"
+
+
+class Lifecycle:
+    """Answers what is allowed and keeps what was asked; the core does what follows from it.
+
+    Every verb that is out of order raises `LifecycleError` naming state and verb, and changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.paused: PauseMode | None = None
+        """Mode of the pause in force."""
+        self.asleep: set[MemoryTag] = set()
+        """Memory that is released now."""
+        self.level = 0
+        """Of the sleep in force: 1 keeps the weights in host memory, 2 forgets them."""
+        self.draining = False
+        """Requests in flight finish before the pause or sleep asked for is complete."""
+        self.sleep_wanted = 0
+        """Level to fall asleep to once nothing drains; 0: none."""
+        self.updating = False
+        self.dirty = False
+        """The weights are incomplete; only a complete update clears this."""
+        self.dead = False
+
+    @property
+    def state(self) -> State:
+        """Of weights and KV: ASLEEP while weights are, DIRTY once they are back without values, else the KV's."""
+        if self.dead:
+            return State.DEAD
+        if self.updating:
+            return State.UPDATING
+        if "weights" in self.asleep:
+            return State.ASLEEP
+        if self.dirty:
+            return State.DIRTY
+        if self.asleep:
+            return State.ASLEEP
+        return State.RUNNING if self.paused is None else State.PAUSED
+
+    @property
+    def can_step(self) -> bool:
+        """Whether requests in flight may compute."""
+        resident = not (self.asleep or self.dirty or self.dead)
+        return resident and (self.paused is None or self.draining)
+
+    @property
+    def admits(self) -> bool:
+        """Whether new requests join those in flight; otherwise they wait, or are turned away."""
+        return self.paused is None and not (self.sleep_wanted or self.asleep or self.dirty or self.dead)
+
+    def describe(self) -> str:
+        """The state, and what is worth knowing of it, for messages."""
+        details = {
+            State.ASLEEP: f"(level {self.level}: {', '.join(sorted(self.asleep))})",
+            State.PAUSED: f"({self.paused})",
+        }
+        what = self.state + details.get(self.state, "")
+        return f"{what}, draining" if self.draining else what
+
+    def pause(self, mode: PauseMode, *, in_flight: bool) -> None:
+        """Stop admitting; stop stepping too, unless mode "wait" leaves requests to finish."""
+        self._check_mode("pause_generation", mode)
+        self.require_alive("pause_generation")
+        self._check_can_drain("pause_generation", mode, in_flight)
+        if self.sleep_wanted and mode == "keep":
+            raise self._refused("pause_generation", "requests in flight are to finish first, for a sleep")
+        self.paused = mode
+        self.draining = in_flight and mode == "wait"
+
+    def resume(self) -> None:
+        """Lift the pause; no-op without one."""
+        self._check_between("resume_generation")
+        if self.asleep:
+            raise self._refused("resume_generation", "call wake_up() first")
+        self.paused, self.draining = None, False
+
+    def sleep(self, level: int, mode: PauseMode, *, in_flight: bool) -> None:
+        """Ask for sleep; `drained` says when to fall asleep. At the level it already has, it stays as it is."""
+        if level not in (1, 2):
+            raise LifecycleError(f"sleep: level={level!r} is not allowed: must be 1 or 2.")
+        self._check_mode("sleep", mode)
+        self._check_between("sleep", but_draining=True)
+        self._check_can_drain("sleep", mode, in_flight)
+        if self.draining and mode == "keep":
+            raise self._refused("sleep", "requests in flight are to finish first; use mode='wait' or mode='abort'")
+        self.sleep_wanted = level
+        self.draining = in_flight and mode == "wait"
+
+    def drained(self) -> int:
+        """Nothing drains any more. Falls asleep where that was asked for: the level to release memory to, else 0."""
+        level, self.sleep_wanted, self.draining = self.sleep_wanted, 0, False
+        if level:
+            self.level = max(self.level, level) if "weights" in self.asleep else level
+            self.asleep = set(TAGS)
+        return level
+
+    def wake_up(self, tags: Iterable[str] | None) -> set[MemoryTag]:
+        """Which of `tags` (None: all) were asleep and are back now. After level 2 the weights come back DIRTY."""
+        asked = check_tags(tags)
+        self._check_between("wake_up")
+        woken = self.asleep & asked
+        self.asleep -= woken
+        if "weights" in woken and self.level == 2:
+            self.dirty = True
+        if not self.asleep:
+            self.level = 0
+        return woken
+
+    def begin_update(self) -> None:
+        """One update at a time, onto weights that are resident. Steps go on."""
+        self._check_between("update_weights")
+        if "weights" in self.asleep:
+            raise self._refused("update_weights", "the weights are not resident; call wake_up(['weights']) first")
+        self.updating = True
+
+    def end_update(self, *, dirty: bool | None) -> None:
+        """Back to the state before. `dirty`: False after a complete update, None after one that changed nothing."""
+        self.updating = False
+        if dirty is not None:
+            self.dirty = dirty
+
+    def die(self) -> None:
+        """The end; nothing leads out of it."""
+        self.dead, self.draining, self.sleep_wanted = True, False, 0
+
+    def require_alive(self, verb: str) -> None:
+        """Raise `LifecycleError` when DEAD."""
+        if self.dead:
+            raise self._refused(verb, "it was shut down; make a new engine")
+
+    def require_weights(self, verb: str) -> None:
+        """Raise unless the weights can be computed with: `LifecycleError`, or `DirtyWeightsError`."""
+        self.require_alive(verb)
+        if "weights" in self.asleep:
+            raise self._refused(verb, "the weights are not resident; call wake_up() first")
+        self.require_clean(verb)
+
+    def require_clean(self, verb: str) -> None:
+        """Raise `DirtyWeightsError` where weights are resident but incomplete."""
+        if self.dirty and "weights" not in self.asleep:
+            raise DirtyWeightsError(f"{verb}: the live weights are incomplete. Send a complete update first.")
+
+    def require_running(self, verb: str) -> None:
+        """Raise unless a request that is added now would be computed without another call from outside."""
+        self.require_alive(verb)
+        self.require_clean(verb)
+        if not self.admits:
+            call = "wake_up" if self.asleep or self.sleep_wanted else "resume_generation"
+            raise self._refused(verb, f"it would wait for ever; call {call}() first")
+
+    def _check_between(self, verb: str, *, but_draining: bool = False) -> None:
+        """Not while an update or (unless `but_draining`) the way to sleep is in progress."""
+        self.require_alive(verb)
+        if self.updating:
+            raise self._refused(verb, "wait until the update has ended")
+        if self.sleep_wanted and not but_draining:
+            raise self._refused(verb, "requests in flight are finishing for a sleep; abort them to end it sooner")
+
+    def _check_can_drain(self, verb: str, mode: PauseMode, in_flight: bool) -> None:
+        if mode == "wait" and in_flight and (self.asleep or self.dirty):
+            raise self._refused(verb, "requests in flight cannot finish now; use mode='abort' or mode='keep'")
+
+    def _check_mode(self, verb: str, mode: str) -> None:
+        if mode not in MODES:
+            raise LifecycleError(f"{verb}: mode={mode!r} is not allowed: must be 'abort', 'wait' or 'keep'.")
+
+    def _refused(self, verb: str, advice: str) -> LifecycleError:
+        return LifecycleError(f"{verb}: not possible while the engine is {self.describe()}: {advice}.")
+
+
+def check_tags(tags: Iterable[str] | None) -> set[MemoryTag]:
+    """The tags named, all of them for None. Raises `LifecycleError` for a name that is none."""
+    if tags is None:
+        return set(TAGS)
+    named = [tags] if isinstance(tags, str) else list(tags)
+    if unknown := [tag for tag in named if tag not in TAGS]:
+        raise LifecycleError(f"wake_up: tags={unknown!r} is not allowed: must be 'weights', 'kv_cache' or both.")
+    return {tag for tag in TAGS if tag in named}

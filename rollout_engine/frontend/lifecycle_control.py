@@ -1,0 +1,141 @@
+"""Pausing, sleeping and waking an engine in this process, from any thread."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.lifecycle import PauseMode, State
+from rollout_engine.errors import DirtyWeightsError, DrainTimeoutError, LifecycleError
+from rollout_engine.messages import EngineCoreOutputs
+
+
+class LifecycleControl:
+    """The verbs of `LifecycleVerbs`, over one core.
+
+    Args:
+        core: whose lifecycle it is.
+        lock: held while a step runs; every verb takes it.
+        step: runs one step under the lock and keeps what it brought for the next caller of the engine's `step`.
+        deliver: takes ends that no step brought.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        lock: threading.RLock,
+        *,
+        step: Callable[[], None],
+        deliver: Callable[[EngineCoreOutputs], None],
+    ) -> None:
+        self._core = core
+        self._changed = threading.Condition(lock)
+        self._step = step
+        self._deliver = deliver
+
+    def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """See `LifecycleVerbs.pause_generation`."""
+        start = time.perf_counter()
+        with self._change():
+            self._deliver(self._core.pause(mode, clear_cache=clear_cache))
+        self._drain()
+        with self._changed:
+            self._core.stats.add_pause(time.perf_counter() - start)
+
+    def resume(self) -> None:
+        """See `LifecycleVerbs.resume_generation`."""
+        with self._change():
+            self._core.resume()
+
+    def is_paused(self) -> bool:
+        """See `LifecycleVerbs.is_paused`."""
+        self._core.lifecycle.require_alive("is_paused")
+        return self._core.lifecycle.paused is not None
+
+    def sleep(self, level: int, mode: PauseMode) -> None:
+        """See `LifecycleVerbs.sleep`."""
+        with self._change():
+            self._deliver(self._core.sleep(level, mode))
+        self._drain()
+
+    def wake_up(self, tags: Iterable[str] | None) -> None:
+        """See `LifecycleVerbs.wake_up`."""
+        with self._change():
+            self._core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """See `LifecycleVerbs.is_sleeping`."""
+        self._core.lifecycle.require_alive("is_sleeping")
+        return bool(self._core.lifecycle.asleep)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        """See `LifecycleVerbs.reset_prefix_cache`."""
+        with self._changed:
+            return self._core.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+    def wait_for_drain(self, timeout: float) -> None:
+        """See `LifecycleVerbs.wait_for_requests_to_drain`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                lifecycle, num_in_flight = self._core.lifecycle, self._core.num_in_flight
+                lifecycle.require_alive("wait_for_requests_to_drain")
+                if not num_in_flight:
+                    return
+                if not lifecycle.can_step:
+                    what = f"{num_in_flight} requests are frozen while the engine is {lifecycle.describe()}"
+                    raise LifecycleError(f"wait_for_requests_to_drain: {what}; let it run, or abort them.")
+                if time.monotonic() >= deadline:
+                    what = f"{num_in_flight} requests are still in flight after {timeout:g} seconds"
+                    raise DrainTimeoutError(f"wait_for_requests_to_drain: {what}; they go on.")
+                self._step()
+
+    def wait_until_steppable(self, timeout: float) -> None:
+        """Return once a step can compute, or something else has changed, or after `timeout` seconds."""
+        if not self._core.lifecycle.can_step:
+            with self._changed:
+                if not self._core.lifecycle.can_step:
+                    self._changed.wait(timeout)
+
+    def require_step(self) -> None:
+        """Raise `DirtyWeightsError` for a step that cannot go on with what is in flight before an update comes."""
+        if self._core.lifecycle.state is State.DIRTY and self._core.num_in_flight:
+            self._core.lifecycle.require_clean("step")
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around one weight update: UPDATING, then the state before, or DIRTY if it broke off half-way."""
+        with self._changed:
+            self._core.begin_update()
+        dirty: bool | None = None
+        try:
+            yield
+            dirty = False
+        except DirtyWeightsError:
+            dirty = True
+            raise
+        finally:
+            with self._change():
+                self._core.end_update(dirty=dirty)
+
+    def shutdown(self) -> None:
+        """No verb works any more; whoever waits is told."""
+        with self._change():
+            self._core.shutdown()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        with self._changed:
+            try:
+                yield
+            finally:
+                self._changed.notify_all()
+
+    def _drain(self) -> None:
+        """Step until nothing drains. Others may step as well: each step is under the lock, and loses no result."""
+        while True:
+            with self._changed:
+                if not self._core.lifecycle.draining:
+                    return
+                self._step()
