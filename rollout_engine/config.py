@@ -56,7 +56,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     admission: Literal["queue", "reject"] = "queue"
     """Of requests that come while the engine is paused or asleep: let them wait, or raise `RetryableError`."""
     log_stats: bool = True
-    """Log one line of statistics when a batch of work ends."""
+    """Log a line of statistics every `log_interval` seconds while there is work, and when it is done."""
+    log_interval: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """Seconds between two calls of the stat loggers."""
 
     def check(self) -> None:
         if KV_TILE % self.block_size:

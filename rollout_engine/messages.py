@@ -68,7 +68,10 @@ class EngineCoreOutputs(msgspec.Struct):
     ended: list[SequenceEnd] = []
     """Also of sequences that gained nothing: aborted, or failed."""
     num_cached_tokens: dict[int, int] = {}
-    """`first_sequence` -> prompt tokens found in the prefix cache, told when a request is first computed."""
+    """`first_sequence` -> prompt tokens found in the prefix cache: told when a request is first computed, and perhaps
+    again."""
+    start_time: float = 0.0
+    """When the step began, seconds on the system's monotonic clock: filled in by who drives the core."""
 
 
 class NewSequence(msgspec.Struct):

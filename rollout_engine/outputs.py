@@ -24,6 +24,8 @@ class RequestMetrics(msgspec.Struct):
     """Timings of one request, seconds on one monotonic clock."""
 
     arrival_time: float
+    scheduled_time: float | None = None
+    """Start of the first step that computed any of the prompt."""
     first_token_time: float | None = None
     finished_time: float | None = None
 

@@ -19,6 +19,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.rewards import RewardFunction
 from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
@@ -56,9 +57,16 @@ class RolloutPolicy:
         self._pad_token_id = _pad_token_id(self.engine)
 
     @classmethod
-    def from_pretrained(cls, model: str | os.PathLike[str], **engine_kwargs: Any) -> Self:
+    def from_pretrained(
+        cls, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
+    ) -> Self:
         """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`."""
-        return cls(LLMEngine.from_config(EngineConfig(model=os.fspath(model), **engine_kwargs)))
+        config = EngineConfig(model=os.fspath(model), **engine_kwargs)
+        return cls(LLMEngine.from_config(config, stat_loggers=stat_loggers))
+
+    def get_metrics(self) -> EngineMetrics:
+        """The engine's counters, gauges and timings of now; from any thread."""
+        return self.engine.get_metrics()
 
     def rollout(
         self,

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from copy import copy
 
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.door import CoreConfig, check_request
@@ -9,7 +10,6 @@ from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.scheduler import Scheduler
-from rollout_engine.core.stats import CoreStats
 from rollout_engine.core.token_columns import fill_columns
 from rollout_engine.errors import RequestError, RetryableError, WeightUpdateError
 from rollout_engine.messages import (
@@ -20,6 +20,7 @@ from rollout_engine.messages import (
     SchedulerOutput,
     SequenceEnd,
 )
+from rollout_engine.metrics import CoreMetrics, CoreStats
 from rollout_engine.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,18 @@ class EngineCore:
     def num_in_flight(self) -> int:
         """Unfinished requests without those that wait for resume or wake-up."""
         return len(self._requests) - len(self._held)
+
+    def metrics(self) -> CoreMetrics:
+        """Counters and gauges of now."""
+        return CoreMetrics(
+            num_requests=len(self._requests),
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting) + len(self._scheduler.parked),
+            cache_usage=self._tables.usage,
+            policy_version=self.policy_version,
+            state=self.lifecycle.state,
+            counters=copy(self.stats),
+        )
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to give, now or once the engine runs again."""
@@ -295,7 +308,7 @@ class EngineCore:
     def _found_in_cache(self, work: SchedulerOutput) -> dict[int, int]:
         """`EngineCoreOutputs.num_cached_tokens` of the requests that `work` introduces."""
         requests = (self._sequences[new.request_id].request for new in work.new)
-        return {r.source.first_sequence: r.num_cached_tokens for r in requests if r.num_cached_tokens}
+        return {r.source.first_sequence: r.num_cached_tokens or 0 for r in requests}
 
     def _tell(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         outputs.ended, self._ended = self._ended, []

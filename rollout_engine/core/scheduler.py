@@ -4,8 +4,8 @@ from bisect import bisect_left, insort
 
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.request import Request, Sequence
-from rollout_engine.core.stats import CoreStats
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.metrics import CoreStats
 
 
 class Scheduler:

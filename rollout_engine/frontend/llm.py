@@ -16,6 +16,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import EngineGenerateError, RequestError
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from sync.base import WeightSource
@@ -30,8 +31,11 @@ class LLM:
     ...     outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=16))
     """
 
-    def __init__(self, model: str | os.PathLike[str], **engine_kwargs: Any) -> None:
-        self.llm_engine = LLMEngine.from_config(EngineConfig.from_kwargs(model=os.fspath(model), **engine_kwargs))
+    def __init__(
+        self, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
+    ) -> None:
+        config = EngineConfig.from_kwargs(model=os.fspath(model), **engine_kwargs)
+        self.llm_engine = LLMEngine.from_config(config, stat_loggers=stat_loggers)
         self._generating = threading.Lock()
 
     @classmethod
@@ -45,6 +49,10 @@ class LLM:
     def policy_version(self) -> int:
         """Version of the live weights."""
         return self.llm_engine.policy_version
+
+    def get_metrics(self) -> EngineMetrics:
+        """Counters, gauges and timings of now; from any thread."""
+        return self.llm_engine.get_metrics()
 
     def generate(
         self,

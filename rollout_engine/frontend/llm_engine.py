@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -14,19 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.stats import CoreStats
 from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.weights import update_from_source
 from rollout_engine.execution.worker import ModelInfo
-from rollout_engine.frontend.batch_log import BatchLog
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.output_processor import OutputProcessor
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.metrics import CoreStats, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from sync.base import WeightSource
@@ -53,13 +54,14 @@ class LLMEngine(LifecycleVerbs):
         input_processor: InputProcessor,
         output_processor: OutputProcessor,
         *,
-        log_stats: bool = False,
+        stat_loggers: Sequence[StatLogger] = (),
+        log_interval: float = 10.0,
     ) -> None:
         self._core = core
         self._executor = executor
         self._inputs = input_processor
         self._outputs = output_processor
-        self._log = BatchLog(core.stats) if log_stats else None
+        self._log = StatLog(stat_loggers, self.get_metrics, log_interval)
         self._lock = threading.RLock()
         self._control = LifecycleControl(core, self._lock, step=self._step_for_others, deliver=self._deliver)
         self._ready: list[RequestOutput] = []
@@ -68,8 +70,12 @@ class LLMEngine(LifecycleVerbs):
         self._release = weakref.finalize(self, _release, executor)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> "LLMEngine":
-        """Load model and tokenizer. Raises `ConfigError` when they cannot be served."""
+    def from_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] = ()) -> "LLMEngine":
+        """Load model and tokenizer. Raises `ConfigError` when they cannot be served.
+
+        `stat_loggers` are shown the engine's metrics, beside the log line and those that packages have registered.
+        """
+        loggers = all_loggers(stat_loggers, log_line=config.log_stats)
         executor = InlineExecutor.from_config(config)
         info = executor.info
         codec = None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
@@ -81,7 +87,8 @@ class LLMEngine(LifecycleVerbs):
             seed=config.seed,
         )
         core = EngineCore(executor, _core_config(config, info))
-        engine = cls(core, executor, inputs, OutputProcessor(codec), log_stats=config.log_stats)
+        outputs = OutputProcessor(codec)
+        engine = cls(core, executor, inputs, outputs, stat_loggers=loggers, log_interval=config.log_interval)
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
         logger.info("%s", _choices(config, info))
@@ -139,11 +146,10 @@ class LLMEngine(LifecycleVerbs):
             self._require_open()
             if not self._ready:
                 self._control.require_step()
-            results, stopped = self._outputs.process(self._core.step())
+            results, stopped = self._outputs.process(self._timed_step())
             self._core.abort_requests(stopped)
             ready, self._ready = self._ready + results, []
-            if self._log is not None and self._outputs.num_open == 0:
-                self._log.end()
+            self._log.tick(idle=self._outputs.num_open == 0)
             return ready
 
     def abort_request(self, request_ids: str | Iterable[str], *, discard: bool = False) -> None:
@@ -174,6 +180,14 @@ class LLMEngine(LifecycleVerbs):
     def get_num_unfinished_requests(self) -> int:
         """Requests whose finished output has not been returned."""
         return self._outputs.num_open + sum(result.finished for result in self._ready)
+
+    def get_metrics(self) -> EngineMetrics:
+        """Counters, gauges and timings of now; from any thread."""
+        return EngineMetrics(core=self._core.metrics(), requests=self._outputs.stats)
+
+    def do_log_stats(self) -> None:
+        """Show the metrics to every stat logger now."""
+        self._log.write()
 
     def get_cache_usage(self) -> float:
         """KV blocks referenced by live requests / all blocks."""
@@ -263,6 +277,8 @@ class LLMEngine(LifecycleVerbs):
     def shutdown(self) -> None:
         """Free model and KV pool; open requests are dropped. Calling it again is a no-op."""
         with self._lock:
+            if self._release.alive:
+                self._log.close()
             self._control.shutdown()
             self._release()
 
@@ -278,6 +294,12 @@ class LLMEngine(LifecycleVerbs):
         """Raise, naming `verb`, unless a request added now is computed by steps alone."""
         self._core.lifecycle.require_running(verb)
 
+    def _timed_step(self) -> EngineCoreOutputs:
+        start = time.monotonic()
+        outputs = self._core.step()
+        outputs.start_time = start
+        return outputs
+
     def _step_for_others(self) -> None:
         self.hand_back(self.step())
 
@@ -291,8 +313,7 @@ class LLMEngine(LifecycleVerbs):
         request = self._inputs.admit(checked, request_id, priority=priority)
         self._core.add_request(request)
         self._outputs.add(request, checked.text)
-        if self._log is not None:
-            self._log.add_request()
+        self._log.begin()
 
     def _new_id(self) -> str:
         self._num_named += 1

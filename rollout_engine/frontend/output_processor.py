@@ -4,9 +4,11 @@ import time
 from copy import copy
 
 from rollout_engine.frontend.detokenizer import Detokenizer
+from rollout_engine.frontend.request_timer import RequestTimer
 from rollout_engine.frontend.sample import Sample
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.metrics import RequestStats
 from rollout_engine.outputs import RequestMetrics, RequestOutput
 from rollout_engine.seeds import child_seed
 
@@ -26,6 +28,12 @@ class OutputProcessor:
         """Every sequence of every open request."""
         self._live: dict[int, Sample] = {}
         """The sequences that still gain tokens."""
+        self._timer = RequestTimer()
+
+    @property
+    def stats(self) -> RequestStats:
+        """Timings of all requests so far."""
+        return self._timer.stats
 
     @property
     def num_open(self) -> int:
@@ -44,7 +52,9 @@ class OutputProcessor:
     def discard(self, request_id: str) -> None:
         """Close a request without a result. An unknown id is a no-op."""
         if request_id in self._requests:
-            for sequence in self._requests.pop(request_id).sequences:
+            sequences = self._requests.pop(request_id).sequences
+            self._timer.discarded(sequences)
+            for sequence in sequences:
                 del self._owners[sequence]
                 self._live.pop(sequence, None)
 
@@ -53,6 +63,8 @@ class OutputProcessor:
         for sequence, count in outputs.num_cached_tokens.items():
             if sequence in self._owners:
                 self._owners[sequence].num_cached_tokens = count
+                self._timer.scheduled(self._owners[sequence].metrics, outputs.start_time)
+        self._timer.tokens(outputs.sequences)
         changed = self._append(outputs)
         stopped = [sequence for sequence in changed if self._live[sequence].read_text()]
         for sequence in stopped:
@@ -90,8 +102,12 @@ class OutputProcessor:
         return watched
 
     def _end(self, sequence: int) -> None:
-        del self._live[sequence]
-        self._owners[sequence].end_one()
+        request, sample = self._owners[sequence], self._live.pop(sequence)
+        request.num_live -= 1
+        self._timer.ended(sequence, sample.finish_reason)
+        if request.num_live == 0:
+            num_generated = sum(sample.num_tokens for sample in request.samples)
+            self._timer.finished(request.metrics, request.num_prompt_tokens, num_generated)
 
     def _render(self, changed: list[int]) -> list[RequestOutput]:
         """What there is to tell of the requests of these sequences; those that are complete are closed."""
@@ -120,8 +136,10 @@ class OpenRequest:
         self._kind = params.output_kind
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids.copy()  # the user's; the core reads the other
-        self._num_live = params.n
-        self._metrics = RequestMetrics(time.monotonic())
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_live = params.n
+        """Samples that still gain tokens."""
+        self.metrics = RequestMetrics(time.monotonic())
         self.samples = [
             Sample(
                 index,
@@ -130,7 +148,7 @@ class OpenRequest:
                 Detokenizer(codec.new_stream(skip_special_tokens=params.skip_special_tokens), params)
                 if codec is not None and params.detokenize
                 else None,
-                self._metrics,
+                self.metrics,
             )
             for index in range(params.n)
         ]
@@ -139,15 +157,9 @@ class OpenRequest:
         """What the core calls it."""
         return self.request_id if len(self.samples) == 1 else f"{sequence - self.sequences.start}_{self.request_id}"
 
-    def end_one(self) -> None:
-        """One more sample has ended."""
-        self._num_live -= 1
-        if self._num_live == 0:
-            self._metrics.finished_time = time.monotonic()
-
     def render(self) -> RequestOutput | None:
         """What there is to tell since the last call, if anything."""
-        finished = self._num_live == 0
+        finished = self.num_live == 0
         if self._kind == "final_only" and not finished:
             return None
         whole = finished and self._kind != "delta"
@@ -161,5 +173,5 @@ class OpenRequest:
             outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=copy(self._metrics),
+            metrics=copy(self.metrics),
         )

@@ -25,7 +25,8 @@ class Sample:
         self._seed = seed
         self._text = text
         self._metrics = metrics
-        self._finish_reason: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None
+        """Why it has ended; None while it grows."""
         self._stop_reason: int | str | None = None
         self._error: str | None = None
         self._token_ids: list[int] = []
@@ -37,6 +38,11 @@ class Sample:
         """(first token, policy_version, kv_min_version); each ends where the next starts."""
         self._cumulative_logprob = 0.0
         self._num_read = self._num_summed = self._num_rendered_tokens = self._num_rendered_chars = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled so far."""
+        return len(self._token_ids)
 
     def append(self, token_id: int, logprob: float | None, policy_version: int, kv_min_version: int) -> None:
         """Take one token."""
@@ -63,17 +69,17 @@ class Sample:
         new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
         self._text.push(new)
         if self._text.stop is not None:
-            self._finish_reason, self._stop_reason = "stop", self._text.stop
+            self.finish_reason, self._stop_reason = "stop", self._text.stop
         return self._text.stop is not None
 
     def finish(self, end: SequenceEnd) -> None:
         """The core has ended the sequence."""
-        self._finish_reason, self._stop_reason, self._error = end.finish_reason, end.stop_reason, end.error
+        self.finish_reason, self._stop_reason, self._error = end.finish_reason, end.stop_reason, end.error
         if self._text is not None:
             self.read_text()
             self._text.finish()
             if self._text.stop is not None:
-                self._finish_reason, self._stop_reason, self._error = "stop", self._text.stop, None
+                self.finish_reason, self._stop_reason, self._error = "stop", self._text.stop, None
 
     def render(self, *, only_new: bool) -> CompletionOutput:
         """The sample so far, or what is new since the last call. Positions in spans count from the start either way."""
@@ -92,7 +98,7 @@ class Sample:
             top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stacked(start),
             cumulative_logprob=None if self._logprobs is None else self._sum_logprobs(),
             kept_logprob_mass=_from(start, self._kept_logprob_mass),
-            finish_reason=self._finish_reason,
+            finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             version_spans=self._spans_from(start),
             seed=self._seed,

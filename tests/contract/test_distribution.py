@@ -6,7 +6,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "reasoning-gym": "reasoning_gym"}
+IMPORT_NAMES = {
+    "huggingface-hub": "huggingface_hub",
+    "prometheus-client": "prometheus_client",
+    "pyzmq": "zmq",
+    "reasoning-gym": "reasoning_gym",
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TOOLS = {"mypy", "ruff"}
 

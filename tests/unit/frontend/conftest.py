@@ -56,7 +56,7 @@ def make_engine(codec):
     """Build engines; each must be empty, inside and out, when the test ends."""
     made = []
 
-    def make(*, with_tokenizer=True, seed=0, **fake):
+    def make(*, with_tokenizer=True, seed=0, stat_loggers=(), log_interval=10.0, **fake):
         executor = FakeModel(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, **fake)
         config = CoreConfig(
             num_blocks=256,
@@ -71,7 +71,9 @@ def make_engine(codec):
         inputs = InputProcessor(
             used, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], seed=seed
         )
-        engine = LLMEngine(core, executor, inputs, OutputProcessor(used))
+        outputs = OutputProcessor(used)
+        logging = {"stat_loggers": stat_loggers, "log_interval": log_interval}
+        engine = LLMEngine(core, executor, inputs, outputs, **logging)
         engine.core, engine.executor = core, executor
         made.append(engine)
         return engine

@@ -1,0 +1,141 @@
+"""What an engine counts and times, as plain numbers; and the loggers that are shown them."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Protocol
+
+import msgspec
+
+from rollout_engine.outputs import FinishReason
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_TOKENS = tuple(float(2**i) for i in range(18))
+
+
+class Histogram(msgspec.Struct):
+    """How often values fell below each bound."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds, inclusive, ascending."""
+    counts: list[int]
+    """Values per bucket: one for each bound, and a last one for what lies above all of them."""
+    sum: float = 0.0
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> "Histogram":
+        """An empty one."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Of all values; 0.0 without any."""
+        return self.sum / max(self.count, 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def quantile(self, q: float) -> float:
+        """Upper bound of the bucket that holds the `q`-quantile, 0 < q <= 1: inf above all bounds, 0.0 if empty."""
+        wanted = q * self.count
+        reached = (bound for bound, total in zip(self.bounds, accumulate(self.counts), strict=False) if total >= wanted)
+        return next(reached, float("inf")) if wanted else 0.0
+
+
+class CoreStats(msgspec.Struct):
+    """What the engine core has counted since start."""
+
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    """Steps in which the executor raised."""
+    num_tokens_computed: int = 0
+    num_prompt_tokens_computed: int = 0
+    num_tokens_sampled: int = 0
+    num_cached_tokens: int = 0
+    """Tokens not computed because the prefix cache held them."""
+    num_preemptions: int = 0
+    """Running sequences that lost their blocks."""
+    num_references_dropped: int = 0
+    """Forked sequences that lost their blocks while they waited."""
+    num_block_copies: int = 0
+    num_pauses: int = 0
+    last_pause_seconds: float = 0.0
+    """From the call of the last pause until it was complete."""
+    pause_seconds: float = 0.0
+    """Sum over all pauses of the same."""
+
+    def add_pause(self, seconds: float) -> None:
+        """A pause took `seconds` to complete."""
+        self.num_pauses += 1
+        self.last_pause_seconds = seconds
+        self.pause_seconds += seconds
+
+
+class RequestStats(msgspec.Struct):
+    """Timings of requests, on the caller's side of the engine."""
+
+    finished: dict[FinishReason, int] = msgspec.field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    """Samples that ended, by `finish_reason`."""
+    queue_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
+    """From arrival to the start of the first step that computed any of the prompt."""
+    time_to_first_token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
+    """From arrival."""
+    inter_token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
+    """Between two steps that brought a request tokens."""
+    request_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
+    """From arrival to the end of the last sample."""
+    prompt_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
+    """Per request."""
+    generation_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
+    """Per request, all samples."""
+
+
+class CoreMetrics(msgspec.Struct):
+    """An engine core at one moment."""
+
+    num_requests: int
+    """Unfinished."""
+    num_running: int
+    """Sequences with a place in the batch."""
+    num_waiting: int
+    """Sequences that wait for one."""
+    cache_usage: float
+    """KV blocks referenced by live requests / all blocks."""
+    policy_version: int
+    state: str
+    """"RUNNING", "PAUSED", ... of `core.lifecycle.State`."""
+    counters: CoreStats
+
+
+class EngineMetrics(msgspec.Struct):
+    """One engine at one moment."""
+
+    core: CoreMetrics
+    requests: RequestStats
+
+
+class StatLogger(Protocol):
+    """Something that is shown an engine's metrics. Given as `stat_loggers=[...]`, or by an entry point of the group
+    `rollout_engine.stat_loggers` that names a class without arguments."""
+
+    def attach(self, read: Callable[[], EngineMetrics]) -> None:
+        """Called once, when the engine is up. `read` gives the metrics of now; any thread may call it."""
+
+    def log(self, metrics: EngineMetrics, seconds: float) -> None:
+        """Called every `log_interval` seconds while there is work, and when the engine falls idle.
+
+        `seconds`: how long there has been work since the last call.
+        """
+
+    def close(self) -> None:
+        """The engine is shut down."""

@@ -1,0 +1,116 @@
+"""What `get_metrics` and the stat loggers see of a running engine."""
+
+import itertools
+
+import pytest
+
+from rollout_engine.frontend import request_timer, stat_loggers
+from rollout_engine.sampling_params import SamplingParams
+
+
+class Recorder:
+    def __init__(self):
+        self.lines, self.closed = [], 0
+
+    def attach(self, read):
+        self.read = read
+
+    def log(self, metrics, seconds):
+        self.lines.append((metrics, seconds))
+
+    def close(self):
+        self.closed += 1
+
+
+class Clock:
+    """A clock that moves one second with every look."""
+
+    def __init__(self):
+        self.monotonic = itertools.count(100.0).__next__
+
+
+def test_requests_are_counted_and_timed_from_arrival_to_their_end(make_engine, drain):
+    engine = make_engine()
+    engine.add_request("a", [7, 8, 9], SamplingParams(n=3, max_tokens=5, ignore_eos=True))
+    waiting = engine.get_metrics()
+    assert (waiting.core.num_requests, waiting.core.num_running, waiting.core.num_waiting) == (1, 0, 1)
+    engine.step()
+    running = engine.get_metrics().core
+    assert (running.num_running + running.num_waiting, running.counters.num_tokens_sampled) == (3, 3)
+    assert running.cache_usage > 0
+    drain(engine)
+    metrics = engine.get_metrics()
+    stats = metrics.requests
+    assert (metrics.core.num_requests, metrics.core.cache_usage) == (0, 0.0)
+    assert stats.finished == {"stop": 0, "length": 3, "abort": 0, "error": 0}
+    assert stats.inter_token_seconds.count == 3 * 4
+    assert (stats.prompt_tokens.sum, stats.generation_tokens.sum) == (3, 15)
+    for once in (stats.queue_seconds, stats.time_to_first_token_seconds, stats.request_seconds):
+        assert once.count == 1
+    assert stats.queue_seconds.sum <= stats.time_to_first_token_seconds.sum <= stats.request_seconds.sum
+
+
+def test_a_result_tells_when_its_request_left_the_queue(make_engine, drain):
+    engine = make_engine()
+    engine.add_request("a", [7, 8, 9], SamplingParams(max_tokens=2))
+    timings = drain(engine)[-1].metrics
+    order = [timings.arrival_time, timings.scheduled_time, timings.first_token_time, timings.finished_time]
+    assert order == sorted(order)
+
+
+def test_the_gap_between_tokens_is_the_one_that_a_request_has_seen(make_engine, drain, monkeypatch):
+    engine = make_engine()
+    engine.add_request("a", [7], SamplingParams(max_tokens=3, ignore_eos=True))
+    monkeypatch.setattr(request_timer, "time", Clock())
+    engine.step()
+    engine.step()
+    seen = engine.get_metrics().requests.inter_token_seconds
+    assert (seen.count, seen.sum) == (1, 1.0)
+    drain(engine)
+
+
+def test_aborted_requests_are_counted_as_such_and_discarded_ones_not(make_engine, drain):
+    engine = make_engine()
+    for name in "abc":
+        engine.add_request(name, [7], SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()
+    engine.abort_request("a")
+    engine.abort_request("b", discard=True)
+    finished = engine.get_metrics().requests.finished
+    assert finished["abort"] == 2  # both had ended before the result of one was thrown away
+    drain(engine)
+    assert engine.get_metrics().requests.finished == {"stop": 0, "length": 1, "abort": 2, "error": 0}
+
+
+def test_loggers_see_the_work_at_an_interval_and_at_its_end(make_engine, drain, monkeypatch):
+    recorder = Recorder()
+    engine = make_engine(stat_loggers=[recorder], log_interval=6.0)
+    monkeypatch.setattr(stat_loggers, "time", Clock())
+    engine.add_request("a", [7], SamplingParams(max_tokens=10, ignore_eos=True))
+    drain(engine)
+    sampled = [metrics.core.counters.num_tokens_sampled for metrics, _ in recorder.lines]
+    assert sampled == sorted(sampled) and 0 < sampled[0] < sampled[-1] == 10
+    assert len(sampled) == 2
+    assert all(seconds > 0 for _, seconds in recorder.lines)
+    engine.step()
+    assert len(recorder.lines) == 2  # an idle engine has nothing to tell
+
+
+def test_a_line_can_be_asked_for_and_shutdown_closes_the_loggers_once(make_engine):
+    recorder = Recorder()
+    engine = make_engine(stat_loggers=[recorder])
+    engine.do_log_stats()
+    assert [seconds for _, seconds in recorder.lines] == [0.0]
+    assert recorder.read() == engine.get_metrics()
+    engine.shutdown()
+    engine.shutdown()
+    assert recorder.closed == 1
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_every_token_after_a_samples_first_counts_one_gap(make_engine, drain, n):
+    engine = make_engine()
+    for i in range(5):
+        engine.add_request(str(i), [7] * (i + 1), SamplingParams(n=n, max_tokens=i + 1, ignore_eos=True))
+    drain(engine)
+    assert engine.get_metrics().requests.inter_token_seconds.count == n * sum(range(5))
