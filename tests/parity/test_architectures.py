@@ -1,0 +1,58 @@
+"""Every common architecture, whole: greedy tokens and log-probs are those of Hugging Face's own eager forward.
+
+The engine is made to work for it: prompts in chunks, a pool so small that requests are preempted, a shared prefix,
+windows shorter than the prompts.
+"""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_engine import LLM, SamplingParams
+
+from .conftest import SIZES
+from .test_greedy import assert_same
+
+TIE = 1e-4
+"""Logits closer than this may be ranked either way."""
+NUM_TOKENS = 24
+
+
+def draw_prompts(seed):
+    """Prompts of very different lengths; the last continues another one's first 64 tokens."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, 259) for _ in range(length)] for length in (1, 9, 31, 70, 40)]
+    return [*prompts, prompts[3][:64] + [9, 8]]
+
+
+@torch.no_grad()
+def reference_logits(reference, prompt, token_ids):
+    """Logits [len(token_ids), V] that each of `token_ids` was to be chosen from."""
+    logits = reference(torch.tensor([prompt + token_ids])).logits[0].float()
+    return logits[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("architecture", SIZES)
+def test_tokens_and_log_probs_are_those_of_transformers(checkpoint, architecture):
+    directory = checkpoint(architecture, **SIZES[architecture])
+    prompts = draw_prompts(architecture)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    small = dict(max_num_batched_tokens=33, num_kv_blocks=16, block_size=16, max_model_len=128)
+    with LLM(str(directory), log_stats=False, **small) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.llm_engine.stats.num_preemptions > 0
+        again = llm.generate([prompts[3]], params, use_tqdm=False)[0]
+        assert again.num_cached_tokens > 0
+        assert again.outputs[0].token_ids == outputs[3].outputs[0].token_ids
+    reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    reference.generation_config.eos_token_id = None
+    assert_same(reference, prompts[3], outputs[3].outputs[0].token_ids, NUM_TOKENS)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        sample = output.outputs[0]
+        logits = reference_logits(reference, prompt, sample.token_ids)
+        chosen = torch.tensor(sample.token_ids)[:, None]
+        assert (logits.amax(-1) - logits.gather(1, chosen)[:, 0]).max() < TIE
+        expected = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+        torch.testing.assert_close(torch.from_numpy(sample.logprobs), expected, atol=1e-4, rtol=0)
