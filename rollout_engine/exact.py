@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
 from rollout_engine.model.attention import ATTENTION_NAME
-from rollout_engine.model.fusion import make_row_invariant, repack, unproven_parts
+from rollout_engine.model.fusion import repack
+from rollout_engine.model.row_invariance import make_row_invariant, unproven_parts
 
 
 def enable(model: nn.Module) -> nn.Module:

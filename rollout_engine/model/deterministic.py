@@ -7,8 +7,9 @@ from torch import nn
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.linear import NotInvariant
 from rollout_engine.kernels.paged_attention import prove_row_invariance
-from rollout_engine.model.fusion import make_row_invariant, repack, unproven_parts
+from rollout_engine.model.fusion import repack
 from rollout_engine.model.geometry import LayerGeometry
+from rollout_engine.model.row_invariance import make_row_invariant, unproven_parts
 
 
 def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> str | None:

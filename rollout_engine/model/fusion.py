@@ -1,58 +1,26 @@
-"""Swap a Hugging Face module's linears, norms and SiLUs for row-invariant ones, in place.
+"""Linears whose output rows do not depend on their batch, from packed copies of the weights.
 
-q/k/v and gate/up run as one GEMM each, and SiLU with the product that follows it as one pass. The engine and
-`rollout_engine.exact` on the trainer call the same function, so they round at the same places. Names in `state_dict` do
-not change. In the engine the fused weights are also views of one buffer (`fuse_projections`).
+q/k/v and gate/up run as one GEMM each. Names in `state_dict` do not change. In the engine the fused weights are also
+views of one buffer (`fuse_projections`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels import linear
-from rollout_engine.kernels.activation import gated_silu, silu
-from rollout_engine.kernels.norm import rms_norm
-from rollout_engine.model.formulas import SILU_CLASSES, is_gated_mlp, rms_norm_epsilon
 
 _FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def make_row_invariant(module: nn.Module) -> None:
-    """Replace every `nn.Linear`, SiLU, and the norms and gated MLPs whose formula is ours, below `module`.
-
-    Parameters, their names and their tying stay as they are.
-    """
-    for child in list(module.modules()):
-        if is_gated_mlp(child):
-            child.__class__ = RowInvariantMLP
-        elif (epsilon := rms_norm_epsilon(child)) is not None:
-            child.__class__, child._epsilon = RowInvariantRMSNorm, epsilon
+def swap_linears(module: nn.Module) -> None:
+    """Make every `nn.Linear` below `module` a `RowInvariantLinear`, in place; siblings share one GEMM."""
     for group in _groups(module):
         shared = LinearGroup(group)
         for slot, child in enumerate(group):
             child.__class__ = RowInvariantLinear
             child._group, child._slot = shared, slot
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) in SILU_CLASSES:
-                setattr(parent, name, RowInvariantSiLU())
-
-
-def unproven_parts(module: nn.Module) -> list[str]:
-    """Names of what still may make a row depend on its batch, once `make_row_invariant` is done.
-
-    Weights multiplied by something we did not replace (mixtures of experts, GPT-2's own linears), and activations other
-    than SiLU (`kernels.activation` says what is wrong with torch's).
-    """
-    found = []
-    for path, child in module.named_modules():
-        if type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
-            found.append(path)
-        elif not isinstance(child, RowInvariantLinear | nn.Embedding):
-            own = child.named_parameters(recurse=False)
-            found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
-    return found
 
 
 def fuse_projections(module: nn.Module) -> None:
@@ -71,14 +39,22 @@ def fuse_projections(module: nn.Module) -> None:
 
 def repack(module: nn.Module) -> None:
     """Rebuild every packed copy from the live weights, after these were written in place."""
-    for group in {id(g): g for child in module.modules() if (g := getattr(child, "_group", None))}.values():
+    for group in linear_groups(module):
         group.repack()
 
 
 def unpack(module: nn.Module) -> None:
     """Free every packed copy until `repack`, or until it is needed."""
-    for group in {id(g): g for child in module.modules() if (g := getattr(child, "_group", None))}.values():
+    for group in linear_groups(module):
         group.unpack()
+
+
+def linear_groups(module: nn.Module) -> list["LinearGroup"]:
+    """Every packed product below `module`, once."""
+    modules = list(module.modules())
+    shared = [child._group for child in modules if isinstance(child, RowInvariantLinear)]
+    own = [group for child in modules for group in getattr(child, "_groups", ())]
+    return list({id(group): group for group in shared + own}.values())
 
 
 class LinearGroup:
@@ -131,16 +107,18 @@ class LinearGroup:
             self.repack()
         return linear.matmul(x, self._operand, self._bias, self._plan)
 
-    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        rows = x.reshape(-1, x.shape[-1])
+    def product(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """x [R, K] -> [R, N] of each child; gradients reach x, and the children's parameters as they are given here."""
         sizes = [child.out_features for child in self.children]
+        out = (
+            _GroupedLinear.apply(x, self, len(sizes), *weights, *biases) if torch.is_grad_enabled() else self.matmul(x)
+        )
+        return out.split(sizes, dim=-1) if len(sizes) > 1 else (out,)
+
+    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
         biases = [child.bias for child in self.children if child.bias is not None]
-        if torch.is_grad_enabled():
-            out = _GroupedLinear.apply(rows, self, len(sizes), *(child.weight for child in self.children), *biases)
-        else:
-            out = self.matmul(rows)
-        parts = out.split(sizes, dim=-1) if len(sizes) > 1 else (out,)
-        return tuple(part.view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True))
+        parts = self.product(x.reshape(-1, x.shape[-1]), [child.weight for child in self.children], biases)
+        return tuple(part.view(*x.shape[:-1], part.shape[-1]) for part in parts)
 
     def _current_stamp(self) -> tuple[int, ...]:
         """Moves when a weight is written in place by an optimizer, replaced, or moved."""
@@ -156,29 +134,6 @@ class RowInvariantLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return self._group.output(self._slot, input)
-
-
-class RowInvariantSiLU(nn.Module):
-    """`kernels.activation.silu` as a module."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return silu(input)
-
-
-class RowInvariantMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) of three linears."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
-
-
-class RowInvariantRMSNorm(nn.Module):
-    """`kernels.norm.rms_norm` as a module."""
-
-    _epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, self._epsilon)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams, exact
 from rollout_engine.testing import assert_clean
+from rollout_engine.testing.architectures import SIZES
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -81,7 +82,7 @@ def run_round(directory, trainer, rng, **overrides):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):
-    directory = checkpoint(architecture, dtype)
+    directory = checkpoint(architecture, dtype, **SIZES[architecture])
     trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory))
     rng = random.Random(f"{architecture} {dtype}")
     compared = wrong = 0

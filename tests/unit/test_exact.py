@@ -9,16 +9,24 @@ from rollout_engine import exact
 from rollout_engine.errors import ConfigError
 from rollout_engine.testing import tiny_model
 
+DENSE = ["llama", "qwen2", "qwen3", "mistral"]
+EXPERTS = dict(num_experts=5, num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=40)
+
 
 def plain_logprobs(model, ids, mask):
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
     return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * (mask[:, 1:] * mask[:, :-1])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("dtype", "atol", "grad_error"), [(torch.float32, 2e-5, 1e-5), (torch.bfloat16, 0.3, 0.1)])
+ROUND_OFF = [
+    *((name, torch.float32, 2e-5, 1e-5) for name in (*DENSE, "qwen3_moe", "mixtral")),
+    *((name, torch.bfloat16, 0.3, 0.1) for name in DENSE),  # a rounded router may choose another expert
+]
+
+
+@pytest.mark.parametrize(("architecture", "dtype", "atol", "grad_error"), ROUND_OFF)
 def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(architecture, dtype, atol, grad_error):
-    reference = tiny_model(architecture, dtype=dtype, attn_implementation="eager").requires_grad_(True)
+    reference = tiny_model(architecture, dtype=dtype, attn_implementation="eager", **EXPERTS).requires_grad_(True)
     trainer = exact.enable(copy.deepcopy(reference))
     ids = torch.randint(3, 259, (4, 150), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(150) < torch.tensor([150, 90, 10, 2])[:, None]

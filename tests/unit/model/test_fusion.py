@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from rollout_engine.model.fusion import fuse_projections, make_row_invariant, repack
+from rollout_engine.model.fusion import fuse_projections, repack
+from rollout_engine.model.row_invariance import make_row_invariant
 from rollout_engine.testing import tiny_model
 
 IDS = torch.arange(3, 43).view(2, 20)

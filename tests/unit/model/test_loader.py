@@ -10,8 +10,8 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.model import loader
 from rollout_engine.model.attention import SequenceChunk
 from rollout_engine.model.forward import PagedModel
-from rollout_engine.model.fusion import make_row_invariant
 from rollout_engine.model.loader import LoadedModel, load_model
+from rollout_engine.model.row_invariance import make_row_invariant
 from rollout_engine.testing import tiny_checkpoint, tiny_config, tiny_model
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
