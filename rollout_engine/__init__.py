@@ -25,6 +25,7 @@ _NAMES = {
         "RewardError",
         "RolloutEngineError",
         "StaleVersionError",
+        "TransferTimeoutError",
         "WeightUpdateError",
     ),
     "rollout_engine.frontend.llm": ("LLM",),

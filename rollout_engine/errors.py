@@ -7,7 +7,7 @@ RolloutEngineError
 │   └── DrainTimeoutError (TimeoutError)
 ├── RetryableError                 not now; the same request may be sent again
 ├── WeightUpdateError (SyncError)
-│   ├── ManifestMismatchError  StaleVersionError  ChecksumError  DirtyWeightsError
+│   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
 ├── EngineGenerateError            one request failed, the engine lives
 └── RewardError                    a reward function failed, the engine lives
 """
@@ -72,6 +72,10 @@ class ChecksumError(WeightUpdateError, sync_errors.ChecksumMismatch):
     """Bytes arrived that are not the bytes sent, or a value is not finite."""
 
 
+class TransferTimeoutError(WeightUpdateError, sync_errors.TransferTimeout):
+    """A peer of the weight transport did not come, or stopped answering, before the deadline."""
+
+
 class DirtyWeightsError(WeightUpdateError):
     """The live weights are incomplete; only a complete update clears this."""
 
@@ -88,6 +92,7 @@ _FROM_SYNC: dict[type[sync_errors.SyncError], type[WeightUpdateError]] = {
     sync_errors.ManifestMismatch: ManifestMismatchError,
     sync_errors.StaleVersion: StaleVersionError,
     sync_errors.ChecksumMismatch: ChecksumError,
+    sync_errors.TransferTimeout: TransferTimeoutError,
 }
 
 

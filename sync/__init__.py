@@ -9,12 +9,20 @@ from typing import Any
 _HOME = {
     "make_sender": "sync.transports",
     "make_receiver": "sync.transports",
+    "publish": "sync.store",
+    "open_current": "sync.published",
+    "PublishedWeights": "sync.published",
+    "join_gathers": "sync.source",
     "WeightManifest": "sync.manifest",
     "TensorSpec": "sync.manifest",
     "WeightSender": "sync.base",
     "WeightReceiver": "sync.base",
     "WeightSource": "sync.base",
     "SyncError": "sync.errors",
+    "ManifestMismatch": "sync.errors",
+    "StaleVersion": "sync.errors",
+    "ChecksumMismatch": "sync.errors",
+    "TransferTimeout": "sync.errors",
 }
 __all__ = sorted(_HOME)
 

@@ -1,20 +1,24 @@
 """The two ends of a weight transport, as protocols. Each transport implements both in one file.
 
     sender.offer(source, version, metadata) -> manifest ──> receiver.receive(manifest) -> (name, tensor) ...
+    sender.send()                                           ... at the same time
 
-What the receiving engine does with the tensors (stage, verify, commit) is a transaction of its own, the same for every
-transport.
+The manifest travels by whatever control channel the two sides have. What the receiving engine does with the tensors
+(stage, verify, commit) is a transaction of its own, the same for every transport: a transport delivers bytes, the
+manifest's digests prove them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
 from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from sync.manifest import WeightManifest
 
-WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Where weights come from. Tensors of an iterator must keep their values until the update has ended."""
+WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | PathLike[str]
+"""Where weights come from; a path is a published store or a safetensors checkpoint directory. Tensors must keep their
+values until the update has ended."""
 
 Metadata: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
 """Name -> (dtype, shape) of everything a receiver accepts."""
@@ -30,15 +34,24 @@ class WeightSender(Protocol):
         converted. Raises `ManifestMismatch` when a value is not a plain tensor.
         """
 
+    def send(self) -> None:
+        """Move what was offered to every receiver, which calls `receive` meanwhile; returns when all have it.
+
+        Returns at once for transports whose receivers fetch by themselves. Raises `TransferTimeout` or `SyncError`.
+        """
+
     def close(self) -> None:
-        """Let go of the source."""
+        """Let go of the source and of the connection."""
 
 
 class WeightReceiver(Protocol):
     """The engine's end."""
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor of `manifest` once, under its manifest name, in any order."""
+        """Yield each tensor of `manifest` once, under its manifest name, in any order.
+
+        A tensor is valid until the next one is asked for. Exhaust the iterator, or `close`.
+        """
 
     def close(self) -> None:
         """Let go of the connection."""

@@ -3,7 +3,8 @@
 SyncError
 ├── ManifestMismatch      the tensors offered are not the tensors expected
 ├── StaleVersion          the version does not move forward
-└── ChecksumMismatch      bytes arrived that are not the bytes sent
+├── ChecksumMismatch      bytes arrived that are not the bytes sent
+└── TransferTimeout       the other side did not answer in time
 """
 
 
@@ -12,7 +13,7 @@ class SyncError(Exception):
 
 
 class ManifestMismatch(SyncError):
-    """Names, shapes, dtypes or tied aliases differ from what the receiver holds."""
+    """Names, shapes, dtypes or tied aliases differ from what the receiver holds; or files from their manifest."""
 
 
 class StaleVersion(SyncError):
@@ -21,3 +22,7 @@ class StaleVersion(SyncError):
 
 class ChecksumMismatch(SyncError):
     """A digest of received or live bytes differs from the manifest, or a value is not finite."""
+
+
+class TransferTimeout(SyncError):
+    """A peer did not come, or stopped answering, before the deadline."""

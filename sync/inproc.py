@@ -9,34 +9,38 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from sync.base import Metadata, WeightSource
-from sync.manifest import WeightManifest, describe
-from sync.source import NamedTensor, cast_for, read_source, tied_groups
+from sync.errors import SyncError
+from sync.manifest import WeightManifest
+from sync.source import NamedTensor, Offer
 
 
 class InprocSender:
     """Offers a source to receivers in the same process."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._metadata: Metadata = {}
+        self._offer: Offer | None = None
+        self.manifest: WeightManifest | None = None
+        """Of what is on offer now."""
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """As `WeightSender.offer`. Holds references to the source's tensors, not copies, until `close`."""
-        tensors = read_source(source)
-        groups = tied_groups(tensors)
-        repeated = {name for group in groups for name in group[1:]}
-        sent = [(name, tensor) for name, tensor in tensors if name not in repeated]
-        specs = [describe(name, cast_for(name, tensor, metadata)) for name, tensor in sent]
-        self._tensors, self._metadata = dict(sent), metadata
-        return WeightManifest.of(version, specs, groups)
+        offer = Offer(source, metadata)
+        self.manifest = offer.manifest(version, offer.digest, num_threads=1)
+        self._offer = offer
+        return self.manifest
+
+    def send(self) -> None:
+        """Nothing to move: receivers read for themselves."""
 
     def read(self, name: str) -> Tensor:
-        """The offered tensor in the receiver's dtype."""
-        return cast_for(name, self._tensors[name], self._metadata)
+        """The offered tensor in the receiver's dtype. `SyncError` after `close`."""
+        if self._offer is None:
+            raise SyncError("Nothing is on offer: the sender is closed, or has offered nothing yet.")
+        return self._offer.cast(self._offer.index[name])
 
     def close(self) -> None:
         """Drop the references to the source."""
-        self._tensors = {}
+        self._offer = self.manifest = None
 
 
 class InprocReceiver:
@@ -46,8 +50,10 @@ class InprocReceiver:
         self._sender = sender
 
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
-        """As `WeightReceiver.receive`, in manifest order."""
+        """As `WeightReceiver.receive`, in manifest order. `SyncError` when another version is on offer."""
         for spec in manifest.tensors:
+            if self._sender.manifest is None or self._sender.manifest.digest != manifest.digest:
+                raise SyncError(f"Version {manifest.version} is not, or no longer, on offer.")
             yield spec.name, self._sender.read(spec.name)
 
     def close(self) -> None:

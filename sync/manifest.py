@@ -4,6 +4,7 @@ Digests are xxh3-128 (hexadecimal) of a tensor's contiguous bytes in the receive
 dtype, shape and digest of every tensor, sorted by name: equal totals mean equal weights under equal names.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -14,6 +15,11 @@ from torch import Tensor
 from sync.errors import ManifestMismatch
 
 MAX_VERSION = 2**63
+_MAX_TENSOR_BYTES = 2**50
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool".split()
+}
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,6 +30,17 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     """As torch spells it, without the prefix: "float32", "bfloat16"."""
     digest: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements, contiguous."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+    def check(self) -> None:
+        """Raise `ManifestMismatch` unless a tensor of this shape and dtype can exist."""
+        torch_dtype(self.dtype)
+        if any(size < 0 for size in self.shape) or self.num_bytes > _MAX_TENSOR_BYTES:
+            raise ManifestMismatch(f"'{self.name}' has shape {self.shape}, which no tensor here can have.")
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +62,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Raise `ManifestMismatch` unless version and names can be, and the total digest belongs to these tensors."""
         if type(self.version) is not int or not 0 <= self.version < MAX_VERSION:
             raise ManifestMismatch(f"version={self.version!r} is not allowed: must be an int in [0, 2**63).")
+        for spec in self.tensors:
+            spec.check()
         names = [spec.name for spec in self.tensors]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -57,12 +76,19 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors together, in the receiver's dtypes."""
-        return sum(torch.Size(s.shape).numel() * getattr(torch, s.dtype).itemsize for s in self.tensors)
+        return sum(spec.num_bytes for spec in self.tensors)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """ "bfloat16" -> torch.bfloat16. Raises `ManifestMismatch` for a dtype that weights do not travel in."""
+    if name not in _DTYPES:
+        raise ManifestMismatch(f"Weights do not travel as dtype '{name}'. Known: {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
 
 
 def describe(name: str, tensor: Tensor) -> TensorSpec:
@@ -72,8 +98,12 @@ def describe(name: str, tensor: Tensor) -> TensorSpec:
 
 def tensor_digest(tensor: Tensor) -> str:
     """xxh3-128 of the tensor's elements in row-major order; strides do not matter."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor.detach().cpu().contiguous()))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def total_digest(tensors: Iterable[TensorSpec]) -> str:

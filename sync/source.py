@@ -1,18 +1,72 @@
-"""Reading a weight source: plain names, tied groups, the receiver's dtypes."""
+"""Reading a weight source: plain names, tied groups, full tensors, the receiver's dtypes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sync.base import Metadata, WeightSource
+from sync.checkpoint import is_checkpoint, map_checkpoint
 from sync.errors import ManifestMismatch
+from sync.manifest import TensorSpec, WeightManifest, dtype_name, tensor_bytes, tensor_digest, torch_dtype
+from sync.published import is_store, open_current
+from sync.threads import in_threads
 
 NamedTensor = tuple[str, Tensor]
 
 
+class Offer:
+    """A source as one receiver will hold it: tied groups once, floating dtypes as the receiver wants them.
+
+    Nothing is cast or gathered before `manifest` asks for it, one tensor at a time.
+    """
+
+    def __init__(self, source: WeightSource, metadata: Metadata) -> None:
+        pairs = read_source(source)
+        self.aliases = tied_groups(pairs)
+        repeated = {name for group in self.aliases for name in group[1:]}
+        self.tensors = [pair for pair in pairs if pair[0] not in repeated]
+        self._metadata = metadata
+        self.forms = [
+            TensorSpec(name, tuple(tensor.shape), dtype_name(_wanted_dtype(name, tensor, metadata)), digest="")
+            for name, tensor in self.tensors
+        ]
+        """Specs without digests."""
+        self.index = {form.name: i for i, form in enumerate(self.forms)}
+
+    def cast(self, i: int) -> Tensor:
+        """Tensor `i` on the CPU, contiguous, in its form's dtype; the source's own memory where that fits already."""
+        return cast_for(*self.tensors[i], self._metadata)
+
+    def digest(self, i: int) -> str:
+        """Digest of tensor `i` in its form. A sharded one is gathered now, once, and kept in its form."""
+        name, tensor = self.tensors[i]
+        cast = self.cast(i)
+        if is_sharded(tensor):
+            self.tensors[i] = (name, cast)
+        return tensor_digest(cast)
+
+    def write(self, i: int, out: Tensor) -> None:
+        """Tensor `i`, cast, into `out`, which has its form."""
+        copy_tensor(out, full(self.tensors[i][1]))
+
+    def manifest(self, version: int, digest: Callable[[int], str], num_threads: int) -> WeightManifest:
+        """The manifest; `digest(i)` reads (and may place) tensor `i`, several at once on `num_threads` threads."""
+        if any(is_sharded(tensor) for _, tensor in self.tensors):
+            num_threads = 1  # gathering is collective: every rank does it in this order
+        digests = in_threads(digest, range(len(self.forms)), num_threads)
+        specs = [
+            TensorSpec(form.name, form.shape, form.dtype, digest)
+            for form, digest in zip(self.forms, digests, strict=True)
+        ]
+        return WeightManifest.of(version, specs, self.aliases)
+
+
 def read_source(source: WeightSource) -> list[NamedTensor]:
-    """The (name, tensor) pairs of a module's state dict, a dict, or an iterator; wrapper names removed. No copies.
+    """The (name, tensor) pairs of a source; wrapper names removed. No copies: tensors of a path are mapped.
 
     Raises `ManifestMismatch` for anything that is not a plain tensor with data, naming it.
     """
@@ -20,40 +74,92 @@ def read_source(source: WeightSource) -> list[NamedTensor]:
     for name, tensor in pairs:
         _check_plain(name, tensor)
     names = _unwrapped([name for name, _ in pairs])
-    return [(name, tensor.detach()) for name, (_, tensor) in zip(names, pairs, strict=True)]
+    # A sharded tensor is known by its identity, which detaching would lose.
+    tensors = (tensor if is_sharded(tensor) else tensor.detach() for _, tensor in pairs)
+    return list(zip(names, tensors, strict=True))
+
+
+def join_gathers(source: WeightSource) -> None:
+    """What every other rank of a sharded trainer calls while the sending rank offers or publishes the same source.
+
+    Gathering a full tensor is collective; the sending rank does it once for each sharded tensor, in source order.
+    """
+    for _, tensor in Offer(source, {}).tensors:
+        full(tensor)
 
 
 def tied_groups(tensors: Sequence[NamedTensor]) -> list[list[str]]:
     """Names that are one and the same memory, grouped in order of first appearance; only groups of two or more."""
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors:
-        if tensor.numel():
+        if is_sharded(tensor):
+            groups.setdefault(id(tensor), []).append(name)
+        elif tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             groups.setdefault(place, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank holds only a part (a DTensor, as FSDP2 and tensor parallelism make them)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def full(tensor: Tensor) -> Tensor:
+    """`tensor` whole and detached; gathers a sharded one from every rank, which all have to call this."""
+    if is_sharded(tensor):
+        with torch.no_grad():
+            gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+            return gathered.detach()
+    return tensor
+
+
 def cast_for(name: str, tensor: Tensor, metadata: Metadata) -> Tensor:
-    """`tensor` on the CPU, contiguous, in the dtype that `metadata` asks for when both are floating (nearest-even).
+    """`tensor` whole, on the CPU, contiguous, in the dtype that `metadata` asks for when both are floating
+    (nearest-even).
 
     Any other difference is left for the receiver to refuse. A tensor that already fits is returned as it is.
     """
-    wanted = metadata[name][0] if name in metadata else None
-    dtype: torch.dtype = getattr(torch, wanted) if wanted else tensor.dtype
-    if not (dtype.is_floating_point and tensor.is_floating_point()):
-        dtype = tensor.dtype
-    return tensor.to(device="cpu", dtype=dtype).contiguous()
+    return full(tensor).to(device="cpu", dtype=_wanted_dtype(name, tensor, metadata)).contiguous()
+
+
+def copy_tensor(out: Tensor, tensor: Tensor) -> None:
+    """`tensor` into `out`, cast nearest-even. Plain copies stay on the calling thread, several of which may copy."""
+    if tensor.dtype == out.dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
+        np.copyto(np.asarray(tensor_bytes(out)), np.asarray(tensor_bytes(tensor)))
+    else:
+        out.copy_(tensor)
+
+
+def _wanted_dtype(name: str, tensor: Tensor, metadata: Metadata) -> torch.dtype:
+    wanted = torch_dtype(metadata[name][0]) if name in metadata else tensor.dtype
+    return wanted if wanted.is_floating_point and tensor.is_floating_point() else tensor.dtype
 
 
 def _pairs(source: WeightSource) -> Iterable[NamedTensor]:
     if isinstance(source, nn.Module):
-        return source.state_dict().items()
+        return source.state_dict(keep_vars=True).items()
     if isinstance(source, Mapping):
         return source.items()
-    if isinstance(source, Iterable) and not isinstance(source, (str, bytes, Tensor)):
+    if isinstance(source, str | os.PathLike):
+        return _mapped_pairs(Path(source))
+    if isinstance(source, Iterable) and not isinstance(source, (bytes, Tensor)):
         return _checked_pairs(source)
-    kinds = "an nn.Module, a dict of tensors or an iterator of (name, tensor)"
+    kinds = "an nn.Module, a dict of tensors, an iterator of (name, tensor), or the path of a store or checkpoint"
     raise ManifestMismatch(f"Weights come from {kinds}, not from {type(source).__name__}.")
+
+
+def _mapped_pairs(path: Path) -> Iterable[NamedTensor]:
+    """A store's tensors hold its lease, so nothing has to be closed."""
+    if is_store(path):
+        return open_current(path).tensors.items()
+    if is_checkpoint(path):
+        return map_checkpoint(path).items()
+    if (path / "meta.json").is_file():
+        what = "a bare memory-mapped TensorDict, which has no version and no digests and may be half-written"
+        raise ManifestMismatch(f"{path} is {what}. Publish it: sync.publish(directory, source, version).")
+    wanted = "a published store (sync.publish makes one) or a checkpoint with model.safetensors"
+    raise ManifestMismatch(f"{path} is not {wanted}.")
 
 
 def _checked_pairs(source: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
@@ -71,8 +177,8 @@ def _check_plain(name: object, tensor: object) -> None:
         raise ManifestMismatch(f"'{name}' is {type(tensor).__name__}, not a tensor.")
     if tensor.is_meta:
         raise ManifestMismatch(f"'{name}' is on the meta device: it has no values to send.")
-    if hasattr(tensor, "full_tensor"):
-        raise ManifestMismatch(f"'{name}' is sharded: pass an iterator of (name, tensor.full_tensor()).")
+    if tensor.layout != torch.strided:
+        raise ManifestMismatch(f"'{name}' has layout {tensor.layout}: only dense tensors travel.")
 
 
 def _unwrapped(names: list[str]) -> list[str]:

@@ -6,16 +6,20 @@ from typing import Any, TypeVar
 from sync.base import WeightReceiver, WeightSender
 from sync.errors import SyncError
 from sync.inproc import InprocReceiver, InprocSender
+from sync.store import StoreReceiver, StoreSender
 
 _End = TypeVar("_End")
-_SENDERS: Mapping[str, Callable[..., WeightSender]] = {"inproc": InprocSender}
-_RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {"inproc": InprocReceiver}
+_SENDERS: Mapping[str, Callable[..., WeightSender]] = {"inproc": InprocSender, "store": StoreSender}
+_RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {"inproc": InprocReceiver, "store": StoreReceiver}
 TRANSPORTS = tuple(_SENDERS)
 """Every name that exists."""
 
 
 def make_sender(name: str, **options: Any) -> WeightSender:
-    """The trainer's end of transport `name` ("inproc"). Raises `SyncError` for a name that does not exist."""
+    """The trainer's end of transport `name`, one of `TRANSPORTS`; options are those of its class.
+
+    Raises `SyncError` for a name or an option that does not exist.
+    """
     return _make(_SENDERS, name, options)
 
 

@@ -128,7 +128,7 @@ def test_the_digest_is_of_what_is_live(engine):
         (weights(k=torch.tensor([[float("nan")] * 4, [0.0] * 4])), errors.ChecksumError, "'k' has values that are NaN"),
         (weights(k=torch.tensor([[0.0] * 4, [-float("inf")] * 4])), errors.ChecksumError, "'k' has values that are"),
         ({}, errors.ManifestMismatchError, "3 tensors are missing: embed, qk, steps"),
-        ("no/such/kind", errors.ManifestMismatchError, "not from str"),
+        ("no/such/kind", errors.ManifestMismatchError, "not a published store"),
     ],
 )
 def test_a_refused_update_names_the_reason_and_changes_nothing(engine, source, error, message):

@@ -65,6 +65,20 @@ def test_a_name_listed_twice_is_refused():
         WeightManifest.of(1, [*specs(), specs()[0]]).check()
 
 
+@pytest.mark.parametrize(
+    "spec,message",
+    [
+        (TensorSpec("a", (2, -1), "float32", ""), r"'a' has shape \(2, -1\)"),
+        (TensorSpec("a", (2**31, 2**31), "int8", ""), "which no tensor here can have"),
+        (TensorSpec("a", (2,), "complex64", ""), "dtype 'complex64'. Known: float64"),
+        (TensorSpec("a", (2,), "Tensor", ""), "dtype 'Tensor'"),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_refused(spec, message):
+    with pytest.raises(ManifestMismatch, match=message):
+        WeightManifest.of(1, [spec]).check()
+
+
 @pytest.mark.parametrize("version", [-1, 2**63, 1.0, "1", True, None])
 def test_a_version_that_is_no_count_is_refused(version):
     with pytest.raises(ManifestMismatch, match="version=.* must be an int"):

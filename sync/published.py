@@ -1,0 +1,287 @@
+"""A published version on disk, and how it is read: leased, checked, mapped.
+
+    store/
+      CURRENT                     which version directory, and the digest of its manifest; replaced atomically
+      LOCK                        held (flock) by the one publisher
+      versions/000042/
+        manifest.json             the authority: names, shapes, dtypes, digests, ties
+        meta.json                 for `TensorDict.load_memmap`; ours is compared, never believed
+        lease                     held (flock, shared) by readers; a version is recycled only when nobody holds it
+        model.embed.weight.memmap one file for each tensor
+
+A reader trusts CURRENT's digest for the manifest and the manifest for everything else: exactly the files it lists,
+regular, of exactly their sizes, with their digests. Nothing here decodes anything but JSON of a known form.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
+from sync.manifest import TensorSpec, WeightManifest, first_names, tensor_digest, torch_dtype
+from sync.threads import in_threads
+
+CURRENT, LOCK, VERSIONS = "CURRENT", "LOCK", "versions"
+MANIFEST, META, LEASE = "manifest.json", "meta.json", "lease"
+_SUFFIX = ".memmap"
+_MAX_JSON_BYTES = 2**28
+_LEASE_SECONDS = 10.0
+_READ = os.O_RDONLY | os.O_NOFOLLOW
+
+
+class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of CURRENT."""
+
+    version: int
+    directory: str
+    """Below `versions/`: the version in at least six digits; `-1`, `-2`, ... where that name was taken."""
+    manifest_digest: str
+    """xxh3-128 of the bytes of its manifest.json."""
+
+
+class PublishedWeights:
+    """A lease on one published version. A context manager; or `close` it.
+
+    Its tensors are mapped, private to this process: writing to one changes nothing in the store. The version stays
+    untouched as long as this is open or any of its tensors is held.
+    """
+
+    def __init__(self, lease: "Lease", manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
+        self._lease: Lease | None = lease
+        self._tensors = tensors
+        self.manifest = manifest
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights."""
+        return self.manifest.version
+
+    @property
+    def digest(self) -> str:
+        """Total digest of the weights."""
+        return self.manifest.digest
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> mapped tensor; tied names share one. `SyncError` after `close`."""
+        if self._lease is None:
+            raise SyncError(f"The lease on version {self.version} is closed: open the store again.")
+        return self._tensors
+
+    def close(self) -> None:
+        """End the lease, at the latest when the last tensor is let go."""
+        self._lease, self._tensors = None, {}
+
+    def __enter__(self) -> "PublishedWeights":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lease:
+    """Open descriptors of one version directory; its shared lock ends when this object does."""
+
+    def __init__(self, directory: int, lock: int, pointer: Pointer) -> None:
+        self.directory, self.pointer, self._lock = directory, pointer, lock
+
+    def __del__(self) -> None:
+        os.close(self._lock)
+        os.close(self.directory)
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that keeps the lease alive as long as any tensor reads from it."""
+
+    lease: Lease
+
+
+def is_store(directory: Path) -> bool:
+    """Whether something has been published there."""
+    return (directory / CURRENT).is_file()
+
+
+def open_current(directory: str | os.PathLike[str], *, num_threads: int = 1) -> PublishedWeights:
+    """Lease the current version of the store at `directory`, check every file and digest, and map its tensors.
+
+    Args:
+        num_threads: how many threads read and digest.
+
+    Raises `ManifestMismatch` when this is no store, or its files are not those of its manifest; `ChecksumMismatch`
+    when bytes are not those published; `TransferTimeout` when publishers outrun this reader for ten seconds.
+    """
+    lease = lease_current(Path(directory))
+    manifest = checked_manifest(lease)
+
+    def mapped(i: int) -> Tensor:
+        spec = manifest.tensors[i]
+        tensor = _map(lease, spec)
+        if tensor_digest(tensor) != spec.digest:
+            raise ChecksumMismatch(
+                f"'{spec.name}' of version {manifest.version} does not have its digest: publish it again."
+            )
+        return tensor
+
+    found = in_threads(mapped, range(len(manifest.tensors)), num_threads)
+    tensors = {spec.name: tensor for spec, tensor in zip(manifest.tensors, found, strict=True)}
+    tensors |= {name: tensors[first] for first, *others in manifest.aliases for name in others}
+    return PublishedWeights(lease, manifest, tensors)
+
+
+def lease_current(directory: Path) -> Lease:
+    """A lease on the version that CURRENT names, whatever publishers do meanwhile. Raises as `open_current`."""
+    deadline = time.monotonic() + _LEASE_SECONDS
+    while time.monotonic() < deadline:
+        pointer = read_pointer(directory)
+        lease = _try_lease(directory, pointer)
+        # Leased and still current: from here on nobody recycles it.
+        if lease is not None and read_pointer(directory) == pointer:
+            return lease
+        time.sleep(0.001)
+    raise TransferTimeout(f"{directory}: no lease within {_LEASE_SECONDS:g} s, for versions come faster than leases.")
+
+
+def read_pointer(directory: Path) -> Pointer:
+    """What CURRENT says. `ManifestMismatch` when there is none, or it is not one of ours."""
+    try:
+        content = _read_small(directory / CURRENT)
+    except FileNotFoundError:
+        what = "holds a bare memory-mapped TensorDict" if (directory / META).exists() else "is not a published store"
+        advice = "sync.publish(directory, source, version) makes one."
+        raise ManifestMismatch(f"{directory} {what}: it has no {CURRENT} file. {advice}") from None
+    try:
+        pointer = msgspec.json.decode(content, type=Pointer)
+    except msgspec.DecodeError as problem:
+        raise ManifestMismatch(f"{directory / CURRENT} is damaged: {problem}. Publish again.") from None
+    if not re.fullmatch(r"[0-9]{6,19}(-[0-9]{1,9})?", pointer.directory):
+        raise ManifestMismatch(f"{directory / CURRENT} is damaged: it names no version. Publish again.")
+    return pointer
+
+
+def checked_manifest(lease: Lease) -> WeightManifest:
+    """The manifest of a leased version, once it is the published one and the files beside it are exactly its files."""
+    version = lease.pointer.version
+    try:
+        content = _read_small(MANIFEST, dir_fd=lease.directory)
+        meta = _read_small(META, dir_fd=lease.directory)
+    except OSError as problem:
+        raise ManifestMismatch(f"Version {version} has no readable {problem.filename}: publish it again.") from None
+    if xxhash.xxh3_128_hexdigest(content) != lease.pointer.manifest_digest:
+        raise ChecksumMismatch(f"The manifest of version {version} is not the one published: publish it again.")
+    try:
+        manifest = msgspec.json.decode(content, type=WeightManifest)
+    except msgspec.DecodeError as problem:
+        raise ManifestMismatch(f"The manifest of version {version} is not valid: {problem}.") from None
+    manifest.check()
+    if manifest.version != version:
+        raise ChecksumMismatch(f"{CURRENT} says version {version}, its manifest {manifest.version}: publish it again.")
+    check_file_names(manifest.tensors)
+    if meta != meta_json(manifest):
+        raise ChecksumMismatch(f"{META} of version {version} contradicts its manifest: publish it again.")
+    wanted = {MANIFEST, META, LEASE, *(file_name(spec.name) for spec in manifest.tensors)}
+    found = set(os.listdir(lease.directory))
+    if found != wanted:
+        extra, missing = sorted(found - wanted), sorted(wanted - found)
+        what = "; ".join(
+            f"{len(names)} {kind}: {first_names(names)}"
+            for kind, names in (("extra", extra), ("missing", missing))
+            if names
+        )
+        raise ManifestMismatch(f"Files of version {version} are not those of its manifest ({what}): publish it again.")
+    for spec in manifest.tensors:
+        os.close(open_tensor(lease, spec))
+    return manifest
+
+
+def open_tensor(lease: Lease, spec: TensorSpec) -> int:
+    """A descriptor of the tensor's file: regular, no link, of the right size; or `ManifestMismatch`."""
+    try:
+        file = os.open(file_name(spec.name), _READ, dir_fd=lease.directory)
+    except OSError as problem:
+        raise ManifestMismatch(f"The file of '{spec.name}' cannot be opened: {problem.strerror}.") from None
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != spec.num_bytes:
+        os.close(file)
+        what = f"has {status.st_size} bytes, the manifest says {spec.num_bytes}"
+        raise ManifestMismatch(f"The file of '{spec.name}' {what}: publish version {lease.pointer.version} again.")
+    return file
+
+
+def file_name(name: str) -> str:
+    """The file of a tensor, as TensorDict calls it."""
+    return name + _SUFFIX
+
+
+def check_file_names(specs: Iterable[TensorSpec]) -> None:
+    """`ManifestMismatch` unless every name can be a file of its own in one directory."""
+    for spec in specs:
+        file = file_name(spec.name)
+        if "/" in file or "\0" in file or file.startswith(".") or len(file.encode()) > 255:
+            raise ManifestMismatch(f"'{spec.name}' cannot be the name of a published tensor: it is no plain file name.")
+
+
+def meta_json(manifest: WeightManifest) -> bytes:
+    """The metadata with which `TensorDict.load_memmap` finds the same tensors."""
+    leaves = {
+        spec.name: {"device": "cpu", "shape": spec.shape, "dtype": f"torch.{spec.dtype}", "is_nested": False}
+        for spec in manifest.tensors
+    }
+    root = {"shape": [], "device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
+    return json.dumps(leaves | root).encode()
+
+
+def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:
+    """None while a publisher is at work on that directory, or it has moved on."""
+    try:
+        version = os.open(directory / VERSIONS / pointer.directory, _READ | os.O_DIRECTORY)
+    except OSError as problem:
+        if read_pointer(directory) != pointer:
+            return None
+        what = f"{CURRENT} names versions/{pointer.directory}, which cannot be opened: {problem.strerror}"
+        raise ManifestMismatch(f"{directory} is damaged: {what}. Publish again.") from None
+    try:
+        lock = os.open(LEASE, _READ, dir_fd=version)
+    except OSError as problem:
+        os.close(version)
+        if read_pointer(directory) != pointer:
+            return None
+        raise ManifestMismatch(f"Version {pointer.version} has no readable {LEASE} file: {problem.strerror}.") from None
+    lease = Lease(version, lock, pointer)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    return lease
+
+
+def _map(lease: Lease, spec: TensorSpec) -> Tensor:
+    if spec.num_bytes == 0:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    file = open_tensor(lease, spec)
+    try:
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
+        mapping = _Mapping(file, spec.num_bytes, flags=flags)
+    finally:
+        os.close(file)
+    mapping.lease = lease
+    return torch.frombuffer(mapping, dtype=torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def _read_small(path: str | Path, *, dir_fd: int | None = None) -> bytes:
+    file = os.open(path, _READ, dir_fd=dir_fd)
+    with os.fdopen(file, "rb") as stream:
+        return stream.read(_MAX_JSON_BYTES)

@@ -1,0 +1,323 @@
+"""The store transport: versions published as directories of memory-mapped tensors, read by any number of processes.
+
+    publish:  versions/.staging (an old version nobody reads any more, or new) ── write, digest, fsync
+              ── manifest.json ── rename to versions/000042 ── CURRENT replaced ── done
+
+Killed anywhere before the last step, the old version is still current and whole. The layout on disk and the rules of
+reading are in `sync.published`.
+"""
+
+import fcntl
+import itertools
+import os
+import queue
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from sync.base import Metadata, WeightSource
+from sync.buckets import Slot, view_of
+from sync.errors import ChecksumMismatch, StaleVersion, SyncError
+from sync.manifest import TensorSpec, WeightManifest, tensor_bytes, tensor_digest
+from sync.published import (
+    CURRENT,
+    LEASE,
+    LOCK,
+    MANIFEST,
+    META,
+    VERSIONS,
+    Lease,
+    Pointer,
+    check_file_names,
+    checked_manifest,
+    file_name,
+    is_store,
+    lease_current,
+    meta_json,
+    open_tensor,
+    read_pointer,
+)
+from sync.source import NamedTensor, Offer
+
+_STAGING = ".staging"
+
+
+def publish(
+    directory: str | os.PathLike[str],
+    source: WeightSource,
+    version: int,
+    *,
+    metadata: Metadata | None = None,
+    reset_version: bool = False,
+    num_threads: int = 1,
+) -> WeightManifest:
+    """Make `source` the current version of the store at `directory`, which is created if absent (mode 0700).
+
+    Readers see the old version or the new one, whole, whatever happens to this process. On any error the old version
+    stays current. The current version with the same weights is a no-op.
+
+    Args:
+        metadata: name -> (dtype, shape); floating tensors are cast to these dtypes. Default: as they are.
+        reset_version: allow a version that is not higher (a trainer that restarted).
+        num_threads: how many threads cast, digest and write.
+
+    Raises `StaleVersion`; `ManifestMismatch` for tensors or names that cannot be published; `SyncError` when another
+    publisher is at work, or the disk is full or refuses.
+    """
+    store = Path(directory)
+    offer = Offer(source, metadata or {})
+    with _sole_publisher(store):
+        return _publish(store, offer, version, reset_version, num_threads)
+
+
+class StoreSender:
+    """Publishes each offer to the store at `directory`; the options are those of `publish`.
+
+    It is the only publisher until closed: a second trainer on the same store is refused with `SyncError`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, reset_version: bool = False, num_threads: int = 1) -> None:
+        self._store, self._reset_version, self._num_threads = Path(directory), reset_version, num_threads
+        self._lock = ExitStack()
+        self._lock.enter_context(_sole_publisher(self._store))
+
+    def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
+        """As `WeightSender.offer`, and as `publish`."""
+        return _publish(self._store, Offer(source, metadata), version, self._reset_version, self._num_threads)
+
+    def send(self) -> None:
+        """Nothing to move: receivers read the store."""
+
+    def close(self) -> None:
+        """Let other publishers in; what is published stays."""
+        self._lock.close()
+
+
+class StoreReceiver:
+    """Reads versions from the store at `directory`, on `num_threads` threads ahead of its consumer.
+
+    Files are read, not mapped: one that is cut meanwhile is an error, not the end of the process.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
+        self._directory, self._num_threads = Path(directory), num_threads
+
+    def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
+        """As `WeightReceiver.receive`. `SyncError` when the store's current version is not `manifest`'s."""
+        lease = lease_current(self._directory)
+        current = checked_manifest(lease)
+        if current != manifest:
+            what = f"version {current.version} is current, not version {manifest.version} of that digest"
+            raise SyncError(f"{self._directory}: {what}. Receive each version before the next is published.")
+        largest = max((spec.num_bytes for spec in manifest.tensors), default=0)
+        free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for _ in range(self._num_threads + 1):
+            free.put(torch.empty(largest, dtype=torch.uint8))
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            ahead: deque[tuple[TensorSpec, Tensor, Future[None]]] = deque()
+            for spec in manifest.tensors:
+                if free.empty():
+                    yield from _handed_over(ahead, free)
+                buffer = free.get()
+                ahead.append((spec, buffer, pool.submit(_read, lease, spec, buffer)))
+            while ahead:
+                yield from _handed_over(ahead, free)
+
+    def close(self) -> None:
+        """Nothing to let go of: a lease ends with its `receive`."""
+
+
+def _handed_over(
+    ahead: deque[tuple[TensorSpec, Tensor, Future[None]]], free: "queue.SimpleQueue[Tensor]"
+) -> Iterator[NamedTensor]:
+    """The oldest tensor under way; its buffer is free again once the consumer asks for more."""
+    spec, buffer, reading = ahead.popleft()
+    reading.result()
+    yield spec.name, view_of(buffer, Slot(spec, 0))
+    free.put(buffer)
+
+
+def _read(lease: Lease, spec: TensorSpec, buffer: Tensor) -> None:
+    file = open_tensor(lease, spec)
+    try:
+        rest = tensor_bytes(buffer)[: spec.num_bytes]
+        while rest:
+            count = os.preadv(file, [rest], spec.num_bytes - len(rest))
+            if count == 0:
+                raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
+            rest = rest[count:]
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _sole_publisher(store: Path) -> Iterator[None]:
+    try:
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(store / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as problem:
+        raise SyncError(f"{store} cannot be published to: {problem.strerror}.") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SyncError(f"Another trainer publishes to {store}: one store has one trainer at a time.") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def _publish(store: Path, offer: Offer, version: int, reset_version: bool, num_threads: int) -> WeightManifest:
+    """As `publish`, by the sole publisher."""
+    WeightManifest.of(version, offer.forms, offer.aliases).check()
+    check_file_names(offer.forms)
+    current = read_pointer(store) if is_store(store) else None
+    if current is not None and not reset_version and version <= current.version:
+        return _published_already(store, offer, version)
+    try:
+        (store / VERSIONS).mkdir(mode=0o700, exist_ok=True)
+        with _staging(store / VERSIONS, keep=current.directory if current else None) as staging:
+            manifest = _write_version(staging, offer, version, num_threads)
+            _make_current(store, staging, manifest)
+            return manifest
+    except OSError as problem:
+        kept = f"version {current.version} is still current" if current else "nothing is published yet"
+        raise SyncError(f"Publishing version {version} to {store} failed: {problem.strerror}; {kept}.") from problem
+
+
+def _published_already(store: Path, offer: Offer, version: int) -> WeightManifest:
+    """The manifest on disk when it is this version of these weights; otherwise `StaleVersion`."""
+    published = checked_manifest(lease_current(store))
+    if published.version == version and published == offer.manifest(version, offer.digest, num_threads=1):
+        return published
+    same = version == published.version
+    what = "is published with other weights" if same else f"is older than version {published.version}"
+    raise StaleVersion(f"Version {version} {what} in {store}. Send a higher one, or reset_version=True.")
+
+
+@contextmanager
+def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
+    """A directory to write the next version in, under an exclusive lease; removed on error.
+
+    Rewriting the files of an old version is several times faster than making new ones, so one that nobody reads is
+    taken, and further ones are removed.
+    """
+    staging = versions / _STAGING
+    lock = None
+    try:
+        for name in sorted(os.listdir(versions)):  # what a dead publisher left, .staging, comes first
+            if name == keep:
+                continue
+            if (versions / name).is_symlink() or not (versions / name).is_dir():
+                os.unlink(versions / name)  # not ours
+                continue
+            free = _unleased(versions / name)
+            if free is None:
+                continue
+            if lock is None:
+                lock = free
+                os.rename(versions / name, staging)
+            else:
+                shutil.rmtree(versions / name)
+                os.close(free)
+        if lock is None:
+            staging.mkdir(mode=0o700)
+            lock = _unleased(staging)
+        yield staging
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _unleased(version: Path) -> int | None:
+    """An exclusive lock on the version's lease, or None while somebody reads it."""
+    if (version / LEASE).is_symlink():
+        os.unlink(version / LEASE)
+    lock = os.open(version / LEASE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) -> WeightManifest:
+    wanted = {file_name(form.name) for form in offer.forms}
+    for entry in list(os.scandir(staging)):
+        if entry.name == LEASE or entry.name in wanted and entry.is_file(follow_symlinks=False):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    for form in offer.forms:  # all the space there will be, before the first byte
+        _allocate(staging / file_name(form.name), form.num_bytes)
+
+    def write(i: int) -> str:
+        tensor = offer.cast(i)
+        _write_file(staging / file_name(offer.forms[i].name), tensor_bytes(tensor))
+        return tensor_digest(tensor)
+
+    manifest = offer.manifest(version, write, num_threads)
+    _write_file(staging / META, memoryview(meta_json(manifest)))
+    _write_file(staging / MANIFEST, memoryview(msgspec.json.encode(manifest)))
+    _sync_directory(staging)
+    return manifest
+
+
+def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
+    """Two renames. Everything that needs space on the disk comes before them."""
+    versions, plain = staging.parent, f"{manifest.version:06d}"
+    names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
+    name = next(name for name in names if not (versions / name).exists())
+    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest))
+    pointer = msgspec.json.encode(Pointer(manifest.version, name, digest))
+    fresh = store / f"{CURRENT}.new"
+    fresh.unlink(missing_ok=True)
+    _write_file(fresh, memoryview(pointer))
+    os.rename(staging, versions / name)
+    _sync_directory(versions)
+    os.replace(fresh, store / CURRENT)
+    _sync_directory(store)
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.fstat(file).st_size != num_bytes:
+            os.ftruncate(file, num_bytes)
+            if num_bytes:
+                os.posix_fallocate(file, 0, num_bytes)
+    finally:
+        os.close(file)
+
+
+def _write_file(path: Path, content: memoryview) -> None:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        start = 0
+        while start < len(content):
+            start += os.pwrite(file, content[start:], start)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

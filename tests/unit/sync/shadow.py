@@ -1,0 +1,61 @@
+"""A receiving engine without the engine: it stages what a transport delivers and compares it with the manifest.
+
+python shadow.py: one command a line on the standard input, one answer a line on the standard output.
+"""
+
+import sys
+from typing import Any
+
+import msgspec
+
+import sync
+from sync.manifest import TensorSpec, WeightManifest, describe
+
+
+class Command(msgspec.Struct):
+    """`open` a transport with options, `receive` a manifest, or `close`."""
+
+    verb: str
+    transport: str = ""
+    options: dict[str, Any] = {}
+    manifest: WeightManifest | None = None
+
+
+class Answer(msgspec.Struct):
+    """What is staged now, or the error."""
+
+    staged: list[TensorSpec] = []
+    error: str = ""
+    message: str = ""
+
+    def matches(self, manifest: WeightManifest) -> bool:
+        return self.staged == sorted(manifest.tensors, key=lambda spec: spec.name)
+
+
+class Shadow:
+    """Holds one receiver and what it delivered last."""
+
+    def __init__(self) -> None:
+        self.receiver: sync.WeightReceiver | None = None
+
+    def obey(self, command: Command) -> Answer:
+        """Errors of `sync` are answers; others are bugs."""
+        try:
+            if command.verb == "open":
+                self.receiver = sync.make_receiver(command.transport, **command.options)
+            elif command.verb == "receive":
+                staged = {name: tensor.clone() for name, tensor in self.receiver.receive(command.manifest)}
+                return Answer(sorted((describe(*pair) for pair in staged.items()), key=lambda spec: spec.name))
+            else:
+                self.receiver.close()
+        except sync.SyncError as error:
+            return Answer(error=type(error).__name__, message=str(error))
+        return Answer()
+
+
+if __name__ == "__main__":
+    shadow = Shadow()
+    for line in sys.stdin.buffer:
+        answer = shadow.obey(msgspec.json.decode(line, type=Command))
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()

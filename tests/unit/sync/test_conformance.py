@@ -1,0 +1,88 @@
+"""What every transport does alike, most with the receiver in another process."""
+
+import pytest
+import torch
+
+import sync
+import sync.manifest
+from sync.errors import ManifestMismatch, SyncError
+from sync.transports import TRANSPORTS
+
+ON_CPU = [name for name in TRANSPORTS if name not in ("nccl", "ipc")]
+
+
+@pytest.fixture(params=ON_CPU)
+def link(request, make_link):
+    return make_link(request.param)
+
+
+def weights(seed=0):
+    """Shapes that do not align, an empty one, a scalar, several dtypes; sizes on both sides of a small bucket."""
+    random = torch.Generator().manual_seed(seed)
+    floats = {
+        f"layer.{i}.weight": torch.randn(shape, generator=random)
+        for i, shape in enumerate([(7, 3), (1,), (), (0, 4), (500, 41)])
+    }
+    halves = {"half": torch.randn(5, 5, generator=random).bfloat16(), "strided": floats["layer.0.weight"].t()}
+    return floats | halves | {"steps": torch.arange(3), "mask": torch.tensor([True, False])}
+
+
+def test_what_arrives_is_what_the_manifest_says(link):
+    source = weights()
+    manifest = link.push(source, version=7)
+    assert manifest.version == 7
+    assert {spec.name for spec in manifest.tensors} == set(source)
+    manifest.check()
+
+
+def test_floats_are_cast_to_the_receivers_dtypes_on_the_way(link):
+    source = {"a": torch.randn(40, 30), "b": torch.arange(3)}
+    manifest = link.push(source, metadata={"a": ("bfloat16", (40, 30)), "b": ("int64", (3,))})
+    assert [(spec.name, spec.dtype) for spec in manifest.tensors] == [("a", "bfloat16"), ("b", "int64")]
+    assert manifest.tensors[0].digest == sync.manifest.tensor_digest(source["a"].bfloat16())
+
+
+def test_tied_tensors_travel_once(link):
+    weight = torch.ones(2)
+    manifest = link.push({"embed": weight, "norm": torch.ones(2), "head": weight})
+    assert manifest.aliases == [["embed", "head"]]
+    assert [spec.name for spec in manifest.tensors] == ["embed", "norm"]
+
+
+def test_one_link_serves_update_after_update_of_any_size(link):
+    for version, size in enumerate([10, 100_000, 10, 200_000], start=1):
+        link.push({"w": torch.full((size,), float(version))}, version)
+
+
+def test_a_version_no_longer_on_offer_is_refused(link):
+    old = link.offer(weights(1), version=1)
+    link.offer(weights(2), version=2)
+    answers, _ = link.deliver(old)
+    assert {answer.error for answer in answers} <= {"SyncError", "ManifestMismatch"}
+    assert all("ersion 1" in answer.message for answer in answers)
+
+
+def test_the_link_works_after_a_source_was_refused(link):
+    with pytest.raises(ManifestMismatch, match="'b' is on the meta device"):
+        link.offer({"a": torch.ones(2), "b": torch.empty(2, device="meta")}, version=1)
+    link.push(weights(), version=1)
+
+
+def test_once_the_sender_is_closed_only_what_was_published_can_be_received(link):
+    manifest = link.push(weights())
+    link.sender.close()
+    for shadow in link.shadows:
+        link.tell_to_receive(shadow, manifest)
+        answer = shadow.answer()
+        assert answer.matches(manifest) if link.name == "store" else answer.error in ("SyncError", "TransferTimeout")
+
+
+def test_an_empty_source_is_delivered_too(link):
+    assert link.push({}).tensors == []
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("make", [sync.make_sender, sync.make_receiver])
+def test_options_that_do_not_fit_are_refused_by_name(name, make):
+    with pytest.raises(SyncError, match=rf"\['paper'\] do not fit weight transport '{name}'"):
+        make(name, paper="plane")
