@@ -11,6 +11,7 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.execution.kv_size import bytes_per_block, cap_model_len, size_pool
 from rollout_engine.execution.scoring import score
 from rollout_engine.execution.weights import WeightUpdater
+from rollout_engine.model import decoder_trial
 from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.fusion import repack
@@ -43,7 +44,16 @@ class Worker:
         loaded = load_model(config)
         self._deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
         num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
-        model = PagedModel(loaded.module, loaded.geometry, num_blocks=num_blocks, block_size=config.block_size)
+        obstacle = decoder_trial.obstacle(loaded.module, loaded.geometry)
+        if obstacle is not None:
+            logger.info("The layers run as modules, more slowly: %s.", obstacle)
+        model = PagedModel(
+            loaded.module,
+            loaded.geometry,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            compiled=obstacle is None,
+        )
         self.runner = ModelRunner(model)
         self._weights = list(loaded.targets.values())
         self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._after_commit)
@@ -85,6 +95,7 @@ class Worker:
         return (
             f"{type(loaded.module).__name__} from {config.model}: device cpu, dtype {loaded.dtype}, "
             f"{torch.get_num_threads()} threads, deterministic {self._deterministic}, "
+            f"decoder {'modules' if self.runner.model.decoder is None else 'compiled'}, "
             f"KV pool {num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB), "
             f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
         )

@@ -36,17 +36,27 @@ class PagedKV:
         self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
     @contextmanager
-    def step(self, chunks: Sequence[SequenceChunk]) -> Iterator[None]:
+    def step(self, chunks: Sequence[SequenceChunk]) -> "Iterator[_CompiledStep | EagerStep]":
         """Within it, attention of this thread's forwards runs over `chunks`, laid end to end in the flat batch."""
         _active.step = self._pool.step(chunks)
         try:
-            yield
+            yield _active.step
         finally:
             _active.step = None
 
     def release(self) -> None:
         """Forget all KV and give its memory back to the system; what is written from now on takes it again."""
         give_back(self._pool.tensors())
+
+    @property
+    def layers(self) -> list[compiled.Layer]:
+        """Pools of the C++ kernel."""
+        assert isinstance(self._pool, CompiledPool), "the eager twin has no such layers"
+        return self._pool.layers
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the pool; blocks come first in its shape."""
+        return self._pool.tensors()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), in every layer."""

@@ -6,29 +6,41 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.model.attention import PagedKV, SequenceChunk
+from rollout_engine.model.decoder import DecoderStack
 from rollout_engine.model.geometry import LayerGeometry
 
 
 class PagedModel:
-    """A module built with `ATTENTION_NAME`, and its KV pool."""
+    """A module built with `ATTENTION_NAME`, and its KV pool.
+
+    With `compiled`, which `decoder_trial` must have allowed, its layers run as one call instead of as modules.
+    """
 
     def __init__(
-        self, module: nn.Module, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int
+        self,
+        module: nn.Module,
+        geometry: Sequence[LayerGeometry],
+        *,
+        num_blocks: int,
+        block_size: int,
+        compiled: bool = False,
     ) -> None:
         dtype = next(module.parameters()).dtype
         self.module = module
         self.kv = PagedKV(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self.decoder = DecoderStack(module, geometry, self.kv.layers) if compiled else None
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk], logit_rows: Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
-        token_ids = torch.tensor([[t for chunk in chunks for t in chunk.token_ids]], dtype=torch.int64)
-        positions = [chunk.num_computed_tokens + i for chunk in chunks for i in range(len(chunk.token_ids))]
-        with self.kv.step(chunks):
+        token_ids = torch.tensor([t for chunk in chunks for t in chunk.token_ids], dtype=torch.int64)
+        starts = ((chunk.num_computed_tokens, len(chunk.token_ids)) for chunk in chunks)
+        positions = torch.tensor([p for start, n in starts for p in range(start, start + n)], dtype=torch.int64)
+        rows = torch.tensor(logit_rows, dtype=torch.int64)
+        with self.kv.step(chunks) as step:
+            if self.decoder is not None:
+                return self.decoder.forward(token_ids, positions, step.plan, rows)
             out = self.module(
-                input_ids=token_ids,
-                position_ids=torch.tensor([positions], dtype=torch.int64),
-                use_cache=False,
-                logits_to_keep=torch.tensor(logit_rows, dtype=torch.int64),
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
             )
         return out.logits[0]

@@ -65,7 +65,7 @@ class LinearGroup:
 
     def __init__(self, children: list[nn.Linear]) -> None:
         self.children = children
-        self._operand: Tensor | None = None
+        self._operand: linear.Operand | None = None
         self._bias: Tensor | None = None
         self._stamp: tuple[int, ...] = ()
         self._input: Tensor | None = None
@@ -103,9 +103,13 @@ class LinearGroup:
 
     def matmul(self, x: Tensor) -> Tensor:
         """x [R, K] -> [R, sum of N], without autograd."""
+        return linear.matmul(x, *self.operand())
+
+    def operand(self) -> tuple[linear.Operand, Tensor | None, linear.RowPlan]:
+        """What `linear.matmul` takes after x, of the weights as they are now."""
         if self._stamp != self._current_stamp():
             self.repack()
-        return linear.matmul(x, self._operand, self._bias, self._plan)
+        return self._operand, self._bias, self._plan
 
     def product(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """x [R, K] -> [R, N] of each child; gradients reach x, and the children's parameters as they are given here."""

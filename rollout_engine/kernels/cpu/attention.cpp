@@ -13,9 +13,14 @@
 //
 // Three ways to multiply, chosen by shape and CPU alone (never by the number of rows, since they round differently): AMX
 // tiles of 16 rows, else vectors of sixteen: VDPBF16PS, or fused multiply-adds.
+#include "attention.h"
+
+#include <omp.h>
+
 #include <algorithm>
 
 #include "amx.h"
+#include "rows.h"
 #include "vec.h"
 
 namespace {
@@ -31,45 +36,7 @@ constexpr int ROWS = 4;          // rows that share each load of K or V: 16 accu
 constexpr int AMX_ROWS = 16;
 constexpr float LOWEST = -3.40282347e38f;
 
-struct Item {
-    int32_t first_member, num_members;  // in `members`
-    int32_t first_token, num_tokens;    // of each member's chunk
-    int32_t shared_tiles;               // read once for all members
-};
-
-}  // namespace
-
-extern "C" {
-
-// One step's sequences; the same for all layers. Mirrored in attention.py.
-struct AttentionPlan {
-    const int32_t* blocks;          // block tables, end to end
-    const int64_t* block_starts;    // [N + 1] in `blocks`
-    const int64_t* token_starts;    // [N + 1] in the flat batch
-    const int64_t* first_position;  // [N] of each chunk
-    int32_t* members;               // [N], out
-    Item* items;                    // [N + num_tokens / 32], out
-    int32_t num_sequences, block_size, num_items, items_wanted;
-};
-
-// One layer. Strides are in elements; the last dimension is dense.
-struct AttentionCall {
-    const AttentionPlan* plan;
-    const void *q, *k, *v;  // [T, H, dk], [T, Hk, dk], [T, Hk, dv]
-    void* out;              // [T, H, dv], dense
-    float* lse;             // [T, H] log-sum-exp, or null
-    void *keys, *values;    // the pool
-    const float* sinks;     // [H] one more logit for each head, or null
-    char* scratch;          // num_threads * attention_scratch()
-    int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-    int32_t num_tokens, num_heads, num_kv_heads, dk, dv;
-    int32_t half;  // bfloat16, else float32
-    int32_t num_threads, sliding_window;
-    float scale, softcap;
-};
-}
-
-namespace {
+using Item = AttentionItem;
 
 // --- the plan ----------------------------------------------------------------------------------------------------------
 
@@ -142,6 +109,7 @@ struct Tile {
 // A thread's memory: the state of one item's rows.
 struct Scratch {
     uint32_t* q;     // [rows, steps] units
+    uint32_t* k;     // [steps] units
     float* out;      // [rows, padded_dv]
     float* total;    // [rows, 16]: sum of weights, by lane
     float* top;      // [rows]: largest score so far
@@ -154,7 +122,7 @@ struct Scratch {
     template <typename T>
     Scratch(char* memory, const Sizes<T>& z) : base_(memory) {
         const int64_t rows = (int64_t)ITEM_TOKENS * z.group + AMX_ROWS;  // AMX reads past the last ones
-        take(q, rows * z.steps), take(out, rows * z.padded_dv), take(total, rows * LANES), take(top, rows);
+        take(q, rows * z.steps), take(k, z.steps), take(out, rows * z.padded_dv), take(total, rows * LANES), take(top, rows);
         take(position, rows), take(scores, AMX_ROWS * TILE), take(weights, AMX_ROWS * TILE);
         take(mixed, AMX_ROWS * TILE);
         take(k_tile, (int64_t)z.steps * TILE), take(v_tile, (int64_t)z.dv * TILE);
@@ -497,11 +465,21 @@ struct Pool {
     }
 };
 
+// A row of q or k as attention takes it: a copy of `from`, normalised and rotated where the call says so.
+template <typename T>
+void make_ready(const AttentionCall& c, const T* from, const void* weight, float epsilon, int64_t token, T* to) {
+    if (weight)
+        rows::norm_row(from, (const T*)weight, to, c.dk, epsilon);
+    else
+        memcpy(to, from, c.dk * sizeof(T));
+    if (c.cos) rows::rotate_row(to, (const T*)c.cos + token * c.dk, (const T*)c.sin + token * c.dk, c.dk);
+}
+
 template <typename T>
 void start_row(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int64_t token, int head,
                int64_t position) {
     T* q = (T*)(s.q + (int64_t)row * z.steps);
-    memcpy(q, (const T*)c.q + token * c.q_token + head * c.q_head, z.dk * sizeof(T));
+    make_ready(c, (const T*)c.q + token * c.q_token + head * c.q_head, c.q_weight, c.q_epsilon, token, q);
     if (z.dk % per_unit<T>) q[z.dk] = T{};
     memset(s.out + (int64_t)row * z.padded_dv, 0, z.padded_dv * sizeof(float));
     memset(s.total + (int64_t)row * LANES, 0, LANES * sizeof(float));
@@ -566,14 +544,15 @@ void attend_item(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, co
 // A chunk's keys and values go to their slots. The first in a block clears its values: those not written yet meet
 // weights of zero, which must not be multiplied with what an earlier owner left.
 template <typename T>
-void write_sequence(const AttentionCall& c, const Sizes<T>& z, int seq, int kv_head) {
+void write_sequence(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int seq, int kv_head) {
     const AttentionPlan& p = *c.plan;
     const Pool<T> pool{c, z, kv_head};
+    T* k = (T*)s.k;
     const int size = p.block_size;
     for (int64_t token = p.token_starts[seq], position = p.first_position[seq]; token < p.token_starts[seq + 1];
          token++, position++) {
         const int64_t block = p.blocks[p.block_starts[seq] + position / size], inside = position % size;
-        const T* k = (const T*)c.k + token * c.k_token + kv_head * c.k_head;
+        make_ready(c, (const T*)c.k + token * c.k_token + kv_head * c.k_head, c.k_weight, c.k_epsilon, token, k);
         const T* v = (const T*)c.v + token * c.v_token + kv_head * c.v_head;
         T* to = (T*)(pool.keys(block) + inside);
         constexpr int per = per_unit<T>;
@@ -590,23 +569,15 @@ template <typename T>
 void attend(const AttentionCall& c) {
     const Sizes<T> z(c);
     const AttentionPlan& p = *c.plan;
-    const int64_t scratch_bytes = Scratch(nullptr, z).bytes();
     const int64_t num_writes = (int64_t)p.num_sequences * c.num_kv_heads;
     const int64_t num_reads = (int64_t)p.num_items * c.num_kv_heads;
-    int next_scratch = 0;
-#pragma omp parallel num_threads(c.num_threads) if (c.num_threads > 1)
-    {
-        int mine;
-#pragma omp atomic capture
-        mine = next_scratch++;
-        const Scratch scratch(c.scratch + mine * scratch_bytes, z);
-        const TileScope tiles(uses_amx(z));
+    const Scratch scratch(c.scratch + omp_get_thread_num() * Scratch(nullptr, z).bytes(), z);
+    const TileScope tiles(uses_amx(z));
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_writes; i++) write_sequence<T>(c, z, i / c.num_kv_heads, i % c.num_kv_heads);
+    for (int64_t i = 0; i < num_writes; i++) write_sequence<T>(c, z, scratch, i / c.num_kv_heads, i % c.num_kv_heads);
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_reads; i++)
-            attend_item<T>(c, z, scratch, p.items[i / c.num_kv_heads], i % c.num_kv_heads);
-    }
+    for (int64_t i = 0; i < num_reads; i++)
+        attend_item<T>(c, z, scratch, p.items[i / c.num_kv_heads], i % c.num_kv_heads);
 }
 
 }  // namespace
@@ -615,10 +586,14 @@ extern "C" {
 
 void attention_plan(AttentionPlan* plan) { make_plan(*plan); }
 
-// Bytes of scratch a thread needs.
 int64_t attention_scratch(const AttentionCall* c) {
     return c->half ? Scratch(nullptr, Sizes<bf16>(*c)).bytes() : Scratch(nullptr, Sizes<float>(*c)).bytes();
 }
 
-void attention(const AttentionCall* c) { c->half ? attend<bf16>(*c) : attend<float>(*c); }
+void attention(const AttentionCall* c) {
+#pragma omp parallel num_threads(c->num_threads) if (c->num_threads > 1)
+    attention_in_team(*c);
 }
+}
+
+void attention_in_team(const AttentionCall& c) { c.half ? attend<bf16>(c) : attend<float>(c); }

@@ -83,7 +83,7 @@ class Layer:
         pair = min(per_step, block_size)
         self.values = lazy_zeros(num_blocks, num_kv_heads, block_size // pair, dim_v, pair, dtype=dtype)
         """[..., i, c, j]: channel c at position i * pair + j."""
-        self._call = _Call(
+        self.call = Call(
             keys=self.keys.data_ptr(),
             values=self.values.data_ptr(),
             num_kv_heads=num_kv_heads,
@@ -91,7 +91,8 @@ class Layer:
             dv=dim_v,
             half=dtype == torch.bfloat16,
         )
-        self._address = ctypes.addressof(self._call)
+        """Of this pool; `attend` adds what a step brings."""
+        self._address = ctypes.addressof(self.call)
 
     def attend(
         self,
@@ -111,7 +112,7 @@ class Layer:
         """
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         assert q.dtype == k.dtype == v.dtype == self.dtype, "attention in another dtype than its KV pool"
-        call = self._call
+        call = self.call
         num_tokens, num_heads, _ = q.shape
         out = q.new_empty(num_tokens, num_heads, call.dv)
         call.plan = plan.address
@@ -153,16 +154,19 @@ class _Plan(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
+    """`AttentionCall` of attention.h."""
+
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
             for name in ("plan", "q", "k", "v", "out", "lse", "keys", "values", "sinks", "scratch")
         ),
+        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cos", "sin")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "dk", "dv", "half")),
         *((name, ctypes.c_int32) for name in ("num_threads", "sliding_window")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "q_epsilon", "k_epsilon")),
     ]
 
 

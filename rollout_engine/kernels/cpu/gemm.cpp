@@ -16,7 +16,10 @@
 #include <cstring>
 #include <type_traits>
 
+#include <omp.h>
+
 #include "amx.h"
+#include "gemm.h"
 #include "vec.h"
 
 #ifdef __linux__
@@ -32,23 +35,13 @@ constexpr int64_t TILE = TILE_ROWS * UNIT_BLOCK;
 constexpr int64_t CACHED_BYTES = 1 << 20;       // rows that stay in the second-level cache while panels pass by
 constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another thread has woken up
 
-constexpr int64_t SOLO_STAGED_ROWS = 64;         // copied by one thread before the others could meet
 #ifdef __AVX512F__
 constexpr int MAX_ROWS = 12;  // by two vectors: 24 accumulators of 32 registers
 #else
 constexpr int MAX_ROWS = 2;
 #endif
 
-// One product; `_Call` of gemm.py.
-struct Call {
-    const char* x;          // [rows, in_features]
-    const int32_t* packed;  // [panels, units, 32]
-    const void* bias;       // [out_features] or null
-    char* out;              // [rows, out_features]
-    char* staging;          // room for the rows, each padded to whole units, their number to a multiple of 16
-    int64_t rows, in_features, out_features;
-    int32_t is_bf16, num_threads;
-};
+using Call = GemmCall;
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -101,24 +94,27 @@ VEC_INLINE void write_row(vec::F left, vec::F right, const Call& call, int64_t r
         write_columns<float>(left, right, call, row, column);
 }
 
-// How the work is cut: every part of the rows meets every panel. Parts are for threads that panels alone would not
-// keep busy, and for rows that would not stay in the cache. Bits do not depend on it.
+// How the work of a team is cut: every part of the rows meets every panel. Parts are for threads that panels alone would
+// not keep busy, and for rows that would not stay in the cache. Bits do not depend on it.
 struct Cut {
     int64_t panels, parts, rows_a_part;
-    int threads;
 };
 
 Cut cut_of(const Call& call, int64_t row_multiple) {
     Cut cut;
-    const int64_t products = call.rows * call.in_features * call.out_features;
-    cut.threads = static_cast<int>(std::clamp<int64_t>(products / PRODUCTS_A_THREAD, 1, call.num_threads));
+    const int64_t threads = omp_get_num_threads();
     cut.panels = divided_up(call.out_features, PANEL);
     const int64_t bytes = call.rows * padded_units(call.in_features, call.is_bf16) * 4;
-    const int64_t for_threads = cut.threads == 1 ? 1 : divided_up(4 * cut.threads, cut.panels);
+    const int64_t for_threads = threads == 1 ? 1 : divided_up(4 * threads, cut.panels);
     cut.parts = std::max(for_threads, divided_up(bytes, CACHED_BYTES));
     cut.rows_a_part = divided_up(divided_up(call.rows, cut.parts), row_multiple) * row_multiple;
     cut.parts = divided_up(call.rows, cut.rows_a_part);
     return cut;
+}
+
+int useful_threads(const Call& call) {
+    const int64_t products = call.rows * call.in_features * call.out_features;
+    return static_cast<int>(std::clamp<int64_t>(products / PRODUCTS_A_THREAD, 1, call.num_threads));
 }
 
 // ---- vectors: float32 everywhere, bfloat16 where there is no AMX
@@ -172,21 +168,23 @@ void vector_panel(const Call& call, const char* x, int64_t stride, int64_t panel
 }
 
 // An odd number of bfloat16 leaves half a unit at the end of a row: rows are copied to where they can be read whole.
-const char* staged_rows(const Call& call) {
+void stage_rows(const Call& call) {
     const int64_t row_bytes = 2 * call.in_features;
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < call.rows; ++row) {
         char* out = call.staging + row * (row_bytes + 2);
         std::memcpy(out, call.x + row * row_bytes, row_bytes);
         std::memset(out + row_bytes, 0, 2);
     }
-    return call.staging;
 }
 
 void run_on_vectors(const Call& call) {
-    const char* x = call.is_bf16 && call.in_features % 2 ? staged_rows(call) : call.x;
+    const bool staged = call.is_bf16 && call.in_features % 2;
+    if (staged) stage_rows(call);
+    const char* x = staged ? call.staging : call.x;
     const int64_t stride = 4 * whole_units(call.in_features, call.is_bf16);
-    const Cut cut = cut_of(call, MAX_ROWS);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(cut.threads)
+    const Cut cut = cut_of(call, 1);
+#pragma omp for collapse(2) schedule(static)
     for (int64_t part = 0; part < cut.parts; ++part)
         for (int64_t panel = 0; panel < cut.panels; ++panel) {
             const int64_t begin = part * cut.rows_a_part;
@@ -274,20 +272,16 @@ void run_on_tiles(const Call& call) {
     static const amx::Config config;
     const Cut cut = cut_of(call, 2 * TILE_ROWS);
     const int64_t tiles = divided_up(call.rows, TILE_ROWS);
-    const int stagers = call.rows <= SOLO_STAGED_ROWS ? 1 : cut.threads;
-#pragma omp parallel for schedule(static) num_threads(stagers)
+#pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; ++tile) stage_tile(call, tile);
-#pragma omp parallel num_threads(cut.threads)
-    {
-        _tile_loadconfig(&config);
-#pragma omp for collapse(2) schedule(static) nowait
-        for (int64_t part = 0; part < cut.parts; ++part)
-            for (int64_t panel = 0; panel < cut.panels; ++panel) {
-                const int64_t begin = part * cut.rows_a_part, end = std::min(begin + cut.rows_a_part, call.rows);
-                tile_panel(call, panel, panel + 1 == cut.panels, begin, end);
-            }
-        _tile_release();
-    }
+    _tile_loadconfig(&config);
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t part = 0; part < cut.parts; ++part)
+        for (int64_t panel = 0; panel < cut.panels; ++panel) {
+            const int64_t begin = part * cut.rows_a_part, end = std::min(begin + cut.rows_a_part, call.rows);
+            tile_panel(call, panel, panel + 1 == cut.panels, begin, end);
+        }
+    _tile_release();
 }
 
 #else
@@ -373,11 +367,16 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
 }
 
 void gemm_run(const Call* call) {
-    if (call->rows == 0) return;
-    if (call->is_bf16 && amx::granted())
-        run_on_tiles(*call);
-    else
-        run_on_vectors(*call);
+    const int threads = useful_threads(*call);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    gemm_in_team(*call);
+}
 }
 
+void gemm_in_team(const GemmCall& call) {
+    if (call.rows == 0) return;
+    if (call.is_bf16 && amx::granted())
+        run_on_tiles(call);
+    else
+        run_on_vectors(call);
 }

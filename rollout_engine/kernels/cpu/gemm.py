@@ -23,6 +23,8 @@ class PackedWeight(NamedTuple):
     panels: Tensor
     """int32 [out_features / 32 rounded up, 32-bit units of a row rounded up to 16, 32]"""
     out_features: int
+    in_features: int
+    dtype: torch.dtype
 
 
 class _Call(ctypes.Structure):
@@ -59,7 +61,7 @@ def pack(weight: Tensor) -> PackedWeight:
     _library().gemm_pack(
         weight.data_ptr(), out_features, in_features, is_bf16, panels.data_ptr(), torch.get_num_threads()
     )
-    return PackedWeight(panels, out_features)
+    return PackedWeight(panels, out_features, in_features, weight.dtype)
 
 
 def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 // Vectors of sixteen floats: AVX-512 where the CPU has it, else GCC's generic vectors, which become AVX2, NEON or SSE.
 //
 // Every function is element-wise or reduces in one fixed order, so bits never depend on where in a row, block or thread
-// a value stands. One rule keeps it so: a product that feeds a sum is written `fma`. The compiler may otherwise join
-// them in one place and not in another.
+// a value stands. One rule keeps it so: a product that feeds a sum is written `fma`, or `product`. The compiler may
+// otherwise join them in one place and not in another.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +39,17 @@ VEC_INLINE F fma(F a, F b, F c) {
 #else
     return a * b + c;
 #endif
+}
+
+// a * b, rounded even where it feeds a sum.
+VEC_INLINE F product(F a, F b) {
+    F result = a * b;
+#ifdef __AVX512F__
+    __asm__("" : "+v"(result));
+#else
+    __asm__("" : "+m"(result));
+#endif
+    return result;
 }
 
 // Where either is NaN, the second.

@@ -1,0 +1,46 @@
+// The attention of `attention.cpp`, for kernels that call it inside a parallel region of their own.
+#pragma once
+
+#include <cstdint>
+
+// Rows that are computed together.
+struct AttentionItem {
+    int32_t first_member, num_members;  // in `members`
+    int32_t first_token, num_tokens;    // of each member's chunk
+    int32_t shared_tiles;               // read once for all members
+};
+
+// One step's sequences; the same for all layers. Mirrored in attention.py.
+struct AttentionPlan {
+    const int32_t* blocks;          // block tables, end to end
+    const int64_t* block_starts;    // [N + 1] in `blocks`
+    const int64_t* token_starts;    // [N + 1] in the flat batch
+    const int64_t* first_position;  // [N] of each chunk
+    int32_t* members;               // [N], out
+    AttentionItem* items;           // [N + num_tokens / 32], out
+    int32_t num_sequences, block_size, num_items, items_wanted;
+};
+
+// One layer. Strides are in elements; the last dimension is dense. Mirrored in attention.py.
+struct AttentionCall {
+    const AttentionPlan* plan;
+    const void *q, *k, *v;             // [T, H, dk], [T, Hk, dk], [T, Hk, dv]
+    void* out;                         // [T, H, dv], dense
+    float* lse;                        // [T, H] log-sum-exp, or null
+    void *keys, *values;               // the pool
+    const float* sinks;                // [H] one more logit for each head, or null
+    char* scratch;                     // num_threads * attention_scratch()
+    const void *q_weight, *k_weight;   // [dk] of an RMSNorm still to be done to each head, or null
+    const void *cos, *sin;             // [T, dk] of the rotation still to be done after that, or null
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+    int32_t num_tokens, num_heads, num_kv_heads, dk, dv;
+    int32_t half;  // bfloat16, else float32
+    int32_t num_threads, sliding_window;
+    float scale, softcap, q_epsilon, k_epsilon;
+};
+
+// Bytes of scratch a thread needs.
+extern "C" int64_t attention_scratch(const AttentionCall* call);
+
+// Called by every thread of an OpenMP team with the same call; returns once all of `out` is there.
+void attention_in_team(const AttentionCall& call);

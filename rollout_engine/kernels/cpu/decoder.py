@@ -1,0 +1,189 @@
+"""All decoder layers of a step in C++ (`decoder.cpp`): one call instead of some twenty operations a layer.
+
+Each value is what the Hugging Face modules, with our products, norms and attention in them, compute: the same bits.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import attention, build
+from rollout_engine.kernels.cpu.gemm import PackedWeight
+from rollout_engine.kernels.scoring import Scoring
+
+_CACHE_LINE = 64
+
+
+class Norm(NamedTuple):
+    """weight * round(x / rms(x))."""
+
+    weight: Tensor
+    epsilon: float
+
+
+class Product(NamedTuple):
+    """x @ weight.T + bias."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+
+class LayerWeights(NamedTuple):
+    """One layer: attention over heads of q and k that are normalised where norms are given, then a gated SiLU MLP."""
+
+    attention_norm: Norm
+    qkv: Product
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Product
+    mlp_norm: Norm
+    gate_up: Product
+    down: Product
+    num_heads: int
+    scoring: Scoring
+
+
+class Decoder:
+    """Layers and their KV pools, both held here by address: make another one when a tensor of them is replaced.
+
+    Raises `ValueError` where shapes or dtypes do not fit together.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights], pool: Sequence[attention.Layer]) -> None:
+        self._held = (layers, pool)
+        self._dtype = layers[0].attention_norm.weight.dtype
+        self._hidden_size = len(layers[0].attention_norm.weight)
+        self._intermediate_size = layers[0].gate_up.weight.out_features // 2
+        self._head_dim = pool[0].call.dk
+        for layer, kv in zip(layers, pool, strict=True):
+            self._check(layer, kv)
+        self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in zip(layers, pool, strict=True)))
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: attention.Plan) -> None:
+        """`hidden` [T, hidden_size], embeddings, becomes the last layer's output; `cos` and `sin` [T, head_dim]."""
+        num_tokens = plan.num_tokens
+        for name, tensor, width in (
+            ("hidden", hidden, self._hidden_size),
+            ("cos", cos, self._head_dim),
+            ("sin", sin, self._head_dim),
+        ):
+            shape = (num_tokens, width)
+            if tensor.shape != shape or tensor.dtype != self._dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} should be contiguous {self._dtype} {shape}, and is {tensor.dtype} {[*tensor.shape]}"
+                )
+        call = _Call(
+            ctypes.addressof(self._layers),
+            plan.address,
+            hidden.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None,
+            num_tokens,
+            self._hidden_size,
+            self._intermediate_size,
+            len(self._layers),
+            plan.num_threads,
+            self._dtype == torch.bfloat16,
+        )
+        address = ctypes.addressof(call)
+        call.memory = self._memory_of(_library().decoder_bytes(address))
+        _library().decoder_run(address)
+
+    def _memory_of(self, num_bytes: int) -> int:
+        """Address of at least so many bytes, kept from step to step."""
+        if len(self._memory) < num_bytes + _CACHE_LINE:
+            self._memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8)
+        return -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
+
+    def _check(self, layer: LayerWeights, kv: attention.Layer) -> None:
+        hidden, intermediate, call = self._hidden_size, self._intermediate_size, kv.call
+        attended = layer.num_heads * call.dv
+        qkv = layer.num_heads * call.dk + call.num_kv_heads * (call.dk + call.dv)
+        for name, shape in {
+            "qkv": (qkv, hidden),
+            "out": (hidden, attended),
+            "gate_up": (2 * intermediate, hidden),
+            "down": (hidden, intermediate),
+        }.items():
+            _check_product(name, getattr(layer, name), shape, self._dtype)
+        norms = {"attention_norm": hidden, "mlp_norm": hidden, "q_norm": call.dk, "k_norm": call.dk}
+        for name, size in norms.items():
+            norm = getattr(layer, name)
+            if norm is not None:
+                _check_vector(name, norm.weight, size, self._dtype)
+        if kv.dtype != self._dtype or call.dk != self._head_dim or call.dk % 2 or layer.num_heads % call.num_kv_heads:
+            raise ValueError("the KV pool does not fit the layers, or an odd number of channels cannot be rotated")
+
+
+def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = product.weight
+    came = (weight.out_features, weight.in_features)
+    if came != shape or weight.dtype != dtype:
+        raise ValueError(f"{name} should be {dtype} {shape}, and is {weight.dtype} {came}")
+    if product.bias is not None:
+        _check_vector(f"the bias of {name}", product.bias, shape[0], dtype)
+
+
+def _check_vector(name: str, vector: Tensor, size: int, dtype: torch.dtype) -> None:
+    if vector.shape != (size,) or vector.dtype != dtype or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} should be contiguous {dtype} [{size}], and is {vector.dtype} {[*vector.shape]}"
+        )
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention", attention.Call),
+        ("attention_norm", _Norm),
+        ("mlp_norm", _Norm),
+        *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("layers", "plan", "hidden", "cos", "sin", "memory")),
+        *((name, c_int64) for name in ("num_tokens", "hidden_size", "intermediate_size")),
+        *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16")),
+    ]
+
+
+def _layer(layer: LayerWeights, kv: attention.Layer) -> _Layer:
+    call = attention.Call.from_buffer_copy(kv.call)
+    call.lse = call.sinks = None
+    call.num_heads = layer.num_heads
+    call.scale, call.sliding_window, call.softcap = layer.scoring
+    for name in ("q", "k"):
+        norm = getattr(layer, f"{name}_norm")
+        setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
+        setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
+    norms = (_Norm(norm.weight.data_ptr(), norm.epsilon) for norm in (layer.attention_norm, layer.mlp_norm))
+    products = (
+        _Product(weight.panels.data_ptr(), None if bias is None else bias.data_ptr())
+        for weight, bias in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    )
+    return _Layer(call, *norms, *products)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = build.load_kernels()
+    assert library is not None, "without it there are no packed weights"
+    library.decoder_run.argtypes, library.decoder_run.restype = (c_void_p,), None
+    library.decoder_bytes.argtypes, library.decoder_bytes.restype = (c_void_p,), c_int64
+    return library
