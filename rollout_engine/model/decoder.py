@@ -68,7 +68,9 @@ def _parts_of(module: nn.Module, geometry: Sequence[LayerGeometry]) -> _Parts:
     """Raises `NotOurs` for any other structure than that of Llama."""
     base = getattr(module, module.base_model_prefix)
     children = dict(base.named_children())
-    _demand(children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{type(base).__name__} has other parts")
+    _demand(
+        children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{type(base).__name__} has other parts"
+    )
     head = module.get_output_embeddings()
     _demand(type(children["embed_tokens"]) is nn.Embedding, "its embedding is more than a table")
     _demand(type(head) is RowInvariantLinear, "its head is not ours")
@@ -84,14 +86,24 @@ def _check_layer(layer: nn.Module, geometry: LayerGeometry) -> None:
     _demand(children.keys() == _LAYER, f"{type(layer).__name__} has other parts")
     inner = dict(children["self_attn"].named_children())
     names = inner.keys()
-    _demand(names in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS), f"{type(children['self_attn']).__name__} has other parts")
+    _demand(
+        names in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS), f"{type(children['self_attn']).__name__} has other parts"
+    )
     _demand(type(children["mlp"]) is RowInvariantMLP, f"{type(children['mlp']).__name__} is not ours")
-    norms = [children["input_layernorm"], children["post_attention_layernorm"], *(inner[n] for n in names & _HEAD_NORMS)]
+    norms = [
+        children["input_layernorm"],
+        children["post_attention_layernorm"],
+        *(inner[n] for n in names & _HEAD_NORMS),
+    ]
     _demand(all(type(norm) is RowInvariantRMSNorm for norm in norms), f"{type(norms[0]).__name__} is not ours")
     _demand(not geometry.has_sinks, "its attention has sinks")
-    owned = [child for child in (layer, children["self_attn"], children["mlp"]) if list(child.parameters(recurse=False))]
+    owned = [
+        child for child in (layer, children["self_attn"], children["mlp"]) if list(child.parameters(recurse=False))
+    ]
     _demand(not owned, "its layers have parameters of their own")
-    _demand(_group(inner["q_proj"]).children == [inner[n] for n in ("q_proj", "k_proj", "v_proj")], "q, k and v are apart")
+    _demand(
+        _group(inner["q_proj"]).children == [inner[n] for n in ("q_proj", "k_proj", "v_proj")], "q, k and v are apart"
+    )
     mlp = children["mlp"]
     _demand(_group(mlp.gate_proj).children == [mlp.gate_proj, mlp.up_proj], "gate and up are apart")
     # Of a matrix of zeros, a trial learns nothing.

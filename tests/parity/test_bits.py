@@ -60,6 +60,10 @@ def mismatches(outputs, trainer, temperature):
     return compared, wrong
 
 
+def layers_are_compiled(llm):
+    return llm.llm_engine._executor.worker.runner.model.decoder is not None
+
+
 def run_round(directory, trainer, rng, **overrides):
     options = draw_engine(rng) | overrides
     temperature = rng.choice([1.0, 0.7, 1.3])
@@ -71,6 +75,7 @@ def run_round(directory, trainer, rng, **overrides):
         ignore_eos=True,
     )
     with LLM(str(directory), log_stats=False, **options) as llm:
+        assert layers_are_compiled(llm) == (options.get("deterministic") is not False)
         outputs = []
         for _ in range(2):  # the second call finds the first one's prefixes
             outputs += llm.generate(draw_prompts(rng), params, use_tqdm=False)

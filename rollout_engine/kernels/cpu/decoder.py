@@ -133,9 +133,7 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
 
 def _check_vector(name: str, vector: Tensor, size: int, dtype: torch.dtype) -> None:
     if vector.shape != (size,) or vector.dtype != dtype or not vector.is_contiguous():
-        raise ValueError(
-            f"{name} should be contiguous {dtype} [{size}], and is {vector.dtype} {[*vector.shape]}"
-        )
+        raise ValueError(f"{name} should be contiguous {dtype} [{size}], and is {vector.dtype} {[*vector.shape]}")
 
 
 class _Norm(ctypes.Structure):
