@@ -79,6 +79,8 @@ class Worker:
     def release_weights(self, *, forget: bool) -> None:
         """Free packed copies and the shadow of updates; with `forget` the weights too."""
         self.updater.release(forget=forget)
+        if self.runner.model.decoder is not None:
+            self.runner.model.decoder.release()
         release_derived(self.runner.model.module)
         if forget:
             release_weights(self._weights)

@@ -68,6 +68,8 @@ class LinearGroup:
         self._operand: linear.Operand | None = None
         self._bias: Tensor | None = None
         self._stamp: tuple[int, ...] = ()
+        self.num_packs = 0
+        """Moves whenever there is a new operand."""
         self._input: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
 
@@ -96,6 +98,7 @@ class LinearGroup:
             if self.children[0].bias is not None:
                 self._bias = _stacked([child.bias.detach() for child in self.children]).clone()
         self._stamp = self._current_stamp()
+        self.num_packs += 1
 
     def unpack(self) -> None:
         self._operand = self._bias = None

@@ -1,6 +1,7 @@
 """Layers as one C++ call: the modules' bits in every case it takes, the modules themselves in every other."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from rollout_engine.model import decoder_trial
 from rollout_engine.model.attention import ATTENTION_NAME, SequenceChunk
 from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
-from rollout_engine.model.fusion import fuse_projections
+from rollout_engine.model.fusion import fuse_projections, repack
 from rollout_engine.model.geometry import probe_geometry
+from rollout_engine.model.residence import release_derived, restore_derived
 from rollout_engine.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here")
@@ -124,6 +126,31 @@ def test_new_weights_are_seen_at_the_next_step(name, write):
     after = ours.forward(chunk, [2])
     assert not torch.equal(after, before)
     assert torch.equal(after, theirs.forward(chunk, [2]))
+
+
+def test_weights_written_behind_torchs_back_are_seen_once_repacked():
+    module, geometry = prepared("qwen3")
+    ours, theirs = paged(module, geometry, compiled=True), paged(module, geometry)
+    chunk = [SequenceChunk([5, 6, 7], 0, [0])]
+    before = ours.forward(chunk, [2])
+    module.model.layers[0].mlp.up_proj.weight.numpy()[:] *= 2
+    repack(module)
+    after = ours.forward(chunk, [2])
+    assert not torch.equal(after, before)
+    assert torch.equal(after, theirs.forward(chunk, [2]))
+
+
+def test_released_packed_weights_are_freed_and_come_back():
+    module, geometry = prepared("llama")
+    ours = paged(module, geometry, compiled=True)
+    chunk = [SequenceChunk([5, 6, 7], 0, [0])]
+    before = ours.forward(chunk, [2])
+    panels = weakref.ref(module.model.layers[0].mlp.down_proj._group.operand()[0].panels)
+    ours.decoder.release()
+    release_derived(module)
+    assert panels() is None
+    restore_derived(module)
+    assert torch.equal(ours.forward(chunk, [2]), before)
 
 
 def test_a_class_that_computes_something_else_is_refused():
