@@ -9,6 +9,8 @@ RolloutEngineError
 ├── WeightUpdateError (SyncError)
 │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
 ├── EngineGenerateError            one request failed, the engine lives
+├── EngineDeadError                the engine's process is gone
+├── RPCError                       a call failed inside the engine's process, the engine lives
 └── RewardError                    a reward function failed, the engine lives
 """
 
@@ -82,6 +84,18 @@ class DirtyWeightsError(WeightUpdateError):
 
 class EngineGenerateError(RolloutEngineError):
     """One request failed; the engine and every other request go on."""
+
+
+class EngineDeadError(RolloutEngineError):
+    """The engine's process has ended, or cannot be reached: no request of this client goes on. Make a new engine."""
+
+
+class RPCError(RolloutEngineError):
+    """A call met something unforeseen in the engine's process, which lives on. `traceback` is the other side's."""
+
+    def __init__(self, message: str, *, method: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.method, self.traceback = method, traceback
 
 
 class RewardError(RolloutEngineError):

@@ -65,6 +65,11 @@ class EngineCore:
         return len(self._requests)
 
     @property
+    def unfinished_request_ids(self) -> list[str]:
+        """Ids of the requests that have not ended, in order of arrival."""
+        return list(self._requests)
+
+    @property
     def stats(self) -> CoreStats:
         """Counters since start."""
         return self._scheduler.stats

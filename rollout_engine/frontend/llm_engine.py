@@ -24,6 +24,7 @@ from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.output_processor import OutputProcessor
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.scoring import score_pairs
 from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.messages import EngineCoreOutputs
@@ -86,12 +87,12 @@ class LLMEngine(LifecycleVerbs):
             eos_token_ids=info.eos_token_ids,
             seed=config.seed,
         )
-        core = EngineCore(executor, _core_config(config, info))
+        core = EngineCore(executor, core_config(config, info))
         outputs = OutputProcessor(codec)
         engine = cls(core, executor, inputs, outputs, stat_loggers=loggers, log_interval=config.log_interval)
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
-        logger.info("%s", _choices(config, info))
+        logger.info("%s", describe_choices(config, info))
         return engine
 
     @property
@@ -263,16 +264,9 @@ class LLMEngine(LifecycleVerbs):
         They are what sampling those tokens at `temperature` would have returned ("tempered"). Raises `RequestError`.
         """
         pairs = self._inputs.check_scored(prompt_token_ids, completion_token_ids, temperature)
-        asked = [i for i, (_, completion) in enumerate(pairs) if completion]
-        scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
         with self._lock:
             self._core.lifecycle.require_weights("score")
-            sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
-            num_prompt = [len(pairs[i][0]) for i in asked]
-            values = self._executor.score(sequences, num_prompt, temperature or 1.0) if asked else []
-        for i, value in zip(asked, values, strict=True):
-            scores[i] = value
-        return scores
+            return score_pairs(self._executor, pairs, temperature)
 
     def shutdown(self) -> None:
         """Free model and KV pool; open requests are dropped. Calling it again is a no-op."""
@@ -341,7 +335,8 @@ def _release(executor: InlineExecutor) -> None:
     gc.unfreeze()  # so that what start-up made can be collected
 
 
-def _core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
+def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
+    """Sizes of the core over a loaded model."""
     return CoreConfig(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -354,7 +349,8 @@ def _core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
     )
 
 
-def _choices(config: EngineConfig, info: ModelInfo) -> str:
+def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
+    """Every choice made at start-up, in one line."""
     tokenizer = "none" if config.skip_tokenizer_init else config.tokenizer or config.model
     return (
         f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "

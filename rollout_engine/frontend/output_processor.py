@@ -43,11 +43,12 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: EngineCoreRequest, prompt: str | None) -> None:
+    def add(self, request: EngineCoreRequest, prompt: str | None) -> "OpenRequest":
         """Open a request that the core has taken. `prompt` is its text, if it had one."""
         self._requests[request.request_id] = opened = OpenRequest(request, prompt, self._codec)
         for sequence, sample in zip(opened.sequences, opened.samples, strict=True):
             self._owners[sequence], self._live[sequence] = opened, sample
+        return opened
 
     def discard(self, request_id: str) -> None:
         """Close a request without a result. An unknown id is a no-op."""
@@ -60,6 +61,11 @@ class OutputProcessor:
 
     def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
         """(results, ids of the sequences that a stop string has ended and the core must abort)."""
+        changed, stopped = self.update(outputs)
+        return [result for request in changed if (result := self.take(request)) is not None], stopped
+
+    def update(self, outputs: EngineCoreOutputs) -> tuple[list["OpenRequest"], list[str]]:
+        """(requests with something to `take`, ids of the sequences that a stop string has ended)."""
         for sequence, count in outputs.num_cached_tokens.items():
             if sequence in self._owners:
                 self._owners[sequence].num_cached_tokens = count
@@ -75,7 +81,14 @@ class OutputProcessor:
                 self._end(end.sequence)
                 changed.append(end.sequence)
         names = [self._owners[sequence].sequence_id(sequence) for sequence in stopped]
-        return self._render(changed), names
+        return self._mark(changed), names
+
+    def take(self, request: "OpenRequest") -> RequestOutput | None:
+        """What there is to tell of a request since the last call, if anything; when it is complete it is closed."""
+        result = request.render()
+        if result is not None and result.finished:
+            self.discard(result.request_id)
+        return result
 
     def _append(self, outputs: EngineCoreOutputs) -> list[int]:
         """Every column to its samples; returns the sequences that somebody watches while they grow.
@@ -109,18 +122,14 @@ class OutputProcessor:
             num_generated = sum(sample.num_tokens for sample in request.samples)
             self._timer.finished(request.metrics, request.num_prompt_tokens, num_generated)
 
-    def _render(self, changed: list[int]) -> list[RequestOutput]:
-        """What there is to tell of the requests of these sequences; those that are complete are closed."""
+    def _mark(self, changed: list[int]) -> list["OpenRequest"]:
+        """The requests of these sequences, each once."""
         requests: dict[str, OpenRequest] = {}
         for sequence in changed:
             request = self._owners[sequence]
             request.changed.add(sequence - request.sequences.start)
             requests[request.request_id] = request
-        results = [result for request in requests.values() if (result := request.render()) is not None]
-        for result in results:
-            if result.finished:
-                self.discard(result.request_id)
-        return results
+        return list(requests.values())
 
 
 class OpenRequest:
@@ -160,7 +169,7 @@ class OpenRequest:
     def render(self) -> RequestOutput | None:
         """What there is to tell since the last call, if anything."""
         finished = self.num_live == 0
-        if self._kind == "final_only" and not finished:
+        if not self.changed or (self._kind == "final_only" and not finished):
             return None
         whole = finished and self._kind != "delta"
         shown = self.samples if whole else [self.samples[index] for index in sorted(self.changed)]

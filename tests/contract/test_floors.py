@@ -26,13 +26,17 @@ MAY_IMPORT = {
     "rollout_engine.exact": (*FLOOR_2, "rollout_engine.kernels", "rollout_engine.model"),
     "rollout_engine.execution": (*FLOOR_2, "rollout_engine.model", "rollout_engine.exact", "sync"),
     "rollout_engine.frontend": (*FLOOR_2, "rollout_engine.core", "sync"),
-    "rollout_engine.frontend.llm_engine": (
-        *FLOOR_2,
-        "rollout_engine.core",
-        "rollout_engine.execution",
-        "rollout_engine.frontend",
-        "sync",
-    ),
+    # The files that see both the brain and what runs the model.
+    **{
+        f"rollout_engine.frontend.{name}": (
+            *FLOOR_2,
+            "rollout_engine.core",
+            "rollout_engine.execution",
+            "rollout_engine.frontend",
+            "sync",
+        )
+        for name in ("llm_engine", "core_proc", "core_utilities")
+    },
     **{module: EVERYTHING for module in (*FLOOR_8, *FLOOR_9)},
     "rollout_engine": (),
 }

@@ -1,0 +1,255 @@
+"""The asynchronous engine: the core in a process of its own, requests as async generators."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.core.stats import CoreStats
+from rollout_engine.errors import DrainTimeoutError, EngineDeadError, LifecycleError
+from rollout_engine.frontend.open_streams import LoopWaker
+from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.remote_engine import RemoteEngine
+from rollout_engine.frontend.wire import Health
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.sampling_params import SamplingParams
+
+HANG_SECONDS = 5.0
+START_SECONDS = 600.0
+
+
+class AsyncLLM:
+    """An engine whose core runs in a process of its own. Keyword arguments are `EngineConfig`'s.
+
+    >>> engine = AsyncLLM("path/or/hub-id")
+    >>> async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=16)):
+    ...     print(output.outputs[0].text)
+
+    It can be made inside or outside an event loop, and used from any loop, several at a time. Every request ends in one
+    finished `RequestOutput` or one error; when the core dies, all open requests raise `EngineDeadError` at once.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **engine_kwargs: Any) -> None:
+        config = EngineConfig.from_kwargs(model=os.fspath(model), **engine_kwargs)
+        self.remote = RemoteEngine.start(config, hang_seconds=HANG_SECONDS, start_seconds=START_SECONDS)
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, *, hang_seconds: float = HANG_SECONDS, start_seconds: float = START_SECONDS
+    ) -> Self:
+        """Start a core and wait until its model is loaded. Raises `ConfigError` when it cannot be served.
+
+        `hang_seconds`: a core that gives no sign of life for so long is killed. Long steps do not count: the core's
+        heartbeat has a thread of its own. `start_seconds`: how long loading may take.
+        """
+        return cls._over(RemoteEngine.start(config, hang_seconds=hang_seconds, start_seconds=start_seconds))
+
+    @classmethod
+    def connect(cls, address: str, *, hang_seconds: float = HANG_SECONDS) -> Self:
+        """One more client on the core of another engine, in this process or another one of the same user and machine.
+
+        `address` is that engine's. Requests and results of clients are apart; `shutdown` leaves the core to its owner,
+        and ends what this client has open.
+        """
+        return cls._over(RemoteEngine.connect(address, hang_seconds=hang_seconds))
+
+    @classmethod
+    def _over(cls, remote: RemoteEngine) -> Self:
+        engine = cls.__new__(cls)
+        engine.remote = remote
+        return engine
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what a request brings, by `output_kind`; the last output has `finished=True`.
+
+        A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
+        cancelling it or dropping the generator aborts the request. Lower `priority` runs first. Raises `RequestError`,
+        nothing queued, and `EngineDeadError`.
+        """
+        waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
+        stream = self.remote.add_request(
+            prompt, sampling_params, request_id, lambda _: waker.wake(event), priority=priority
+        )
+        finished = False
+        try:
+            while not finished:
+                event.clear()
+                output = self.remote.take(stream)
+                if output is None:
+                    await event.wait()
+                else:
+                    finished = output.finished
+                    yield output
+        finally:
+            self.remote.close(stream)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests: their generators yield what they had, with finish_reason "abort". Unknown ids are a no-op."""
+        self.remote.client.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
+
+    async def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        clear_cache: bool = False,
+        wait_for_inflight_requests: bool | None = None,
+    ) -> None:
+        """Stop computing at a step boundary; returns when that is so. See `LLMEngine.pause_generation`."""
+        mode = "wait" if wait_for_inflight_requests else mode
+        await self._call("pause_generation", mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Go on after a pause."""
+        await self._call("resume_generation")
+
+    async def is_paused(self) -> bool:
+        """Whether a pause is in force (also while asleep)."""
+        return await self._call("is_paused", bool)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Return when the core has nothing in flight, of any client.
+
+        Raises `DrainTimeoutError` (a `TimeoutError`) after `drain_timeout` seconds, `LifecycleError` when requests are
+        frozen and so cannot finish. Requests that wait for resume or wake-up do not count.
+        """
+        try:
+            await asyncio.wait_for(self._call("wait_for_requests_to_drain"), drain_timeout)
+        except TimeoutError:
+            what = f"requests are still in flight after {drain_timeout:g} seconds"
+            raise DrainTimeoutError(f"wait_for_requests_to_drain: {what}; they go on.") from None
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give memory back to the system; see `LLMEngine.sleep`."""
+        await self._call("sleep", level=level, mode=mode)
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory back: "weights", "kv_cache", or None for all."""
+        await self._call("wake_up", tags=[tags] if isinstance(tags, str) else None if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether some memory is still released."""
+        return await self._call("is_sleeping", bool)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget every known prefix, and return whether that was done; see `LLMEngine.reset_prefix_cache`."""
+        return await self._call("reset_prefix_cache", bool, reset_running_requests=reset_running_requests)
+
+    async def get_stats(self) -> CoreStats:
+        """The core's counters since start-up."""
+        return await self._call("get_stats", CoreStats)
+
+    async def score(
+        self,
+        prompt_token_ids: Sequence[list[int]],
+        completion_token_ids: Sequence[list[int]],
+        *,
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]:
+        """Log-probs of given completions under the live weights: per sequence float32 [len(completion)]."""
+        pairs = self.remote.inputs.check_scored(prompt_token_ids, completion_token_ids, temperature)
+        return await self._call(
+            "score",
+            list[np.ndarray],
+            prompt_token_ids=[prompt for prompt, _ in pairs],
+            completion_token_ids=[completion for _, completion in pairs],
+            temperature=temperature,
+        )
+
+    async def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of every weight."""
+        return await self._call("get_model_metadata", dict[str, tuple[str, tuple[int, ...]]])
+
+    async def get_cache_usage(self) -> float:
+        """KV blocks referenced by live requests / all blocks."""
+        return await self._call("get_cache_usage", float)
+
+    async def get_num_unfinished_requests(self) -> int:
+        """Requests of all clients that the core has not ended."""
+        return await self._call("get_num_unfinished_requests", int)
+
+    async def check_health(self) -> Health:
+        """Ask the core's busy loop for a sign of life. Raises `EngineDeadError` when it is gone."""
+        return await self._call("check_health", Health)
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
+        if self.remote.inputs.codec is None:
+            raise LifecycleError("get_tokenizer: there is none, the engine was made with skip_tokenizer_init=True.")
+        return self.remote.inputs.codec.hf
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights, as last heard."""
+        return self.remote.streams.policy_version
+
+    @property
+    def address(self) -> str:
+        """Where `connect` finds this engine's core: a directory that only this user may enter."""
+        return self.remote.client.directory
+
+    @property
+    def client_index(self) -> int:
+        """Which client of its core this is, from 0."""
+        return self.remote.client.client_index
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the core lives."""
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the core is gone, or this engine was shut down."""
+        return self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether requests raise `dead_error`."""
+        return self.remote.client.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What requests raise once the core is gone."""
+        return self.remote.client.dead_error or EngineDeadError("The engine's core is gone.")
+
+    def shutdown(self) -> None:
+        """End the core, or leave it if it is another engine's; open requests raise. Calling it again is a no-op.
+
+        It also happens when the engine is garbage or the interpreter ends.
+        """
+        self.remote.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def _call(self, name: str, kind: Any = None, **arguments: Any) -> Any:
+        return await asyncio.wrap_future(self.remote.call(name, kind, **arguments))
+
+
+AsyncLLMEngine = AsyncLLM

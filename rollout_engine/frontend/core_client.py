@@ -1,0 +1,303 @@
+"""A client's end of the socket to a core, on a thread of its own; any other thread may send and call.
+
+What arrives is handed on from that thread: outputs and refusals to one listener, and once, when the core is gone for
+whatever reason, an `EngineDeadError` to another. The core is gone when its lifeline closes, its connection drops, it
+says farewell, it is silent for `hang_seconds`, or it says what makes no sense.
+"""
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from rollout_engine.errors import EngineDeadError
+from rollout_engine.frontend.lifeline import CoreProcess, address_in
+from rollout_engine.frontend.wire import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    Abort,
+    Call,
+    Decoder,
+    Encoder,
+    Farewell,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Outputs,
+    Ready,
+    Refused,
+    Rejected,
+    Reply,
+    ToClient,
+    Welcome,
+    WireError,
+    pack,
+    unpack,
+)
+
+logger = logging.getLogger("rollout_engine")
+
+HEARTBEAT_SECONDS = 0.5
+MAX_BACKLOG_BYTES = 64 << 20
+"""Bytes that may wait for a client that does not read, before the core cuts it off."""
+_CONNECT_SECONDS = 10.0
+_STATUS_SECONDS = 0.05
+"""How long open requests wait to learn how the core's process ended."""
+
+
+class CoreClient:
+    """Connection to a core: its own (`start`), which ends with it, or somebody else's (`connect`)."""
+
+    def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
+        self.directory = directory
+        self.dead_error: EngineDeadError | None = None
+        """Why the core is gone; None while it lives."""
+        self.client_index = -1
+        self._on_message: Callable[[Outputs | Refused], None] = _ignore
+        self._on_death: Callable[[EngineDeadError], None] = _ignore
+        self._process, self._hang_seconds, self._owner = process, hang_seconds, os.getpid()
+        self._encoder, self._decoder = Encoder(), Decoder[ToClient](ToClient)
+        self._outbox: deque[Any] = deque()
+        self._calls: dict[int, tuple[str, Any, Future[Any]]] = {}
+        self._lock = threading.Lock()
+        """Over `_calls` and `dead_error`: no call is entered once the dead ones were told."""
+        self._numbers = itertools.count()
+        self._num_outputs = 0
+        self._welcome: Future[Ready] = Future()
+        self._closing = self._is_hung = False
+        self._waker, self._wakened = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakened.setblocking(False)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by what callers wait for
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a core that is gone does not come back
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address_in(directory))
+        self._outbox.append(Hello(PROTOCOL))
+        self._thread = threading.Thread(target=self._run, name="core-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, process: CoreProcess, *, hang_seconds: float) -> "CoreClient":
+        """Connect to a process that is ready; it ends with this client."""
+        return cls(process.directory, process, hang_seconds)
+
+    @classmethod
+    def connect(cls, directory: str, *, hang_seconds: float) -> "CoreClient":
+        """Join the core that lives in `directory`; it goes on when this client leaves."""
+        if not os.path.exists(f"{directory}/core"):
+            raise EngineDeadError(f"No core lives in {directory}.")
+        return cls(directory, None, hang_seconds)
+
+    def wait_welcome(self) -> Ready:
+        """Block until the core has answered. Raises `EngineDeadError`."""
+        try:
+            return self._welcome.result(_CONNECT_SECONDS)
+        except TimeoutError:
+            self.close()
+            raise EngineDeadError(f"The core in {self.directory} did not answer in {_CONNECT_SECONDS:g} s.") from None
+
+    def listen(
+        self, on_message: Callable[[Outputs | Refused], None], on_death: Callable[[EngineDeadError], None]
+    ) -> None:
+        """Whom to tell, on this client's thread. Before the first request is sent there is nothing to tell."""
+        self._on_message, self._on_death = on_message, on_death
+
+    def send(self, message: Any) -> None:
+        """Queue a message. Raises `EngineDeadError` when the core is gone."""
+        if self.dead_error is not None:
+            raise self.dead_error
+        self._outbox.append(message)
+        self._wake()
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests or samples; without a core there is nothing to end."""
+        if request_ids and self.dead_error is None:
+            self.send(Abort(request_ids))
+
+    def call(self, name: str, kind: Any = None, **arguments: Any) -> Future[Any]:
+        """Call a registered utility; the future gives its result as `kind`, or raises what it raised.
+
+        Raises `TypeError`, before a byte is sent, for an argument that has no place on the wire.
+        """
+        packed = pack(arguments)
+        return self.ask(name, kind, lambda number: Call(number, name, packed))
+
+    def ask(self, name: str, kind: Any, make: Callable[[int], Any]) -> Future[Any]:
+        """Send `make(number)`, whose `Reply` resolves the future."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.dead_error is not None:
+                future.set_exception(self.dead_error)
+                return future
+            number = next(self._numbers)
+            self._calls[number] = (name, kind, future)
+        self._outbox.append(make(number))
+        self._wake()
+        return future
+
+    def close(self) -> None:
+        """Leave the core, or end it if it is ours. Calls in flight raise `EngineDeadError`."""
+        if os.getpid() != self._owner or self._closing:
+            return
+        self._closing = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _wake(self) -> None:
+        try:
+            self._waker.send(b"\0")
+        except OSError:
+            pass  # it is being wakened anyway, or has ended
+
+    def _run(self) -> None:
+        try:
+            reason = self._serve()
+        except Exception as problem:
+            logger.exception("the client's thread failed")
+            reason = f"the client's thread failed: {type(problem).__name__}: {problem}"
+        self._die(reason)
+        self._release()
+
+    def _serve(self) -> str:
+        """Returns why it ended."""
+        poller = zmq.Poller()
+        for source in (self._socket, self._monitor, self._wakened):
+            poller.register(source, zmq.POLLIN)
+        if self._process is not None:
+            poller.register(self._process.lifeline.socket, zmq.POLLIN)
+        last_heard = last_looked = time.monotonic()
+        while not self._closing:
+            events = dict(poller.poll(1000 * min(0.1, self._hang_seconds / 4)))
+            if self._wakened.fileno() in events:
+                _drain(self._wakened)
+            self._send_outbox()
+            now = time.monotonic()
+            if self._socket in events or now - last_looked > self._hang_seconds / 2:
+                last_heard = now  # or this thread was the one that stood still
+            last_looked = now
+            farewell = self._receive() if self._socket in events else None
+            if farewell is not None:
+                return farewell
+            if self._process is not None and self._process.lifeline.socket.fileno() in events:
+                return self._last_words()
+            if self._monitor in events:
+                recv_monitor_message(self._monitor)
+                return self._last_words()
+            if now - last_heard > self._hang_seconds:
+                self._is_hung = True
+                return f"it has given no sign of life for {self._hang_seconds:g} s"
+        return "the engine was shut down"
+
+    def _last_words(self) -> str:
+        """What the core had still to say, or what became of it."""
+        farewell = self._receive()
+        if farewell is not None or self._process is None:
+            return farewell or "its connection is lost"
+        status = self._process.wait(_STATUS_SECONDS)
+        return "its process cannot be reached" if status is None else f"its process has ended with status {status}"
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            first, *others = frames = self._encoder.encode(self._outbox.popleft())
+            self._socket.send(first, zmq.SNDMORE if others else 0)
+            for i, frame in enumerate(others, start=2):
+                self._socket.send(frame, zmq.SNDMORE if i < len(frames) else 0, copy=False)
+
+    def _receive(self) -> str | None:
+        """Everything that has arrived. Returns the core's farewell, or what was wrong."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError:
+                return None
+            try:
+                farewell = self._take(self._decoder.decode([frame.buffer for frame in frames]))
+            except WireError as problem:
+                return f"it said what is no message ({problem})"
+            if farewell is not None:
+                return farewell
+
+    def _take(self, message: Any) -> str | None:
+        match message:
+            case Outputs(number):
+                if number != self._num_outputs:
+                    return f"outputs {self._num_outputs} to {number} of it are lost"
+                self._num_outputs += 1
+                self._on_message(message)
+            case Refused():
+                self._on_message(message)
+            case Reply():
+                self._resolve(message)
+            case Welcome(client_index, ready):
+                self.client_index = client_index
+                self._welcome.set_result(ready)
+            case Rejected(reason):
+                logger.warning("the core rejected a message of this client: %s", reason)
+            case Farewell(reason):
+                return reason
+            case Heartbeat():
+                pass
+        return None
+
+    def _resolve(self, reply: Reply) -> None:
+        with self._lock:
+            name, kind, future = self._calls.pop(reply.number, ("", None, Future()))
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if reply.failure is not None:
+                raise reply.failure.as_error(name)
+            future.set_result(unpack(reply.result, kind))
+        except Exception as error:
+            future.set_exception(error)
+
+    def _release(self) -> None:
+        """Leave the core, or end it if it is ours: told to by its lifeline, killed if it hears nothing any more."""
+        if self._closing and self._process is None:
+            self._socket.send(self._encoder.encode(Goodbye())[0])
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+        if self._process is not None:
+            self._process.end(kill=self._is_hung)
+        self._waker.close()
+        self._wakened.close()
+
+    def _die(self, reason: str) -> None:
+        error = EngineDeadError(f"The engine's core is gone: {reason}. Make a new engine.")
+        with self._lock:
+            self.dead_error = error
+            calls, self._calls = self._calls, {}
+        for _, _, future in calls.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
+        self._on_death(error)
+
+
+def _ignore(_: Any) -> None:
+    """Until the owner has said what it wants to hear."""
+
+
+def _drain(wakened: socket.socket) -> None:
+    try:
+        while len(wakened.recv(4096)) == 4096:
+            pass
+    except BlockingIOError:
+        pass

@@ -1,0 +1,209 @@
+"""The core in a process of its own: ``python -m rollout_engine.frontend.core_proc DESCRIPTOR``, nothing pickled.
+
+    inbox ──> take ──> EngineCore.step ──> outputs, by client ──> CoreIO
+
+`descriptor` is the child's end of the lifeline (`rollout_engine.frontend.lifeline`).
+"""
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.errors import RolloutEngineError
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.frontend.client_split import ids_of_client, inner_id, inner_request, split
+from rollout_engine.frontend.core_io import ClientLeft, CoreIO, FromClient, Stop
+from rollout_engine.frontend.core_utilities import CoreUtilities
+from rollout_engine.frontend.lifeline import CoreSettings, Lifeline, address_in, config_digest, lock_directory
+from rollout_engine.frontend.llm_engine import core_config, describe_choices
+from rollout_engine.frontend.wire import (
+    PROTOCOL,
+    Abort,
+    AddRequest,
+    Call,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    failure_of,
+    pack,
+)
+from rollout_engine.messages import EngineCoreOutputs
+
+logger = logging.getLogger("rollout_engine")
+
+
+class EngineCoreProc:
+    """Turns what clients send into calls on an `EngineCore`, and its outputs into messages to them."""
+
+    def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreIO) -> None:
+        self._core, self._io = core, io
+        self._utilities = CoreUtilities(core, executor, io.stats, self._deliver)
+        self._num_outputs: dict[int, int] = {}
+        self._stop_reason: str | None = None
+
+    def run(self) -> str:
+        """The busy loop: take what came in, step, deliver. Returns why it ended."""
+        while self._stop_reason is None:
+            self._take_all(wait=not self._core.can_progress())
+            self._deliver(self._core.step())
+            self._utilities.after_step()
+        self._deliver(self._core.abort_requests(self._core.unfinished_request_ids))
+        return self._stop_reason
+
+    def _take_all(self, *, wait: bool) -> None:
+        """Whatever has come in; with `wait` at least one message."""
+        inbox = self._io.inbox
+        if wait:
+            self._take(inbox.get())
+        for _ in range(inbox.qsize()):
+            self._take(inbox.get())
+
+    def _take(self, item: FromClient | ClientLeft | Stop) -> None:
+        match item:
+            case FromClient(client_index, AddRequest() as message):
+                self._add(client_index, message)
+            case FromClient(client_index, Abort(request_ids)):
+                self._abort([inner_id(client_index, request_id) for request_id in request_ids])
+            case FromClient(client_index, Call() as call):
+                self._call(client_index, call)
+            case ClientLeft(client_index):
+                self._abort(ids_of_client(client_index, self._core.unfinished_request_ids))
+                self._num_outputs.pop(client_index, None)
+            case Stop(reason):
+                self._stop_reason = reason
+
+    def _add(self, client_index: int, message: AddRequest) -> None:
+        try:
+            message.request.params.check()
+            self._core.add_request(inner_request(client_index, message.request))
+        except Exception as error:
+            self._io.send(client_index, Refused(message.request.request_id, _failure(error)))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._deliver(self._core.abort_requests(request_ids))
+
+    def _call(self, client_index: int, call: Call) -> None:
+        try:
+            result = self._utilities.run(call)
+        except Exception as error:
+            self._io.send(client_index, Reply(call.number, failure=_failure(error)))
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda future: self._reply(client_index, call.number, future))
+        else:
+            self._io.send(client_index, Reply(call.number, pack(result)))
+
+    def _reply(self, client_index: int, number: int, future: Future[Any]) -> None:
+        error = future.exception()
+        reply = Reply(number, pack(future.result())) if error is None else Reply(number, failure=_failure(error))
+        self._io.send(client_index, reply)
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        if not (outputs.sequences or outputs.ended or outputs.num_cached_tokens):
+            return
+        for client_index, share in split(outputs).items():
+            number = self._num_outputs.get(client_index, 0)
+            self._num_outputs[client_index] = number + 1
+            self._io.send(client_index, Outputs(number, share))
+
+
+def _failure(error: BaseException) -> Any:
+    known = isinstance(error, RolloutEngineError)
+    if not known:
+        logger.error("a client's message failed", exc_info=error)
+    return failure_of(error, "" if known else "".join(traceback.format_exception(error)))
+
+
+def serve(lifeline: Lifeline) -> int:
+    """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status."""
+    settings = lifeline.read(CoreSettings, timeout=60)
+    assert isinstance(settings, CoreSettings), "by its type"
+    logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
+    lock_directory(settings.directory)
+    try:
+        settings.config.check()
+        executor = InlineExecutor.from_config(settings.config)
+        core = EngineCore(executor, core_config(settings.config, executor.info))
+        io = CoreIO(
+            address_in(settings.directory),
+            lifeline.socket,
+            heartbeat_seconds=settings.heartbeat_seconds,
+            max_backlog_bytes=settings.max_backlog_bytes,
+        )
+    except Exception as error:
+        lifeline.write(_failure(error))
+        return 1
+    gc.collect()
+    gc.freeze()  # what start-up made stays; the collector need not walk it between steps
+    proc = EngineCoreProc(core, executor, io)
+    _stop_on_signals(io)
+    io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _vanish(settings.directory))
+    lifeline.write(_ready(settings, core, executor))
+    return _run(proc, io, settings.directory)
+
+
+def _run(proc: EngineCoreProc, io: CoreIO, directory: str) -> int:
+    status = 0
+    try:
+        reason = proc.run()
+    except BaseException as error:
+        logger.critical("the core failed and ends", exc_info=error)
+        reason, status = f"it failed: {type(error).__name__}: {error}", 1
+    io.close(reason)
+    shutil.rmtree(directory, ignore_errors=True)
+    return status
+
+
+def _stop_on_signals(io: CoreIO) -> None:
+    """The first SIGTERM or SIGINT ends the process after the step in progress; more of them change nothing."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        io.inbox.put(Stop(f"it received {signal.Signals(number).name}"))
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, stop)
+
+
+def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -> Ready:
+    info = executor.info
+    return Ready(
+        protocol=PROTOCOL,
+        pid=os.getpid(),
+        config=settings.config,
+        config_digest=config_digest(settings.config),
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        choices=describe_choices(settings.config, info),
+        heartbeat_seconds=settings.heartbeat_seconds,
+        policy_version=core.policy_version,
+    )
+
+
+def _vanish(directory: str) -> None:
+    """The parent is dead and the busy loop stuck in a long step: there is nobody to wait for."""
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
+
+
+def main() -> None:
+    """Run by `CoreProcess` alone; the argument is the descriptor of the lifeline."""
+    sys.exit(serve(Lifeline(socket.socket(fileno=int(sys.argv[1])))))
+
+
+if __name__ == "__main__":
+    main()

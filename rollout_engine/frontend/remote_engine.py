@@ -1,0 +1,140 @@
+"""An engine whose core is another process, for any thread: requests as streams, verbs as futures.
+
+`AsyncLLM` is its face for event loops; `RolloutPolicy` reads it from plain threads.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import EngineDeadError, RequestError, RolloutEngineError
+from rollout_engine.frontend.core_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES, CoreClient
+from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor
+from rollout_engine.frontend.lifeline import CoreProcess
+from rollout_engine.frontend.open_streams import OpenStreams, Stream
+from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.tokenizer import TextCodec
+from rollout_engine.frontend.wire import AddRequest, Ready
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.seeds import mix
+
+logger = logging.getLogger("rollout_engine")
+
+
+class RemoteEngine:
+    """Prompts are tokenized and outputs put together here; the core computes. Made by `start` or `connect`."""
+
+    def __init__(self, client: CoreClient, ready: Ready, codec: TextCodec | None) -> None:
+        self.client, self.ready = client, ready
+        seed = ready.config.seed
+        self.inputs = InputProcessor(
+            codec,
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=ready.eos_token_ids,
+            # Clients count their requests apart: without a root of its own, each would draw what the others drew.
+            seed=seed if client.client_index == 0 else mix(seed, 2**63 + client.client_index),
+        )
+        self.streams = OpenStreams(codec, client.abort)
+        self.streams.policy_version = ready.policy_version
+        self._admitting = threading.Lock()
+        self._num_named = 0
+        client.listen(self.streams.deliver, self.streams.fail_all)
+        self.shutdown = weakref.finalize(self, client.close)
+        """Leave the core, or end it if it is ours. Calling it again is a no-op."""
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, hang_seconds: float, start_seconds: float) -> "RemoteEngine":
+        """Over a new core, which ends with this engine. Raises `ConfigError`, `EngineDeadError`."""
+        process = CoreProcess(config, heartbeat_seconds=HEARTBEAT_SECONDS, max_backlog_bytes=MAX_BACKLOG_BYTES)
+        try:
+            codec = _load_codec(config)  # while the core loads the model
+            process.wait_ready(start_seconds)
+            client = CoreClient.start(process, hang_seconds=hang_seconds)
+            ready = client.wait_welcome()
+        except BaseException:
+            process.end(kill=True)
+            raise
+        logger.info("%s, core process %d", ready.choices, ready.pid)
+        return cls(client, ready, codec)
+
+    @classmethod
+    def connect(cls, address: str, *, hang_seconds: float) -> "RemoteEngine":
+        """Over a core that somebody else started. Raises `EngineDeadError`."""
+        client = CoreClient.connect(address, hang_seconds=hang_seconds)
+        ready = client.wait_welcome()
+        return cls(client, ready, _load_codec(ready.config))
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        wake: Callable[[Stream], None],
+        *,
+        priority: int = 0,
+    ) -> Stream:
+        """Queue a request; `wake(stream)` is called, on another thread, when there is something to take of it.
+
+        Raises `RequestError`, nothing queued, and `EngineDeadError`.
+        """
+        return self._queue(self.inputs.check(prompt, params), request_id, wake, priority)
+
+    def add_requests(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], wake: Callable[[Stream], None]
+    ) -> list[Stream]:
+        """Queue a batch, all checked before any is queued: `RequestError` names the index."""
+        checked = self.inputs.check_batch(list(prompts), list(params))
+        return [self._queue(each, None, wake, 0) for each in checked]
+
+    def take(self, stream: Stream) -> RequestOutput | None:
+        """What is new of a request; None: nothing yet. Raises what ended it."""
+        return self.streams.take(stream)
+
+    def close(self, stream: Stream) -> None:
+        """Nobody reads a stream any more; unfinished it is aborted, without a result."""
+        self.streams.close(stream)
+
+    def call(self, name: str, kind: Any = None, **arguments: Any) -> Future[Any]:
+        """Call a utility of the core; the future gives its result as `kind`."""
+        return self.client.call(name, kind, **arguments)
+
+    def _queue(
+        self, checked: CheckedPrompt, request_id: str | None, wake: Callable[[Stream], None], priority: int
+    ) -> Stream:
+        if type(priority) is not int:
+            raise RequestError.for_field("priority", priority, "an int")
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise RequestError.for_field("request_id", request_id, "a non-empty string")
+        self._require_alive()
+        with self._admitting:
+            name = self._new_id() if request_id is None else request_id
+            if name in self.streams:
+                raise RequestError.for_field("request_id", name, "unique among unfinished requests")
+            request = self.inputs.admit(checked, name, priority=priority)
+            stream = self.streams.add(request, checked.text, wake)
+            try:
+                self.client.send(AddRequest(request))
+            except RolloutEngineError as error:
+                stream.error = error
+                self.streams.close(stream)
+                raise
+        return stream
+
+    def _new_id(self) -> str:
+        self._num_named += 1
+        name = f"request-{self._num_named}"
+        return self._new_id() if name in self.streams else name
+
+    def _require_alive(self) -> None:
+        if self.client.dead_error is not None:
+            raise EngineDeadError(*self.client.dead_error.args)
+
+
+def _load_codec(config: EngineConfig) -> TextCodec | None:
+    return None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
