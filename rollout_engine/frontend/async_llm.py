@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.lifecycle import PauseMode
-from rollout_engine.core.stats import CoreStats
 from rollout_engine.errors import DrainTimeoutError, EngineDeadError, LifecycleError
 from rollout_engine.frontend.open_streams import LoopWaker
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.wire import Health
+from rollout_engine.metrics import CoreMetrics, EngineMetrics
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.sampling_params import SamplingParams
 
@@ -147,9 +147,9 @@ class AsyncLLM:
         """Forget every known prefix, and return whether that was done; see `LLMEngine.reset_prefix_cache`."""
         return await self._call("reset_prefix_cache", bool, reset_running_requests=reset_running_requests)
 
-    async def get_stats(self) -> CoreStats:
-        """The core's counters since start-up."""
-        return await self._call("get_stats", CoreStats)
+    async def get_metrics(self) -> EngineMetrics:
+        """Counters and gauges of the core, timings of this client's requests."""
+        return EngineMetrics(core=await self._call("get_core_metrics", CoreMetrics), requests=self.remote.streams.stats)
 
     async def score(
         self,

@@ -55,6 +55,7 @@ def _share(outputs: EngineCoreOutputs, client_index: int) -> EngineCoreOutputs:
     first = client_index << _SHIFT
     share = EngineCoreOutputs(
         policy_version=outputs.policy_version,
+        start_time=outputs.start_time,
         sequences=[number - first for number in compress(outputs.sequences, own)],
         ended=[
             msgspec.structs.replace(end, sequence=end.sequence - first)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from concurrent.futures import Future
 from types import FrameType
@@ -55,10 +56,16 @@ class EngineCoreProc:
         """The busy loop: take what came in, step, deliver. Returns why it ended."""
         while self._stop_reason is None:
             self._take_all(wait=not self._core.can_progress())
-            self._deliver(self._core.step())
+            self._deliver(self._step())
             self._utilities.after_step()
         self._deliver(self._core.abort_requests(self._core.unfinished_request_ids))
         return self._stop_reason
+
+    def _step(self) -> EngineCoreOutputs:
+        start = time.monotonic()
+        outputs = self._core.step()
+        outputs.start_time = start
+        return outputs
 
     def _take_all(self, *, wait: bool) -> None:
         """Whatever has come in; with `wait` at least one message."""

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.stats import CoreStats
 from rollout_engine.errors import LifecycleError, RequestError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.frontend.input_processor import InputProcessor
 from rollout_engine.frontend.scoring import score_pairs
 from rollout_engine.frontend.wire import Call, Health, IoStats, WireError, unpack
 from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.metrics import CoreMetrics
 
 
 class Utility(NamedTuple):
@@ -92,9 +92,9 @@ class CoreUtilities:
         )
 
     @utility
-    def get_stats(self) -> CoreStats:
-        """Counters since start."""
-        return self._core.stats
+    def get_core_metrics(self) -> CoreMetrics:
+        """Counters and gauges of now."""
+        return self._core.metrics()
 
     @utility
     def get_cache_usage(self) -> float:

@@ -18,6 +18,7 @@ from rollout_engine.frontend.output_processor import OpenRequest, OutputProcesso
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.wire import Outputs, Refused
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.metrics import RequestStats
 from rollout_engine.outputs import RequestOutput
 
 _SLICE = 512
@@ -56,6 +57,11 @@ class OpenStreams:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
+
+    @property
+    def stats(self) -> RequestStats:
+        """Timings of all requests so far."""
+        return self._processor.stats
 
     @property
     def request_ids(self) -> list[str]:

@@ -222,6 +222,17 @@ def test_scores_and_metadata_equal_those_in_process(engine, llm):
     assert tokenizer.get_vocab() == llm.get_tokenizer().get_vocab()
 
 
+def test_metrics_count_what_the_core_did_and_time_what_the_client_saw(engine):
+    async def run():
+        before = await engine.get_metrics()
+        await last_of(engine, "hello", SamplingParams(max_tokens=10, ignore_eos=True))
+        return before.core.counters.num_tokens_sampled, await engine.get_metrics()
+
+    sampled, metrics = asyncio.run(run())
+    assert metrics.core.counters.num_tokens_sampled == sampled + 10
+    assert metrics.core.state == "RUNNING" and metrics.requests.finished["length"] > 0
+
+
 def test_paused_with_keep_requests_freeze_and_go_on_to_the_same_tokens(engine, llm):
     params = SamplingParams(max_tokens=600, ignore_eos=True, seed=3)
 
