@@ -13,8 +13,9 @@ from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import attention
 from rollout_engine.kernels.cpu.decoder import Decoder, LayerWeights, Norm, Product
 from rollout_engine.kernels.scoring import Scoring
-from rollout_engine.model.fusion import LinearGroup, RowInvariantLinear, RowInvariantMLP, RowInvariantRMSNorm
+from rollout_engine.model.fusion import LinearGroup, RowInvariantLinear, linear_groups
 from rollout_engine.model.geometry import LayerGeometry
+from rollout_engine.model.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -35,7 +36,7 @@ class DecoderStack:
         self._parts = _parts_of(module, geometry)
         self._geometry, self._pool = geometry, pool
         self._owners = [child._parameters for layer in self._parts.layers for child in layer.modules()]
-        self._groups = {id(g): g for layer in self._parts.layers for m in layer.modules() if (g := _group_of(m))}
+        self._groups = [group for layer in self._parts.layers for group in linear_groups(layer)]
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
 
@@ -51,10 +52,10 @@ class DecoderStack:
     def _current(self) -> Decoder:
         tensors = [t for owner in self._owners for t in owner.values() if t is not None]
         stamp = [part for t in tensors for part in (t.data_ptr(), t._version)]
-        stamp += [group.num_packs for group in self._groups.values()]
+        stamp += [group.num_packs for group in self._groups]
         if self._decoder is None or stamp != self._stamp:
             layers = [_weights(layer, one) for layer, one in zip(self._parts.layers, self._geometry, strict=True)]
-            stamp[-len(self._groups) :] = [group.num_packs for group in self._groups.values()]
+            stamp[-len(self._groups) :] = [group.num_packs for group in self._groups]
             self._decoder, self._stamp = Decoder(layers, self._pool), stamp
         return self._decoder
 
@@ -116,10 +117,6 @@ def _check_layer(layer: nn.Module, geometry: LayerGeometry) -> None:
     # Of a matrix of zeros, a trial learns nothing.
     matrices = [child.weight for child in layer.modules() if type(child) is RowInvariantLinear]
     _demand(all(bool(matrix[0].any()) for matrix in matrices), "its weights are zeros")
-
-
-def _group_of(child: nn.Module) -> LinearGroup | None:
-    return getattr(child, "_group", None)
 
 
 def _group(child: nn.Module) -> LinearGroup:
