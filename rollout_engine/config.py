@@ -55,6 +55,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Load no tokenizer: prompts are token ids, outputs have no text."""
     admission: Literal["queue", "reject"] = "queue"
     """Of requests that come while the engine is paused or asleep: let them wait, or raise `RetryableError`."""
+    logits_processors: tuple[str, ...] = ()
+    """Classes "package.module:Class" that edit logits, in this order; imported where the model runs. See
+    `model.logits_processors`."""
     log_stats: bool = True
     """Log a line of statistics every `log_interval` seconds while there is work, and when it is done."""
     log_interval: Annotated[float, msgspec.Meta(gt=0)] = 10.0

@@ -36,6 +36,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower runs first; ties by arrival."""
     cache_salt: str = ""
     """Prompts share KV only with prompts of the same salt."""
+    bad_words: list[list[int]] = []
+    """`params.bad_words` as token ids, every spelling of each."""
 
 
 class SequenceEnd(msgspec.Struct):
@@ -86,6 +88,8 @@ class NewSequence(msgspec.Struct):
     seed: int
     """This sequence's own seed."""
     eos_token_ids: list[int] = []
+    bad_words: list[list[int]] = []
+    """Token ids of which the last must not complete the rest."""
 
 
 class ScheduledSequence(msgspec.Struct):

@@ -1,7 +1,7 @@
 """What one request asks of the sampler, checked once at the door."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -13,6 +13,11 @@ MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1_024
 MAX_STOP_TOKEN_IDS = 1_024
+MAX_BAD_WORDS = 1_024
+MAX_BAD_WORD_CHARS = 1_024
+MAX_LOGIT_BIAS = 1_024
+MAX_EXTRA_ARGS_BYTES = 65_536
+_MAX_EXTRA_ARGS_DEPTH = 16
 
 LogprobsMode = Literal["tempered", "raw", "processed"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -36,6 +41,19 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Keep the k most likely tokens (ties: lowest ids); 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least `min_p` times as likely as the most likely one; in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by it where positive, else multiplied; in [0.01, 100]."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output contains; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output contains, once for each time; in [-2, 2]."""
+    logit_bias: dict[int, float] | None = None
+    """Token id -> what is added to its logit, in [-100, 100]; after the penalties."""
+    allowed_token_ids: list[int] | None = None
+    """The only tokens that may be sampled, end ids included; None: all."""
+    bad_words: list[str] | None = None
+    """Words the output must not contain, as a text of their own or after a space: the token that would complete one
+    cannot be sampled. Words that tokens spell in another way than the tokenizer does are not noticed."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Most tokens to sample; None: up to the engine's `max_model_len`."""
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -50,9 +68,12 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Sequence seed, below 2**64; sample 0 uses it, sample i a mix of it and i. None: derived from the engine's."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """None: none. 0: of the sampled tokens. k: also the k most likely tokens' at each position."""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The same of the prompt's tokens, the first excepted; the prompt is then computed without prefix hits."""
     logprobs_mode: LogprobsMode = "tempered"
-    """"tempered": log_softmax(logits / temperature), what trainers recompute. "raw": at temperature 1.
-    "processed": of the distribution actually sampled from, after top-k, top-p and min-p."""
+    """"tempered": log_softmax(logits / temperature) of the model's own logits, what trainers recompute. "raw": the same
+    at temperature 1. "processed": of the distribution actually sampled from, after penalties, bias, logits processors,
+    masks, temperature, top-k, top-p and min-p. Prompt tokens were not sampled: theirs are "raw" or else "tempered"."""
     detokenize: bool = True
     """False: token ids only; `text` stays empty."""
     skip_special_tokens: bool = True
@@ -61,47 +82,88 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Keep the stop string that ended the completion in its text."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Keep only the last so many prompt tokens."""
+    extra_args: dict[str, Any] | None = None
+    """Arguments for the engine's logits processors: numbers, strings, None, lists and dicts of them."""
     output_kind: OutputKind = "cumulative"
     """What streamed outputs carry: all so far, only the new part, or nothing before the end."""
 
     def check(self) -> None:
-        _require(
-            "temperature",
-            self.temperature,
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "a finite number >= 0",
-        )
+        _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         _require("seed", self.seed, self.seed is None or self.seed < 2**64, "below 2**64")
-        self._check_stops()
+        _require(
+            "repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]"
+        )
+        for field in ("presence_penalty", "frequency_penalty"):
+            _require(field, getattr(self, field), -2 <= getattr(self, field) <= 2, "in [-2, 2]")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError.for_field("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        self._check_stops()
+        self._check_masks()
+        _check_extra_args(self.extra_args)
 
     def _check_stops(self) -> None:
-        stop, ids = self.stop or [], self.stop_token_ids or []
-        if len(stop) > MAX_STOP_STRINGS:
-            raise RequestError.for_field("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
-        for text in stop:
-            _require(
-                "stop",
-                text,
-                0 < len(text) <= MAX_STOP_STRING_CHARS,
-                f"strings of 1 to {MAX_STOP_STRING_CHARS} characters",
-            )
-        if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError.for_field("stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-        for token in ids:
-            _require("stop_token_ids", token, 0 <= token < 2**31, "token ids >= 0")
-        if stop and not self.detokenize:
-            raise RequestError.for_field("stop", stop, "absent when detokenize=False", "Stop strings need text.")
+        _check_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
+        _check_ids("stop_token_ids", self.stop_token_ids)
+        if self.stop and not self.detokenize:
+            raise RequestError.for_field("stop", self.stop, "absent when detokenize=False", "Stop strings need text.")
+
+    def _check_masks(self) -> None:
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        _require("allowed_token_ids", self.allowed_token_ids, self.allowed_token_ids != [], "at least one id, or None")
+        _check_ids("allowed_token_ids", self.allowed_token_ids)
+        _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "ids")
+        _check_ids("logit_bias", self.logit_bias)
+        for token, bias in (self.logit_bias or {}).items():
+            _require(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens may be cut from the distribution (then results carry `kept_logprob_mass`)."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on which tokens came before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 def _require(field: str, value: object, ok: bool, bound: str) -> None:
     if not ok:
         raise RequestError.for_field(field, value, bound)
+
+
+def _check_texts(field: str, texts: list[str] | None, max_count: int, max_chars: int) -> None:
+    _check_count(field, texts, max_count, "strings")
+    for text in texts or ():
+        _require(field, text, 0 < len(text) <= max_chars, f"strings of 1 to {max_chars} characters")
+
+
+def _check_count(field: str, values: list[Any] | dict[int, float] | None, most: int, kind: str) -> None:
+    if values is not None and len(values) > most:
+        raise RequestError.for_field(field, f"{len(values)} {kind}", f"at most {most} {kind}")
+
+
+def _check_ids(field: str, ids: list[int] | dict[int, float] | None) -> None:
+    for token in ids or ():
+        _require(field, token, 0 <= token < 2**31, "token ids >= 0")
+
+
+def _check_extra_args(extra_args: dict[str, Any] | None) -> None:
+    bound = f"plain data of at most {MAX_EXTRA_ARGS_BYTES} bytes as MessagePack"
+    try:
+        size = len(msgspec.msgpack.encode(extra_args)) if _is_plain(extra_args) else -1
+    except OverflowError:  # an int of more than 64 bits
+        size = -1
+    _require("extra_args", extra_args, 0 <= size <= MAX_EXTRA_ARGS_BYTES, bound)
+
+
+def _is_plain(value: object, depth: int = 0) -> bool:
+    """Whether `value` reads the same on the other side of a wire."""
+    if isinstance(value, dict) and depth < _MAX_EXTRA_ARGS_DEPTH:
+        return all(isinstance(key, str) and _is_plain(item, depth + 1) for key, item in value.items())
+    if isinstance(value, list) and depth < _MAX_EXTRA_ARGS_DEPTH:
+        return all(_is_plain(item, depth + 1) for item in value)
+    return value is None or type(value) in (bool, int, float, str)

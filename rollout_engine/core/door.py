@@ -41,6 +41,12 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
         raise RequestError.for_field("n", request.params.n, f"in [1, {MAX_N}]")
     if not 0 <= request.seed < 2**64:
         raise RequestError.for_field("seed", request.seed, "in [0, 2**64)")
+    _check_tokens("allowed_token_ids", request.params.allowed_token_ids or [], config.vocab_size)
+    _check_tokens("logit_bias", list(request.params.logit_bias or ()), config.vocab_size)
+    for word in request.bad_words:
+        _check_tokens("bad_words", word, config.vocab_size)
+        if not word:
+            raise RequestError.for_field("bad_words", word, "at least one token long")
     _check_length(request, config)
 
 

@@ -185,6 +185,7 @@ class Scheduler:
                 params=request.source.params,
                 seed=sequence.seed,
                 eos_token_ids=request.source.eos_token_ids,
+                bad_words=request.source.bad_words,
             )
         )
         sequence.in_runner = True

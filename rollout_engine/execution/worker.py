@@ -16,6 +16,7 @@ from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.fusion import repack
 from rollout_engine.model.loader import LoadedModel, load_model
+from rollout_engine.model.logits_processors import load_processors
 from rollout_engine.model.residence import release_derived, release_weights, restore_derived
 from rollout_engine.model.runner import ModelRunner
 
@@ -42,6 +43,7 @@ class Worker:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_model(config)
+        processors = load_processors(config.logits_processors, loaded.vocab_size)
         self._deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
         num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
         obstacle = decoder_trial.obstacle(loaded.module, loaded.geometry)
@@ -54,7 +56,7 @@ class Worker:
             block_size=config.block_size,
             compiled=obstacle is None,
         )
-        self.runner = ModelRunner(model)
+        self.runner = ModelRunner(model, vocab_size=loaded.vocab_size, processors=processors)
         self._weights = list(loaded.targets.values())
         self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._after_commit)
         self.info = ModelInfo(

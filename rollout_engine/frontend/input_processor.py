@@ -20,6 +20,7 @@ class CheckedPrompt(NamedTuple):
     params: SamplingParams
     max_tokens: int
     cache_salt: str
+    bad_words: list[list[int]]
 
 
 class InputProcessor:
@@ -33,6 +34,7 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
+        takes_extra_args: bool = False,
     ) -> None:
         self.codec = codec
         """None with `skip_tokenizer_init`: prompts are token ids."""
@@ -40,6 +42,9 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
+        self._takes_extra_args = takes_extra_args
+        """Whether the engine has logits processors that may read them."""
+        self._prepared: tuple[SamplingParams | None, list[list[int]]] = (None, [])
         self._num_admitted = self._num_sequences = 0
 
     def check_batch(
@@ -57,7 +62,7 @@ class InputProcessor:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError.for_field("sampling_params", params, "SamplingParams")
-        self._check_params(params)
+        bad_words = self._prepare(params)
         fields = as_fields(prompt)
         text, token_ids = self._encode(fields)
         if params.truncate_prompt_tokens is not None:
@@ -65,7 +70,12 @@ class InputProcessor:
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
         return CheckedPrompt(
-            text, token_ids, params, self._room(len(token_ids), params), fields.get("cache_salt") or ""
+            text=text,
+            token_ids=token_ids,
+            params=params,
+            max_tokens=self._room(len(token_ids), params),
+            cache_salt=fields.get("cache_salt") or "",
+            bad_words=bad_words,
         )
 
     def admit(self, checked: CheckedPrompt, request_id: str, *, priority: int = 0) -> EngineCoreRequest:
@@ -85,6 +95,7 @@ class InputProcessor:
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             priority=priority,
             cache_salt=checked.cache_salt,
+            bad_words=checked.bad_words,
         )
 
     def check_scored(
@@ -115,15 +126,39 @@ class InputProcessor:
         except RequestError as error:
             raise at_index("prompts", index, error) from error
 
+    def _prepare(self, params: SamplingParams) -> list[list[int]]:
+        """Check `params` and spell their bad words; once for the prompts of a batch, which share theirs."""
+        if self._prepared[0] is not params:
+            self._check_params(params)
+            self._prepared = params, self._spell(params.bad_words or [])
+        return self._prepared[1]
+
     def _check_params(self, params: SamplingParams) -> None:
-        if params.stop and self.codec is None:
-            raise RequestError.for_field("stop", params.stop, "absent with skip_tokenizer_init=True", "It needs text.")
-        if (params.logprobs or 0) > self._vocab_size:
-            raise RequestError.for_field("logprobs", params.logprobs, f"at most {self._vocab_size}, the vocabulary")
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self._vocab_size:
-                bound = f"ids in [0, {self._vocab_size}), the vocabulary"
-                raise RequestError.for_field("stop_token_ids", token_id, bound)
+        for field in ("stop", "bad_words"):
+            if getattr(params, field) and self.codec is None:
+                bound = "absent with skip_tokenizer_init=True"
+                raise RequestError.for_field(field, getattr(params, field), bound, "It needs text.")
+        for field in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, field) or 0) > self._vocab_size:
+                bound = f"at most {self._vocab_size}, the vocabulary"
+                raise RequestError.for_field(field, getattr(params, field), bound)
+        if params.extra_args and not self._takes_extra_args:
+            hint = "Nothing would read them: this engine has no logits_processors."
+            raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, field) or ():
+                if token_id >= self._vocab_size:
+                    bound = f"ids in [0, {self._vocab_size}), the vocabulary"
+                    raise RequestError.for_field(field, token_id, bound)
+
+    def _spell(self, words: list[str]) -> list[list[int]]:
+        """Every spelling of `words` as token ids."""
+        spelt = [(word, ids) for word in words if self.codec for ids in self.codec.encode_word(word)]
+        for word, ids in spelt:
+            if not ids:
+                raise RequestError.for_field("bad_words", word, "words that the tokenizer has tokens for")
+            as_token_ids(ids, "bad_words as token ids", self._vocab_size)
+        return [ids for _, ids in spelt]
 
     def _encode(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
         if "prompt_token_ids" in fields:

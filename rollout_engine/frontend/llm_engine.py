@@ -86,6 +86,7 @@ class LLMEngine(LifecycleVerbs):
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             seed=config.seed,
+            takes_extra_args=bool(config.logits_processors),
         )
         core = EngineCore(executor, core_config(config, info))
         outputs = OutputProcessor(codec)

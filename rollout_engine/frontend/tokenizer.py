@@ -34,6 +34,11 @@ class TextCodec:
         """Ids of a prompt, with the special tokens the tokenizer adds by itself. Raises `RequestError`."""
         return self._encode(text, add_special_tokens=True)
 
+    def encode_word(self, word: str) -> list[list[int]]:
+        """Ids of a word as a text of its own, and after a space where that differs. Raises `RequestError`."""
+        plain, spaced = (self._encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}"))
+        return [plain] if spaced == plain else [plain, spaced]
+
     def encode_chat(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
         """(text, ids) of a conversation by the chat template, with the generation prompt. Raises `RequestError`."""
         try:

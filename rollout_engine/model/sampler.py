@@ -2,14 +2,15 @@
 
     every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`kernels.draw`)
     truncated rows    the same with no weight for cut tokens                                  (`kernels.truncation`)
-    banned tokens     the same from a copy of the row with -inf at stop ids that come too early
+    edited rows       the same from a float32 copy of the row, after penalties, bias, masks    (`model.logit_edits`)
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
 
 The uniform depends on (sequence seed, position) and every row is computed alone, so a token does not depend on what
 else is in the batch. The weights are those of `kernels.token_logprobs`: the log-prob comes for free, with its bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from rollout_engine.kernels.rng import uniforms
 from rollout_engine.kernels.token_logprobs import figures_of, logprobs_at, row_temperatures
 from rollout_engine.kernels.truncation import most_likely, stays
 from rollout_engine.messages import ModelRunnerOutput
+from rollout_engine.model.logit_edits import LogitEdits, edit
 from rollout_engine.sampling_params import SamplingParams
 
 _RAW, _PROCESSED = 1, 2
@@ -28,7 +30,13 @@ _MODE_CODES = {"tempered": 0, "raw": _RAW, "processed": _PROCESSED}
 _BAD_LOGITS = (
     "the logits of this sequence hold NaN or +inf, or nothing but -inf; the model's weights or inputs are broken."
 )
-_ALL_BANNED = "no token is left to sample: every token with a finite logit is a stop id, banned before min_tokens."
+_NONE_LEFT = (
+    "no token is left to sample: penalties, logit_bias, logits processors, allowed_token_ids, bad_words and the stop "
+    "ids held back before min_tokens leave none with a finite logit."
+)
+_EDITED_NUMEL = 1 << 23
+"""Logits that are copied to be edited at a time."""
+_NO_EDITS: Mapping[int, LogitEdits] = MappingProxyType({})
 
 
 class SamplingBatch(NamedTuple):
@@ -52,19 +60,10 @@ class SamplingBatch(NamedTuple):
     """int64 [N], how many most likely tokens to report."""
     wants_logprobs: bool
     """Whether any task asked for log-probs."""
-    banned: list[tuple[int, list[int]]]
-    """(row, token ids that must not be drawn): stop ids before `min_tokens`."""
 
     @classmethod
-    def from_tasks(
-        cls,
-        params: list[SamplingParams],
-        seeds: list[int],
-        positions: list[int],
-        num_sampled: list[int],
-        eos: list[list[int]],
-    ) -> "SamplingBatch":
-        """Columns of N tasks; `num_sampled` counts the tokens a sequence has sampled so far, `eos` are its end ids."""
+    def from_tasks(cls, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> "SamplingBatch":
+        """Columns of N tasks."""
         distinct = {id(p): p for p in params}  # requests of one call share theirs
         place = {key: i for i, key in enumerate(distinct)}
         row = np.array([place[id(p)] for p in params], np.intp)
@@ -83,7 +82,6 @@ class SamplingBatch(NamedTuple):
             modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
             num_top=column(np.int64, (p.logprobs or 0 for p in kinds)),
             wants_logprobs=any(p.logprobs is not None for p in kinds),
-            banned=_banned(params, num_sampled, eos) if any(p.min_tokens for p in kinds) else [],
         )
 
     @property
@@ -95,7 +93,7 @@ class SamplingBatch(NamedTuple):
     def is_plain(self) -> bool:
         """Whether all that is asked of each row is a token and its tempered log-prob."""
         special = (self.num_top > 0) | (self.modes == _PROCESSED) | ((self.modes == _RAW) & (self.temperature != 1))
-        return not (self.banned or special.any())
+        return not special.any()
 
     def rules(self) -> Truncation | None:
         """What each row's truncation asks; None where no row has any."""
@@ -106,8 +104,8 @@ class SamplingBatch(NamedTuple):
         return Truncation(*(torch.from_numpy(np.where(truncates, column, idle)) for column, idle in columns))
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
-    """Draw one token for each row of `logits` [N, V], any floating dtype; `batch` has N rows.
+def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits] = _NO_EDITS) -> ModelRunnerOutput:
+    """Draw one token for each row of `logits` [N, V], any floating dtype; `batch` has N rows, `edits` some of them.
 
     A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`.
     """
@@ -117,33 +115,28 @@ def sample(logits: Tensor, batch: SamplingBatch) -> ModelRunnerOutput:
     rules = batch.rules()
     tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules)
     usable = tempered.maximum.isfinite()
-    if batch.is_plain and usable.all():
+    truncates = torch.from_numpy(batch.truncates)
+    kept_mass = torch.where(truncates, (processed.log_total - tempered.log_total).clamp(max=0), 0.0).float()
+    if batch.is_plain and not edits and usable.all():
         return ModelRunnerOutput(
             token_ids=tokens.tolist(),
             logprobs=logprobs.tolist() if batch.wants_logprobs else None,
-            kept_logprob_mass=None if rules is None else _kept_mass(batch, tempered, processed).tolist(),
+            kept_logprob_mass=None if rules is None else kept_mass.tolist(),
         )
 
-    errors = dict.fromkeys((~usable).nonzero()[:, 0].tolist(), _BAD_LOGITS)
-    rows = torch.tensor([row for row, _ in batch.banned if usable[row]], dtype=torch.int64)
-    allowed = None
-    if len(rows):
+    out = _Columns(batch, tokens, kept_mass, dict.fromkeys((~usable).nonzero()[:, 0].tolist(), _BAD_LOGITS))
+    for rows in _slices([row for row in edits if usable[row]], logits.shape[1]):
+        changed = logits.index_select(0, rows).float()
+        failures = edit(changed, [edits[row] for row in rows.tolist()])
         inside = None if rules is None else rules.rows(rows)
-        some = _without_banned(logits, rows, batch.banned)
-        _, allowed, tokens[rows], _ = _draw(some, temperatures[rows], u[rows], greedy[rows], inside)
-        all_banned = rows[~allowed.maximum.isfinite()]
-        usable[all_banned] = False
-        errors |= dict.fromkeys(all_banned.tolist(), _ALL_BANNED)
-
-    views = _views(batch, tempered, processed, allowed, rows)
-    tokens = tokens.where(usable, 0)
-    return ModelRunnerOutput(
-        token_ids=tokens.where(usable, -1).tolist(),
-        logprobs=_chosen_logprobs(views, tokens).tolist() if batch.wants_logprobs else None,
-        kept_logprob_mass=None if rules is None else _kept_mass(batch, tempered, processed, allowed, rows).tolist(),
-        top_logprobs=_top_logprobs(views, batch, usable) if batch.num_top.any() else None,
-        errors=errors,
-    )
+        _, left, out.tokens[rows], _ = _draw(changed, temperatures[rows], u[rows], greedy[rows], inside)
+        out.fail(rows, left, failures)
+        if inside is not None:
+            out.kept_mass[rows] = torch.where(truncates[rows], _mass_left(left, logits, rows, tempered), 0.0)
+        out.fill_processed(rows, left)
+    for view in _views(batch, tempered, processed, list(edits)):
+        out.fill(view)
+    return out.finish(rules is not None)
 
 
 class _Distribution(NamedTuple):
@@ -173,12 +166,6 @@ class _View(NamedTuple):
     distribution: _Distribution
 
 
-def _banned(params: list[SamplingParams], num_sampled: list[int], eos: list[list[int]]) -> list[tuple[int, list[int]]]:
-    return [
-        (row, [*eos[row], *(p.stop_token_ids or [])]) for row, p in enumerate(params) if num_sampled[row] < p.min_tokens
-    ]
-
-
 def _draw(
     logits: Tensor, temperatures: Tensor, u: Tensor, greedy: Tensor, rules: Truncation | None
 ) -> tuple[_Distribution, _Distribution, Tensor, Tensor]:
@@ -189,75 +176,87 @@ def _draw(
     return whole, left, figures.tokens, figures.logprobs
 
 
-def _without_banned(logits: Tensor, rows: Tensor, banned: list[tuple[int, list[int]]]) -> Tensor:
-    """A copy of the banned `rows` of `logits`, -inf at the tokens they must not draw."""
-    logits = logits.index_select(0, rows)
-    ids_of = dict(banned)
-    for place, row in enumerate(rows.tolist()):
-        logits[place, [token for token in ids_of[row] if token < logits.shape[1]]] = -torch.inf
-    return logits
+class _Columns:
+    """What becomes of the N rows, filled view by view."""
+
+    def __init__(self, batch: SamplingBatch, tokens: Tensor, kept_mass: Tensor, errors: dict[int, str]) -> None:
+        self._batch = batch
+        self.tokens = tokens
+        self.kept_mass = kept_mass
+        self._errors = errors
+        self._logprobs = torch.zeros(len(tokens))
+        self._num_top = torch.from_numpy(batch.num_top)
+        shape = len(tokens), int(batch.num_top.max())
+        self._top_ids, self._top_logprobs = torch.full(shape, -1), torch.full(shape, -torch.inf)
+
+    def fail(self, rows: Tensor, left: _Distribution, failures: dict[int, str]) -> None:
+        """Note which edited `rows` cannot be sampled: `failures` by place, and those with nothing `left`."""
+        dead = (~left.maximum.isfinite()).nonzero()[:, 0].tolist()
+        found = dict.fromkeys(dead, _NONE_LEFT) | failures
+        self._errors |= {int(rows[place]): message for place, message in found.items()}
+
+    def fill_processed(self, rows: Tensor, left: _Distribution) -> None:
+        """Those of the edited `rows` whose log-probs are of what they were drawn from."""
+        places = torch.from_numpy(self._batch.modes == _PROCESSED)[rows].nonzero()[:, 0]
+        self.fill(_View(rows[places], places, left))
+
+    def fill(self, view: _View) -> None:
+        """Log-probs of the tokens drawn, and of the most likely, in the rows of `view` that can be sampled."""
+        sound = torch.tensor([row not in self._errors for row in view.rows.tolist()], dtype=torch.bool)
+        rows, inside = view.rows[sound], view.rows_inside[sound]
+        self._logprobs[rows] = view.distribution.logprobs(inside, self.tokens[rows, None])[:, 0]
+        wanted = self._num_top[rows] > 0
+        rows, inside = rows[wanted], inside[wanted]
+        if len(rows):
+            width = min(self._top_ids.shape[1], view.distribution.logits.shape[1])
+            top = most_likely(view.distribution.logits[inside], width)
+            self._top_ids[rows, :width] = top
+            self._top_logprobs[rows, :width] = view.distribution.logprobs(inside, top)
+
+    def finish(self, truncated: bool) -> ModelRunnerOutput:
+        """The columns that somebody asked for."""
+        self.tokens[list(self._errors)] = -1
+        return ModelRunnerOutput(
+            token_ids=self.tokens.tolist(),
+            logprobs=self._logprobs.tolist() if self._batch.wants_logprobs else None,
+            kept_logprob_mass=self.kept_mass.tolist() if truncated else None,
+            top_logprobs=(self._top_ids.int().numpy(), self._top_logprobs.numpy()) if self._num_top.any() else None,
+            errors=self._errors,
+        )
+
+
+def _slices(rows: list[int], vocab_size: int) -> Iterator[Tensor]:
+    """`rows` in order, a bounded amount of logits at a time."""
+    size = max(1, _EDITED_NUMEL // vocab_size)
+    return (torch.tensor(rows[start : start + size]) for start in range(0, len(rows), size))
+
+
+def _mass_left(left: _Distribution, logits: Tensor, rows: Tensor, tempered: _Distribution) -> Tensor:
+    """Log of the tempered mass, float32 [n], of the tokens that edits and truncation left in `rows` of `logits`."""
+    stay = left.logits > -torch.inf
+    if left.edges is not None:
+        ids = torch.arange(logits.shape[1]).expand_as(stay)
+        stay &= stays(left.logits, ids, *left.edges)
+    masked = logits.index_select(0, rows).float().masked_fill_(~stay, -torch.inf)
+    figures = figures_of(masked, left.temperatures, torch.zeros_like(rows))
+    shift = (figures.maximum - tempered.maximum[rows]) / left.temperatures
+    return (shift + figures.log_total - tempered.log_total[rows]).clamp(max=0).float()
 
 
 def _views(
-    batch: SamplingBatch,
-    tempered: _Distribution,
-    processed: _Distribution,
-    allowed: _Distribution | None,
-    banned_rows: Tensor,
-) -> list[_View]:
-    """Every row of the batch once, with the distribution that its log-prob mode asks for."""
-    modes = torch.from_numpy(batch.modes)
-    is_banned = torch.zeros(len(modes), dtype=torch.bool).index_fill_(0, banned_rows, True)
-    is_raw = (modes == _RAW) & (tempered.temperatures != 1)
-    is_processed = modes == _PROCESSED
+    batch: SamplingBatch, tempered: _Distribution, processed: _Distribution, edited_rows: list[int]
+) -> Iterator[_View]:
+    """The distribution that each row's log-prob mode asks for; all rows but edited ones in mode "processed"."""
+    is_raw = torch.from_numpy((batch.modes == _RAW) & (batch.temperature != 0) & (batch.temperature != 1))
+    is_processed = torch.from_numpy(batch.modes == _PROCESSED)
+    is_edited = torch.zeros_like(is_raw)
+    is_edited[edited_rows] = True
     plain, raw, kept = (
-        which.nonzero()[:, 0] for which in (~(is_raw | is_processed), is_raw, is_processed & ~is_banned)
+        which.nonzero()[:, 0] for which in (~(is_raw | is_processed), is_raw, is_processed & ~is_edited)
     )
-    views = [_View(plain, plain, tempered), _View(kept, kept, processed)]
+    yield _View(plain, plain, tempered)
+    yield _View(kept, kept, processed)
     if len(raw):
         logits, ones = tempered.logits[raw], torch.ones(len(raw))
-        figures = figures_of(logits, ones, torch.zeros(len(raw), dtype=torch.int64))
-        distribution = _Distribution(logits, ones, figures.maximum, figures.log_total, None)
-        views.append(_View(raw, torch.arange(len(raw)), distribution))
-    if allowed is not None:
-        inside = is_processed[banned_rows].nonzero()[:, 0]
-        views.append(_View(banned_rows[inside], inside, allowed))
-    return views
-
-
-def _chosen_logprobs(views: list[_View], tokens: Tensor) -> Tensor:
-    """float32 [N] of the tokens drawn."""
-    logprobs = torch.empty(len(tokens))
-    for view in views:
-        logprobs[view.rows] = view.distribution.logprobs(view.rows_inside, tokens[view.rows, None])[:, 0]
-    return logprobs
-
-
-def _kept_mass(
-    batch: SamplingBatch,
-    whole: _Distribution,
-    processed: _Distribution,
-    allowed: _Distribution | None = None,
-    banned_rows: Tensor | None = None,
-) -> Tensor:
-    """Log of the share of the tempered distribution that stayed, float32 [N]; 0 in rows that do not truncate."""
-    share = processed.log_total - whole.log_total
-    if allowed is not None:  # their most likely token may be banned
-        shift = (allowed.maximum - whole.maximum[banned_rows]) / allowed.temperatures
-        share[banned_rows] = shift + allowed.log_total - whole.log_total[banned_rows]
-    return torch.where(torch.from_numpy(batch.truncates), share.clamp(max=0), 0.0).float()
-
-
-def _top_logprobs(views: list[_View], batch: SamplingBatch, usable: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(int32 [N, K], float32 [N, K]) with K the largest number asked; id -1 and log-prob -inf where there is none."""
-    asked = torch.from_numpy(batch.num_top > 0) & usable
-    ids = torch.full((len(asked), int(batch.num_top.max())), -1)
-    logprobs = torch.full(ids.shape, -torch.inf)
-    for view in views:
-        wanted = asked[view.rows].nonzero()[:, 0]
-        if len(wanted):
-            inside, width = view.rows_inside[wanted], min(ids.shape[1], view.distribution.logits.shape[1])
-            top = most_likely(view.distribution.logits[inside], width)
-            ids[view.rows[wanted], :width] = top
-            logprobs[view.rows[wanted], :width] = view.distribution.logprobs(inside, top)
-    return ids.int().numpy(), logprobs.numpy()
+        figures = figures_of(logits, ones, torch.zeros_like(raw))
+        yield _View(raw, torch.arange(len(raw)), _Distribution(logits, ones, figures.maximum, figures.log_total, None))

@@ -1,0 +1,136 @@
+"""What a request changes about its logits before a token is drawn from them.
+
+    penalties -> logit_bias -> logits processors -> allowed_token_ids, bad_words, stop ids before min_tokens -> draw
+
+Masks come last: nothing brings back a token that the request forbids. Everything follows from a sequence's params and
+tokens, row by row, so the result does not depend on the batch, on preemption or on forks.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.messages import NewSequence
+from rollout_engine.model.logits_processors import LogitsProcessor, SequenceView
+from rollout_engine.model.penalties import TokenCounts, penalise
+from rollout_engine.sampling_params import SamplingParams
+
+
+class LogitEdits:
+    """How the logits of one sequence are edited. `token_ids` is the runner's list, which grows."""
+
+    def __init__(self, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
+        params = sequence.params
+        self._sequence = sequence
+        self._counts = TokenCounts(sequence.token_ids[: sequence.num_prompt_tokens]) if params.penalises else None
+        self._bias = _as_columns(params.logit_bias)
+        self._allowed = None if params.allowed_token_ids is None else np.unique(params.allowed_token_ids)
+        self._stop_ids = [t for t in (*sequence.eos_token_ids, *(params.stop_token_ids or ())) if t < vocab_size]
+        self._failure: str | None = None
+        self._processors = [processor for processor in processors if self._is_wanted(processor)]
+        some = self._counts, self._bias, self._allowed, sequence.bad_words or None, self._failure
+        self._lasts = bool(self._processors) or any(each is not None for each in some)
+
+    @classmethod
+    def of(cls, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> "LogitEdits | None":
+        """The edits of a sequence; None where it never has any."""
+        edits = cls(sequence, processors, vocab_size)
+        return edits if edits._lasts or sequence.params.min_tokens else None
+
+    @property
+    def active(self) -> bool:
+        """Whether the next token's logits are edited."""
+        return self._lasts or self._is_early
+
+    @property
+    def _is_early(self) -> bool:
+        return self._num_output_tokens < self._sequence.params.min_tokens
+
+    @property
+    def _num_output_tokens(self) -> int:
+        return len(self._sequence.token_ids) - self._sequence.num_prompt_tokens
+
+    def _is_wanted(self, processor: LogitsProcessor) -> bool:
+        try:
+            return processor.wants(self._sequence.params)
+        except Exception as problem:  # the user's code: its own request fails, when its turn comes
+            self._failure = _blame(processor, "wants", problem)
+            return False
+
+    def penalty(self) -> tuple[TokenCounts, SamplingParams] | None:
+        """What `penalise` needs for the next token; None without penalties."""
+        if self._counts is None:
+            return None
+        self._counts.follow(self._sequence.token_ids)
+        return self._counts, self._sequence.params
+
+    def apply(self, logits: Tensor) -> str | None:
+        """Everything after the penalties, on `logits` float32 [V] in place. A message: this row cannot be sampled."""
+        if self._failure is not None:
+            return self._failure
+        if self._bias is not None:
+            ids, values = self._bias
+            logits.numpy()[ids] += values
+        for processor in self._processors:
+            failure = self._process(processor, logits)
+            if failure is not None:
+                return failure
+        self._mask(logits.numpy())
+        return None
+
+    def _process(self, processor: LogitsProcessor, logits: Tensor) -> str | None:
+        sequence = self._sequence
+        view = SequenceView(tuple(sequence.token_ids), sequence.num_prompt_tokens, sequence.params)
+        try:
+            with torch.no_grad():
+                result = processor.apply(logits, view)
+                if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
+                    got = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.60}"
+                    raise TypeError(f"it must return floating logits [{len(logits)}], not {got}")
+                logits.copy_(result)
+        except Exception as problem:  # the user's code: its own request fails
+            return _blame(processor, "apply", problem)
+        return None if bool((logits < torch.inf).all()) else _blame(processor, "apply", "it returned NaN or +inf")
+
+    def _mask(self, logits: np.ndarray) -> None:
+        if self._allowed is not None:
+            kept = logits[self._allowed]
+            logits.fill(-np.inf)
+            logits[self._allowed] = kept
+        if self._sequence.bad_words:
+            logits[self._words_completed_by()] = -np.inf
+        if self._is_early:
+            logits[self._stop_ids] = -np.inf
+
+    def _words_completed_by(self) -> list[int]:
+        """Tokens that would complete a bad word of which the output's end is all the rest."""
+        output, num = self._sequence.token_ids, self._num_output_tokens
+        return [
+            word[-1]
+            for word in self._sequence.bad_words
+            if len(word) == 1 or (len(word) <= num + 1 and output[1 - len(word) :] == word[:-1])
+        ]
+
+
+def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
+    """Edit all rows of `logits` float32 [N, V] in place. Returns row -> why it cannot be sampled."""
+    penalties = {row: found for row, each in enumerate(edits) if (found := each.penalty()) is not None}
+    if penalties:
+        counts, params = zip(*penalties.values(), strict=True)
+        penalise(logits.numpy(), list(penalties), list(counts), list(params))
+    failures = ((row, each.apply(logits[row])) for row, each in enumerate(edits))
+    return {row: failure for row, failure in failures if failure is not None}
+
+
+def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:
+    if not bias:
+        return None
+    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+
+
+def _blame(processor: LogitsProcessor, method: str, problem: Exception | str) -> str:
+    kind = type(processor)
+    what = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
+    return f"logits processor {kind.__module__}:{kind.__qualname__} failed in {method}: {what}."

@@ -1,0 +1,76 @@
+"""Your own rules for logits: classes named in `EngineConfig(logits_processors=("package.module:Class",))`.
+
+    class NoDigits:
+        def __init__(self, vocab_size: int) -> None: ...
+
+        def wants(self, params: SamplingParams) -> bool:
+            return bool((params.extra_args or {}).get("no_digits"))
+
+        def apply(self, logits: Tensor, sequence: SequenceView) -> Tensor:
+            logits[DIGITS] = -torch.inf
+            return logits
+
+A processor sees one row at a time, a float32 copy that is its own to change, after penalties and bias and before the
+masks: it can neither reach another request's logits nor bring back a token that the request forbids. Keep no state
+of a sequence: work it out from its tokens, so that forked, preempted and replayed requests sample the same tokens.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.sampling_params import SamplingParams
+
+
+class SequenceView(NamedTuple):
+    """The sequence whose next token is about to be drawn."""
+
+    token_ids: tuple[int, ...]
+    """Prompt and sampled tokens."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    """Its `extra_args` are yours."""
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        """Sampled tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+class LogitsProcessor(Protocol):
+    """What a class named in `logits_processors` does. An exception ends the sequence it was for, and no other."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Made once, where the model runs."""
+
+    def wants(self, params: SamplingParams) -> bool:
+        """Whether sequences with `params` are to go through `apply`; asked once for each. Others cost nothing."""
+        ...
+
+    def apply(self, logits: Tensor, sequence: SequenceView) -> Tensor:
+        """The logits to sample from: floating [V], no NaN, no +inf. `logits` float32 [V] may be changed in place."""
+        ...
+
+
+def load_processors(names: Sequence[str], vocab_size: int) -> list[LogitsProcessor]:
+    """One instance of each named class. Raises `ConfigError` naming the one that cannot be had."""
+    return [_load(name, vocab_size) for name in names]
+
+
+def _load(name: str, vocab_size: int) -> LogitsProcessor:
+    module, _, attribute = name.partition(":")
+    if not (module and attribute.isidentifier()):
+        raise ConfigError(f"logits_processors: '{name}' is not allowed: must be of the form 'package.module:Class'.")
+    try:
+        made: LogitsProcessor = getattr(importlib.import_module(module), attribute)(vocab_size)
+    except Exception as problem:  # whatever the user's module does when it is loaded
+        raise ConfigError(
+            f"logits_processors: '{name}' cannot be made: {type(problem).__name__}: {problem}"
+        ) from problem
+    missing = [method for method in ("wants", "apply") if not callable(getattr(made, method, None))]
+    if missing:
+        raise ConfigError(f"logits_processors: '{name}' has no method {' or '.join(missing)}; see LogitsProcessor.")
+    return made
