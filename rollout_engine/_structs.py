@@ -11,7 +11,7 @@ import msgspec
 
 from rollout_engine.errors import ConfigError, RequestError, unknown_name
 
-_FIELD_IN_MESSAGE = re.compile(r"at `\$\.?([A-Za-z_0-9]*)")
+_FIELD_IN_MESSAGE = re.compile(r"`\$\.?([A-Za-z_0-9]*)")
 
 
 class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]

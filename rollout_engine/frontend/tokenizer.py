@@ -36,7 +36,8 @@ class TextCodec:
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Ids of a word as a text of its own, and after a space where that differs. Raises `RequestError`."""
-        plain, spaced = (self._encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}"))
+        texts = (word, f" {word.lstrip()}")
+        plain, spaced = (self._encode(text, add_special_tokens=False, field="bad_words") for text in texts)
         return [plain] if spaced == plain else [plain, spaced]
 
     def encode_chat(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
@@ -58,12 +59,12 @@ class TextCodec:
             return ByteStream(self._tables[skipped])
         return WindowStream(self._decode, skipped)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
         except Exception as problem:  # for example a lone surrogate, which is no Unicode text
             bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
-            raise RequestError.for_field("prompt", text, bound) from problem
+            raise RequestError.for_field(field, text, bound) from problem
 
     def _decode(self, token_ids: list[int]) -> str:
         if self.hf.is_fast:  # the tokenizer itself, without the clean-up that rewrites earlier text

@@ -15,7 +15,6 @@ from torch import Tensor
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.logits_processors import LogitsProcessor, SequenceView
 from rollout_engine.model.penalties import TokenCounts, penalise
-from rollout_engine.sampling_params import SamplingParams
 
 
 class LogitEdits:
@@ -59,25 +58,22 @@ class LogitEdits:
             self._failure = _blame(processor, "wants", problem)
             return False
 
-    def penalty(self) -> tuple[TokenCounts, SamplingParams] | None:
-        """What `penalise` needs for the next token; None without penalties."""
-        if self._counts is None:
-            return None
-        self._counts.follow(self._sequence.token_ids)
-        return self._counts, self._sequence.params
-
     def apply(self, logits: Tensor) -> str | None:
-        """Everything after the penalties, on `logits` float32 [V] in place. A message: this row cannot be sampled."""
+        """Edit one row, `logits` float32 [V], in place. A message: it cannot be sampled, and why."""
         if self._failure is not None:
             return self._failure
+        row = logits.numpy()
+        if self._counts is not None:
+            self._counts.follow(self._sequence.token_ids)
+            penalise(row, self._counts, self._sequence.params)
         if self._bias is not None:
             ids, values = self._bias
-            logits.numpy()[ids] += values
+            row[ids] += values
         for processor in self._processors:
             failure = self._process(processor, logits)
             if failure is not None:
                 return failure
-        self._mask(logits.numpy())
+        self._mask(row)
         return None
 
     def _process(self, processor: LogitsProcessor, logits: Tensor) -> str | None:
@@ -116,10 +112,6 @@ class LogitEdits:
 
 def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
     """Edit all rows of `logits` float32 [N, V] in place. Returns row -> why it cannot be sampled."""
-    penalties = {row: found for row, each in enumerate(edits) if (found := each.penalty()) is not None}
-    if penalties:
-        counts, params = zip(*penalties.values(), strict=True)
-        penalise(logits.numpy(), list(penalties), list(counts), list(params))
     failures = ((row, each.apply(logits[row])) for row, each in enumerate(edits))
     return {row: failure for row, failure in failures if failure is not None}
 

@@ -53,17 +53,14 @@ class TokenCounts:
         self._size += 1
 
 
-def penalise(logits: np.ndarray, rows: list[int], counts: list[TokenCounts], params: list[SamplingParams]) -> None:
-    """Penalise `rows` of `logits` float32 [N, V] in place, each by its own counts and params."""
-    sizes = [len(each.ids) for each in counts]
-    repetition, frequency, presence = (
-        np.repeat(np.array(column, np.float32), sizes)
-        for column in zip(
-            *((p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params), strict=True
-        )
+def penalise(logits: np.ndarray, counts: TokenCounts, params: SamplingParams) -> None:
+    """Penalise one row of logits, float32 [V], in place."""
+    repetition, frequency, presence = map(
+        np.float32, (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     )
-    where = np.repeat(np.array(rows), sizes), np.concatenate([each.ids for each in counts])
-    times = np.concatenate([each.counts for each in counts])
-    x = logits[where]
-    x = np.where(x > 0, x / repetition, x * repetition)
-    logits[where] = x - frequency * times - np.where(times > 0, presence, 0)
+    x, times = logits[counts.ids], counts.counts
+    if repetition != 1:
+        x = np.where(x > 0, x / repetition, x * repetition)
+    if frequency or presence:
+        x = x - frequency * times - presence * (times > 0)
+    logits[counts.ids] = x

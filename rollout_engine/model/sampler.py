@@ -131,8 +131,8 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
         inside = None if rules is None else rules.rows(rows)
         _, left, out.tokens[rows], _ = _draw(changed, temperatures[rows], u[rows], greedy[rows], inside)
         out.fail(rows, left, failures)
-        if inside is not None:
-            out.kept_mass[rows] = torch.where(truncates[rows], _mass_left(left, logits, rows, tempered), 0.0)
+        if left.edges is not None:
+            out.kept_mass[rows] = torch.where(truncates[rows], _mass_left(left, left.edges, tempered, rows), 0.0)
         out.fill_processed(rows, left)
     for view in _views(batch, tempered, processed, list(edits)):
         out.fill(view)
@@ -231,16 +231,15 @@ def _slices(rows: list[int], vocab_size: int) -> Iterator[Tensor]:
     return (torch.tensor(rows[start : start + size]) for start in range(0, len(rows), size))
 
 
-def _mass_left(left: _Distribution, logits: Tensor, rows: Tensor, tempered: _Distribution) -> Tensor:
-    """Log of the tempered mass, float32 [n], of the tokens that edits and truncation left in `rows` of `logits`."""
-    stay = left.logits > -torch.inf
-    if left.edges is not None:
-        ids = torch.arange(logits.shape[1]).expand_as(stay)
-        stay &= stays(left.logits, ids, *left.edges)
-    masked = logits.index_select(0, rows).float().masked_fill_(~stay, -torch.inf)
-    figures = figures_of(masked, left.temperatures, torch.zeros_like(rows))
-    shift = (figures.maximum - tempered.maximum[rows]) / left.temperatures
-    return (shift + figures.log_total - tempered.log_total[rows]).clamp(max=0).float()
+def _mass_left(left: _Distribution, edges: tuple[Tensor, Tensor], whole: _Distribution, rows: Tensor) -> Tensor:
+    """Log of the mass, float32 [n], in `rows` of `whole` of the tokens that edits and truncation `left` there."""
+    masses = torch.zeros(len(rows))
+    for place, (row, floor, last_tie) in enumerate(zip(rows, *edges, strict=True)):
+        logits = left.logits[place]
+        ids = ((logits >= floor) & (logits > -torch.inf)).nonzero()[:, 0]
+        ids = ids[(logits[ids] > floor) | (ids <= last_tie)]
+        masses[place] = whole.logprobs(row[None], ids[None])[0].double().logsumexp(-1)
+    return masses.clamp(max=0)
 
 
 def _views(

@@ -106,6 +106,10 @@ def test_truncation_keeps_the_last_tokens_and_comes_before_the_bounds(inputs):
         ([5] * 30, {"max_tokens": 3}, "max_tokens", r"at most 2\. The prompt has 30 tokens.*max_model_len=32"),
         ([5] * 30, {"min_tokens": 3}, "min_tokens", "at most 2"),
         ([5], {"stop_token_ids": [259]}, "stop_token_ids", r"ids in \[0, 259\)"),
+        ([5], {"allowed_token_ids": [3, 259]}, "allowed_token_ids", r"259 is not allowed: must be ids in \[0, 259\)"),
+        ([5], {"logit_bias": {259: 1.0}}, "logit_bias", r"ids in \[0, 259\)"),
+        ([5], {"extra_args": {"a": 1}}, "extra_args", "no logits_processors"),
+        ([5], {"bad_words": ["\ud800"]}, "bad_words", "text the tokenizer can encode"),
     ],
 )
 def test_bad_requests_name_field_value_and_bound(inputs, prompt, params, field, words):
@@ -119,10 +123,11 @@ def test_params_of_the_wrong_type_are_refused(inputs):
         inputs.check("x", {"temperature": 1.0})
 
 
-def test_more_top_logprobs_than_the_vocabulary_are_refused(codec):
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_top_logprobs_than_the_vocabulary_are_refused(codec, field):
     small = InputProcessor(codec, max_model_len=8, vocab_size=20)
-    with pytest.raises(RequestError, match="logprobs=21 is not allowed: must be at most 20"):
-        small.check([5], SamplingParams(logprobs=21))
+    with pytest.raises(RequestError, match=f"{field}=21 is not allowed: must be at most 20"):
+        small.check([5], SamplingParams(**{field: 21}))
 
 
 def test_text_outside_the_model_vocabulary_is_refused(codec):
@@ -151,9 +156,28 @@ def test_without_a_tokenizer_text_is_refused_with_the_reason(prompt):
     assert without_tokenizer().check([5], None).token_ids == [5]
 
 
-def test_without_a_tokenizer_stop_strings_are_refused():
-    with pytest.raises(RequestError, match="stop=.*skip_tokenizer_init=True"):
-        without_tokenizer().check([5], SamplingParams(stop=["x"]))
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_without_a_tokenizer_what_needs_text_is_refused(field):
+    with pytest.raises(RequestError, match=f"{field}=.*skip_tokenizer_init=True"):
+        without_tokenizer().check([5], SamplingParams(**{field: ["x"]}))
+
+
+def test_bad_words_are_spelt_alone_and_after_a_space(inputs, encode):
+    request = inputs.admit(inputs.check("x", SamplingParams(bad_words=["no", " yes"])), "r")
+    assert request.bad_words == [encode("no"), encode(" no"), encode(" yes")]
+
+
+def test_the_params_of_a_batch_are_checked_once(inputs, monkeypatch):
+    spelt = []
+    monkeypatch.setattr(inputs.codec, "encode_word", lambda word: spelt.append(word) or [[5]])
+    checked = inputs.check_batch(["a", "b", "c"], SamplingParams(bad_words=["no"]))
+    assert [each.bad_words for each in checked] == [[[5]]] * 3
+    assert spelt == ["no"]
+
+
+def test_extra_args_are_taken_where_processors_may_read_them(codec):
+    inputs = InputProcessor(codec, max_model_len=8, vocab_size=VOCAB_SIZE, takes_extra_args=True)
+    assert inputs.check("x", SamplingParams(extra_args={"a": 1})).params.extra_args == {"a": 1}
 
 
 def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs):

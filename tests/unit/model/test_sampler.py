@@ -5,6 +5,8 @@ from scipy import stats
 
 from rollout_engine.kernels.draw import CHUNK, draw
 from rollout_engine.kernels.token_logprobs import row_temperatures, token_logprobs
+from rollout_engine.messages import NewSequence
+from rollout_engine.model.logit_edits import LogitEdits
 from rollout_engine.model.sampler import SamplingBatch, sample
 from rollout_engine.sampling_params import SamplingParams
 
@@ -16,12 +18,21 @@ def _logits(n, vocab_size, seed=0, dtype=torch.float32, scale=3.0):
     return (torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-def _batch(params, *, seed=5, num_sampled=1000, eos=()):
+def _batch(params, *, seed=5):
     """One task per entry of `params`; seeds and positions differ from row to row."""
     n = len(params)
-    return SamplingBatch.from_tasks(
-        params, [seed + i for i in range(n)], list(range(n)), [num_sampled] * n, [list(eos)] * n
-    )
+    return SamplingBatch.from_tasks(params, [seed + i for i in range(n)], list(range(n)))
+
+
+def _edits(params, vocab_size, *, num_sampled, eos=()):
+    """Of sequences that have sampled `num_sampled` tokens."""
+    made = {}
+    for row, each in enumerate(params):
+        sequence = NewSequence(f"{row}", [0] * (1 + num_sampled), 1, each, seed=0, eos_token_ids=list(eos))
+        edits = LogitEdits.of(sequence, (), vocab_size)
+        if edits is not None and edits.active:
+            made[row] = edits
+    return made
 
 
 def _draw_with(u, logits, temperature=1.0):
@@ -49,7 +60,7 @@ def _many_draws(row, settings, seed):
     params = SamplingParams(**settings)
     tokens = []
     for start in range(0, NUM_DRAWS, 20_000):
-        one = SamplingBatch.from_tasks([params], [seed], [0], [0], [[]])
+        one = SamplingBatch.from_tasks([params], [seed], [0])
         columns = {name: np.repeat(getattr(one, name), 20_000) for name in one._fields[:8]}
         batch = one._replace(**columns)._replace(positions=np.arange(start, start + 20_000))
         tokens += sample(row.expand(20_000, -1), batch).token_ids
@@ -125,6 +136,10 @@ def _mixed_params(n, **settings):
             min_p=float(chooser.choice([0.0, 0.0, 0.05])),
             min_tokens=int(chooser.choice([0, 5])),
             stop_token_ids=[3, 4],
+            repetition_penalty=float(chooser.choice([1.0, 1.0, 1.3])),
+            frequency_penalty=float(chooser.choice([0.0, 0.0, -1.5])),
+            logit_bias=[None, None, {0: 4.0, 7: -2.0}][chooser.integers(3)],
+            allowed_token_ids=[None, None, list(range(1, 200))][chooser.integers(3)],
             logprobs=int(chooser.choice([0, 4])),
             logprobs_mode=str(chooser.choice(["tempered", "raw", "processed"])),
             **settings,
@@ -134,9 +149,11 @@ def _mixed_params(n, **settings):
 
 
 def _pick(batch, rows):
-    place = {row: i for i, row in enumerate(rows)}
-    columns = {name: getattr(batch, name)[rows] for name in batch._fields[:8]}
-    return batch._replace(**columns, banned=[(place[row], ids) for row, ids in batch.banned if row in place])
+    return batch._replace(**{name: getattr(batch, name)[rows] for name in batch._fields[:8]})
+
+
+def _pick_edits(edits, rows):
+    return {place: edits[row] for place, row in enumerate(rows) if row in edits}
 
 
 def _result(out, i, num_top):
@@ -150,12 +167,14 @@ def _result(out, i, num_top):
 @pytest.mark.parametrize("vocab_size", [259, 5003])
 def test_a_row_gives_the_same_bits_alone_and_in_any_company(vocab_size, dtype):
     n = 64
-    logits, batch = _logits(n, vocab_size, dtype=dtype), _batch(_mixed_params(n), num_sampled=2, eos=[2])
-    together = sample(logits, batch)
+    params = _mixed_params(n)
+    logits, batch = _logits(n, vocab_size, dtype=dtype), _batch(params)
+    edits = _edits(params, vocab_size, num_sampled=2, eos=[2])
+    together = sample(logits, batch, edits)
     shuffled_rows = np.random.default_rng(1).permutation(n).tolist()
-    shuffled = sample(logits[shuffled_rows], _pick(batch, shuffled_rows))
+    shuffled = sample(logits[shuffled_rows], _pick(batch, shuffled_rows), _pick_edits(edits, shuffled_rows))
     for place, row in enumerate(shuffled_rows):
-        alone = sample(logits[row : row + 1], _pick(batch, [row]))
+        alone = sample(logits[row : row + 1], _pick(batch, [row]), _pick_edits(edits, [row]))
         expected = _result(together, row, batch.num_top[row])
         assert _result(alone, 0, batch.num_top[row]) == expected
         assert _result(shuffled, place, batch.num_top[row]) == expected
@@ -164,7 +183,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(vocab_size, dtype):
 def test_the_token_depends_on_seed_and_position_only():
     logits = torch.zeros(4, 5000)
     params = [SamplingParams()] * 4
-    batch = SamplingBatch.from_tasks(params, [1, 1, 2, 2**64 - 1], [7, 8, 7, 7], [0, 5, 9, 1], [[]] * 4)
+    batch = SamplingBatch.from_tasks(params, [1, 1, 2, 2**64 - 1], [7, 8, 7, 7])
     tokens = sample(logits, batch).token_ids
     assert len(set(tokens)) == 4
     assert sample(logits[2:3], _pick(batch, [2])).token_ids == [tokens[2]]
@@ -271,23 +290,25 @@ def test_stop_ids_cannot_be_drawn_before_min_tokens(temperature):
     logits = torch.zeros(1, 10)
     logits[0, [2, 5]] = 30.0
     params = SamplingParams(temperature=temperature, min_tokens=4, stop_token_ids=[5, 4000], logprobs=0)
-    early, due = (_batch([params] * 50, num_sampled=count, eos=[2]) for count in (3, 4))
-    assert not {2, 5} & set(sample(logits.expand(50, -1), early).token_ids)
-    assert set(sample(logits.expand(50, -1), due).token_ids) <= {2, 5}
+    batch = _batch([params] * 50)
+    early, due = (_edits([params] * 50, 10, num_sampled=count, eos=[2]) for count in (3, 4))
+    assert due == {}
+    assert not {2, 5} & set(sample(logits.expand(50, -1), batch, early).token_ids)
+    assert set(sample(logits.expand(50, -1), batch, due).token_ids) <= {2, 5}
 
 
 def test_banned_ids_count_in_tempered_but_not_in_processed_logprobs():
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
     for mode, expected in (("tempered", 1 / 4), ("processed", 1 / 3)):
         params = SamplingParams(min_tokens=1, logprobs=0, logprobs_mode=mode)
-        out = sample(logits, _batch([params], num_sampled=0, eos=[1]))
+        out = sample(logits, _batch([params]), _edits([params], 4, num_sampled=0, eos=[1]))
         assert np.exp(out.logprobs[0]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_truncation_counts_among_the_tokens_that_are_not_banned():
     logits = torch.tensor([[9.0, 3.0, 2.0, 1.0]])
     params = SamplingParams(top_k=2, min_tokens=1, logprobs=4, logprobs_mode="processed")
-    out = sample(logits, _batch([params], num_sampled=0, eos=[0]))
+    out = sample(logits, _batch([params]), _edits([params], 4, num_sampled=0, eos=[0]))
     assert out.top_logprobs[0][0, :2].tolist() == [1, 2]
     assert np.isneginf(out.top_logprobs[1][0, 2:]).all()
     tempered = torch.softmax(logits.double(), -1)[0]
@@ -313,7 +334,7 @@ def test_a_broken_row_is_an_error_of_its_own(settings, value):
 
 def test_banning_every_token_is_an_error_of_its_own():
     params = [SamplingParams(min_tokens=2, stop_token_ids=[0, 1]), SamplingParams()]
-    out = sample(torch.zeros(2, 2), _batch(params, num_sampled=0))
+    out = sample(torch.zeros(2, 2), _batch(params), _edits(params, 2, num_sampled=0))
     assert list(out.errors) == [0]
     assert "min_tokens" in out.errors[0]
     assert out.token_ids[1] in (0, 1)
