@@ -39,6 +39,7 @@ class RemoteEngine:
             eos_token_ids=ready.eos_token_ids,
             # Clients count their requests apart: without a root of its own, each would draw what the others drew.
             seed=seed if client.client_index == 0 else mix(seed, 2**63 + client.client_index),
+            takes_extra_args=bool(ready.config.logits_processors),
         )
         self.streams = OpenStreams(codec, client.abort)
         self.streams.policy_version = ready.policy_version
