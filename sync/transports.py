@@ -6,11 +6,16 @@ from typing import Any, TypeVar
 from sync.base import WeightReceiver, WeightSender
 from sync.errors import SyncError
 from sync.inproc import InprocReceiver, InprocSender
+from sync.shm import ShmReceiver, ShmSender
 from sync.store import StoreReceiver, StoreSender
 
 _End = TypeVar("_End")
-_SENDERS: Mapping[str, Callable[..., WeightSender]] = {"inproc": InprocSender, "store": StoreSender}
-_RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {"inproc": InprocReceiver, "store": StoreReceiver}
+_SENDERS: Mapping[str, Callable[..., WeightSender]] = {"inproc": InprocSender, "shm": ShmSender, "store": StoreSender}
+_RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {
+    "inproc": InprocReceiver,
+    "shm": ShmReceiver,
+    "store": StoreReceiver,
+}
 TRANSPORTS = tuple(_SENDERS)
 """Every name that exists."""
 

@@ -127,6 +127,10 @@ def make_link(tmp_path, shadow_processes):
             if name == "inproc":
                 sender = sync.make_sender(name)
                 link = Link(name, sender, [LocalShadow()], [{"sender": sender}])
+            elif name == "shm":
+                directory = str(tmp_path / "shm")
+                sender = sync.make_sender(name, directory=directory, num_threads=2)
+                link = Link(name, sender, shadow_processes(1), [{"directory": directory}])
             elif name == "store":
                 directory = str(tmp_path / "store")
                 sender = sync.make_sender(name, directory=directory, num_threads=2)

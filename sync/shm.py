@@ -1,0 +1,202 @@
+"""The shared-memory transport: another process of the same user on the same machine.
+
+    DIRECTORY/weights    [ header, one page | tensor | pad | tensor | ... ]    one bucket, as `sync.buckets` places it
+
+The trainer casts straight into the mapping, once; engines read views of it. Both keep it mapped from update to update
+(fresh pages cost several times a copy), and the file only ever grows. DIRECTORY belongs to this user alone; give one on
+a tmpfs, such as /dev/shm, or the bytes are written to a disk as well.
+"""
+
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sync.base import Metadata, WeightSource
+from sync.buckets import plan_buckets, view_of
+from sync.errors import ChecksumMismatch, SyncError
+from sync.manifest import WeightManifest, tensor_digest
+from sync.source import NamedTensor, Offer
+
+_FILE = "weights"
+_HEADER_BYTES = 4096
+_ONE_BUCKET = 2**62
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    """What the mapping holds now. While it is being written there is none (zeros)."""
+
+    version: int
+    digest: str
+
+
+class ShmSender:
+    """Writes each offer to shared memory under `directory`, which is created if absent (mode 0700).
+
+    It is the only sender there until closed; a second one is refused with `SyncError`, and so is a directory that
+    others can enter. What a dead sender left is taken over.
+
+    Args:
+        num_threads: how many threads cast, copy and digest.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
+        self._path = Path(directory) / _FILE
+        self._num_threads = num_threads
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._path.parent)
+            self._file = _open_sole(self._path)
+        except OSError as problem:
+            raise SyncError(f"Shared memory cannot be opened in {directory}: {problem.strerror}.") from None
+        self._mapping: mmap.mmap | None = None
+
+    def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
+        """As `WeightSender.offer`. `SyncError` when there is no room; the last version is then gone as well."""
+        offer = Offer(source, metadata)
+        WeightManifest.of(version, offer.forms, offer.aliases).check()
+        buckets = plan_buckets(offer.forms, _ONE_BUCKET)
+        mapping = self._grown_to(_HEADER_BYTES + sum(bucket.num_bytes for bucket in buckets))
+        _write_header(mapping, None)
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        content = _content(mapping, sum(bucket.num_bytes for bucket in buckets))
+
+        def place(i: int) -> str:
+            view = view_of(content, slots[i])
+            offer.write(i, view)
+            return tensor_digest(view)  # of what is there now, while it is in the cache
+
+        manifest = offer.manifest(version, place, self._num_threads)
+        _write_header(mapping, _Header(version, manifest.digest))
+        return manifest
+
+    def send(self) -> None:
+        """Nothing to move: receivers read the mapping."""
+
+    def close(self) -> None:
+        """Remove the file; receivers keep what they have mapped. No-op the second time."""
+        if self._file >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file, self._mapping = -1, None
+
+    def _grown_to(self, num_bytes: int) -> mmap.mmap:
+        if self._file < 0:
+            raise SyncError("This sender is closed: make another one.")
+        size = os.fstat(self._file).st_size
+        if size < num_bytes:
+            try:
+                os.posix_fallocate(self._file, 0, num_bytes)  # an error now, not a bus error later
+            except OSError as problem:
+                what = f"No room for {num_bytes} bytes of weights in {self._path.parent}: {problem.strerror}"
+                raise SyncError(f"{what}. Free some, or give another directory.") from None
+        if self._mapping is None or len(self._mapping) < num_bytes:
+            self._mapping = mmap.mmap(self._file, max(size, num_bytes))
+        return self._mapping
+
+
+class ShmReceiver:
+    """Reads what a `ShmSender` of the same user offers under `directory`. Tensors are views of the mapping."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._path = Path(directory) / _FILE
+        self._mapping: mmap.mmap | None = None
+        self._inode = -1
+
+    def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
+        """As `WeightReceiver.receive`. `SyncError` when no sender, or another version, is there; `ChecksumMismatch`
+        when it was overwritten meanwhile."""
+        manifest.check()
+        buckets = plan_buckets(manifest.tensors, _ONE_BUCKET)
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        mapping = self._mapped(_HEADER_BYTES + num_bytes)
+        wanted = _Header(manifest.version, manifest.digest)
+        if (found := _read_header(mapping)) != wanted:
+            what = "nothing complete" if found is None else f"version {found.version}"
+            raise SyncError(
+                f"Shared memory holds {what}, not version {manifest.version} of the manifest: offer it again."
+            )
+        content = _content(mapping, num_bytes)
+        for slot in (slot for bucket in buckets for slot in bucket.slots):
+            yield slot.spec.name, view_of(content, slot)
+        if _read_header(mapping) != wanted:
+            raise ChecksumMismatch(f"Version {manifest.version} was overwritten while it was received: offer it again.")
+
+    def close(self) -> None:
+        """Let go of the mapping, at the latest when the last tensor is let go."""
+        self._mapping, self._inode = None, -1
+
+    def _mapped(self, num_bytes: int) -> mmap.mmap:
+        """The mapping of at least `num_bytes`, made anew when the file has grown or is another one."""
+        try:
+            _check_private(self._path.parent)
+            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as problem:
+            raise SyncError(f"No sender offers weights in shared memory: {problem.strerror}.") from None
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise SyncError("Shared memory for weights belongs to another user, or is no plain file.")
+            if status.st_size < num_bytes:
+                raise SyncError(f"Shared memory has {status.st_size} bytes; the manifest needs {num_bytes}.")
+            if self._mapping is None or self._inode != status.st_ino or len(self._mapping) < num_bytes:
+                self._mapping = mmap.mmap(file, status.st_size, flags=mmap.MAP_PRIVATE)
+                self._inode = status.st_ino
+        finally:
+            os.close(file)
+        return self._mapping
+
+
+def _check_private(directory: Path) -> None:
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise SyncError("The directory of shared memory must be this user's and closed to others (mode 0700).")
+
+
+def _open_sole(path: Path) -> int:
+    """The file, created if need be and locked for as long as it stays open; `SyncError` while another sender has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise SyncError(f"Another trainer sends weights through {path.parent}: give each a directory.") from None
+        try:
+            if os.stat(path).st_ino == os.fstat(file).st_ino:
+                return file
+        except FileNotFoundError:
+            pass  # its last sender removed it between our open and our lock
+        os.close(file)
+
+
+def _content(mapping: mmap.mmap, num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] after the header."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=_HEADER_BYTES, count=num_bytes)
+
+
+def _write_header(mapping: mmap.mmap, header: _Header | None) -> None:
+    """The length goes last in, first out: a header is there wholly or not at all."""
+    mapping[:8] = bytes(8)
+    if header is not None:
+        content = msgspec.msgpack.encode(header)
+        mapping[8 : 8 + len(content)] = content
+        mapping[:8] = len(content).to_bytes(8, "little")
+
+
+def _read_header(mapping: mmap.mmap) -> _Header | None:
+    length = int.from_bytes(mapping[:8], "little")
+    if not 0 < length <= _HEADER_BYTES - 8:
+        return None
+    try:
+        return msgspec.msgpack.decode(mapping[8 : 8 + length], type=_Header)
+    except msgspec.DecodeError:
+        return None
