@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError
+from rollout_engine.frontend.lifecycle_control import LifecycleControl
+from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.metrics import EngineMetrics, StatLogger
@@ -31,7 +33,7 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 
-class RolloutPolicy:
+class RolloutPolicy(LifecycleVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)
@@ -97,8 +99,10 @@ class RolloutPolicy:
         Works inside a running event loop too (it blocks that loop). Whatever is raised, the requests of this rollout
         are aborted first and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as
         soon as one sequence fails (a group with a hole is no use to a trainer), `RewardError` naming the prompt.
+        `LifecycleError` while paused or asleep; paused by another thread once it has begun, it waits for the resume.
         """
         check_layout(layout)
+        self.engine.require_running("rollout")
         start, groups, num_tokens = time.perf_counter(), [], 0
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)
         with closing(RolloutRun(self._shared, plan, reward_fn)) as run, _bar(plan, use_tqdm) as bar:
@@ -126,7 +130,8 @@ class RolloutPolicy:
         """As `rollout`, one TensorDict per group, in completion order; "group_id" says which prompt it was.
 
         The engine steps in a worker thread, so the loop stays free; async rewards run on the caller's loop. Leaving the
-        iteration early aborts what is left. Nothing is queued before the first group is asked for.
+        iteration early aborts what is left. Nothing is queued before the first group is asked for. While paused or
+        asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`.
         """
         check_layout(layout)
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)
@@ -171,6 +176,10 @@ class RolloutPolicy:
         `source` is an nn.Module, a dict or an iterator of (name, tensor); options as in `LLMEngine.update_weights`.
         """
         return self.engine.update_weights(source, **options)
+
+    @property
+    def lifecycle_control(self) -> LifecycleControl:
+        return self.engine.lifecycle_control
 
     @property
     def policy_version(self) -> int:

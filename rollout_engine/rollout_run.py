@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.errors import EngineGenerateError
+from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.rewards import RewardCaller, RewardFunction
@@ -44,7 +45,11 @@ class SharedEngine:
         return request_ids
 
     def step_for(self, inbox: list[RequestOutput]) -> None:
-        """One engine step, unless another rollout's step has filled `inbox` while we waited for our turn."""
+        """One engine step, unless another rollout's step has filled `inbox` while we waited for our turn.
+
+        While the engine is paused or asleep it takes a moment and computes nothing.
+        """
+        self.engine.wait_until_steppable(PAUSED_POLL_SECONDS)
         with self._stepping:
             if inbox:
                 return

@@ -191,8 +191,7 @@ class EngineCore:
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update."""
-        weights_kept = self.lifecycle.level == 1
-        if "weights" in self.lifecycle.wake_up(tags) and weights_kept:
+        if "weights" in self.lifecycle.wake_up(tags) and not self.lifecycle.dirty:
             self._executor.restore_weights()
         self._admit_held()
 

@@ -10,6 +10,9 @@ from rollout_engine.core.lifecycle import PauseMode, State
 from rollout_engine.errors import DirtyWeightsError, DrainTimeoutError, LifecycleError
 from rollout_engine.messages import EngineCoreOutputs
 
+PAUSED_POLL_SECONDS = 0.05
+"""How long a call in progress sleeps at a time while paused: a change wakes it at once, an interrupt within this."""
+
 
 class LifecycleControl:
     """The verbs of `LifecycleVerbs`, over one core.

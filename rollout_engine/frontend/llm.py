@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import EngineGenerateError, RequestError
+from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS, LifecycleControl
+from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.metrics import EngineMetrics, StatLogger
@@ -24,7 +26,7 @@ from sync.base import WeightSource
 Conversation = list[dict[str, Any]]
 
 
-class LLM:
+class LLM(LifecycleVerbs):
     """A model, ready to generate. Keyword arguments are `EngineConfig`'s.
 
     >>> with LLM("path/or/hub-id", max_num_seqs=64) as llm:
@@ -44,6 +46,10 @@ class LLM:
         llm = cls.__new__(cls)
         llm.llm_engine, llm._generating = engine, threading.Lock()
         return llm
+
+    @property
+    def lifecycle_control(self) -> LifecycleControl:
+        return self.llm_engine.lifecycle_control
 
     @property
     def policy_version(self) -> int:
@@ -66,7 +72,11 @@ class LLM:
         `sampling_params`: one for all prompts, or a list with one each; None: the defaults. All prompts are checked
         before any is queued (`RequestError` names the index). Whatever interrupts it ends its requests. Requests added
         through `llm_engine` go on meanwhile; their results wait for its next `step()`.
+
+        Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
+        has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
+        self.llm_engine.require_running("generate")
         with self._generating:
             request_ids = self.llm_engine.add_requests(prompts, _final_only(sampling_params))
             try:
@@ -155,6 +165,7 @@ class LLM:
 
     def _step(self, waiting: set[str]) -> list[RequestOutput]:
         """One engine step; results of others are handed back."""
+        self.llm_engine.wait_until_steppable(PAUSED_POLL_SECONDS)
         outputs = self.llm_engine.step()
         mine = [output for output in outputs if output.request_id in waiting]
         self.llm_engine.hand_back(output for output in outputs if output.request_id not in waiting)

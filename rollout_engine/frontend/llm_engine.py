@@ -166,6 +166,15 @@ class LLMEngine(LifecycleVerbs):
             if discard:
                 self._discard(set(ids))
 
+    def wait_until_steppable(self, timeout: float) -> None:
+        """While paused or asleep: return when that changes, or after `timeout` seconds. Call it without any lock."""
+        if not self._ready:
+            self._control.wait_until_steppable(timeout)
+
+    def require_running(self, verb: str) -> None:
+        """Raise `LifecycleError` or `DirtyWeightsError` where steps alone would not complete a request added now."""
+        self._core.lifecycle.require_running(verb)
+
     def hand_back(self, outputs: Iterable[RequestOutput]) -> None:
         """Give back results of a step that somebody else waits for; the next `step()` returns them first."""
         with self._lock:
@@ -284,10 +293,6 @@ class LLMEngine(LifecycleVerbs):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    def require_running(self, verb: str) -> None:
-        """Raise, naming `verb`, unless a request added now is computed by steps alone."""
-        self._core.lifecycle.require_running(verb)
 
     def _timed_step(self) -> EngineCoreOutputs:
         start = time.monotonic()

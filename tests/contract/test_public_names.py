@@ -13,6 +13,20 @@ SIGNATURES = {
     "LLM.chat": "self messages sampling_params",
     "LLM.score": "self prompt_token_ids completion_token_ids * temperature",
     "LLM.update_weights": "self source * version kv reset_version",
+    **{
+        f"{owner}.{verb}": arguments
+        for owner in ("LLM", "LLMEngine", "RolloutPolicy")
+        for verb, arguments in {
+            "pause_generation": "self * mode clear_cache wait_for_inflight_requests",
+            "resume_generation": "self",
+            "is_paused": "self",
+            "wait_for_requests_to_drain": "self drain_timeout",
+            "sleep": "self level mode",
+            "wake_up": "self tags",
+            "is_sleeping": "self",
+            "reset_prefix_cache": "self reset_running_requests",
+        }.items()
+    },
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority",
     "LLMEngine.step": "self",
@@ -33,7 +47,7 @@ SIGNATURES = {
 FIELDS = {
     "EngineConfig": "model tokenizer dtype device max_model_len block_size kv_cache_bytes num_kv_blocks max_num_seqs "
     "max_num_batched_tokens enable_prefix_caching seed deterministic num_threads load_format skip_tokenizer_init "
-    "logits_processors",
+    "logits_processors admission",
     "SamplingParams": "n temperature top_p top_k min_p max_tokens min_tokens stop stop_token_ids ignore_eos "
     "seed logprobs logprobs_mode detokenize skip_special_tokens include_stop_str_in_output truncate_prompt_tokens "
     "output_kind repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words "

@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from rollout_engine.kernels.memory import lazy_zeros
+from rollout_engine.kernels.memory import give_back, lazy_zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -23,3 +23,25 @@ def test_untouched_pages_take_no_memory():
     zeros = lazy_zeros(1 << 30, dtype=torch.bfloat16)
     assert process.memory_info().rss - before < 64 << 20
     del zeros
+
+
+@pytest.mark.parametrize("make", [lazy_zeros, torch.ones])
+def test_what_is_given_back_is_free_keeps_its_address_and_can_be_written_again(make):
+    process = psutil.Process()
+    tensor = make(1 << 26, dtype=torch.float32)
+    tensor.fill_(7)
+    view, address = tensor[1 << 20 :].view(-1, 1 << 20), tensor.data_ptr()
+    full = process.memory_info().rss
+    give_back([tensor, view])
+    assert full - process.memory_info().rss > 250 << 20
+    assert tensor.data_ptr() == address
+    pages = tensor[4096:-4096]
+    assert not pages.any()
+    view.fill_(3)
+    assert tensor[-1] == 3 and process.memory_info().rss > full - (16 << 20)
+
+
+def test_neighbours_of_what_is_given_back_keep_their_values():
+    small = [torch.full((700,), float(i)) for i in range(64)]
+    give_back(small[::2])
+    assert all((tensor == i).all() for i, tensor in enumerate(small) if i % 2)
