@@ -4,11 +4,10 @@ import contextlib
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_engine.core.lifecycle import MODES, State
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
-from tests.unit.core.conftest import Rig
 
 NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 24, 4, 23
 PROMPTS = [[(7 * i * i + salt) % VOCAB_SIZE for i in range(30)] for salt in range(2)]
@@ -34,9 +33,9 @@ BEFORE = st.tuples(REQUESTS, st.integers(0, 6), st.sampled_from([False] * 15 + [
 class Lifecycles(RuleBasedStateMachine):
     """The rig checks every output against the slow truth; this chooses the verbs."""
 
-    def __init__(self):
+    def __init__(self, make_rig):
         super().__init__()
-        self.rig = Rig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=4, vocab_size=VOCAB_SIZE)
+        self.rig = make_rig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=4, vocab_size=VOCAB_SIZE)
         self.num_added = 0
 
     @property
@@ -147,7 +146,8 @@ class Lifecycles(RuleBasedStateMachine):
             assert {name: str(value) for name, value in vars(self.lifecycle).items()} == before
 
 
-TestLifecycles = Lifecycles.TestCase
-TestLifecycles.settings = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+def test_any_order_of_verbs_ends_every_request_once_and_leaks_nothing(make_rig):
+    chosen = settings(
+        max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    run_state_machine_as_test(lambda: Lifecycles(make_rig), settings=chosen)
