@@ -99,7 +99,8 @@ class ScheduledSequence(msgspec.Struct):
     num_computed_tokens: int
     num_tokens: int
     block_ids: list[int]
-    """The whole block table, position order; the core's own list: read it, do not keep it."""
+    """Block table entries from `first_block` on: all that the runner does not know yet, or knows otherwise."""
+    first_block: int = 0
 
 
 class SampleTask(msgspec.Struct):

@@ -40,9 +40,11 @@ class BlockTables:
             source, destination = sequence.block_ids[index], self._allocate()
             sequence.block_ids[index] = destination
             self._release(source)
+            sequence.num_sent_blocks = min(sequence.num_sent_blocks, index)
             copies.append((source, destination))
         while len(sequence.block_ids) * self._block_size < end:
             sequence.block_ids.append(self._allocate())
+        sequence.num_writable_tokens = len(sequence.block_ids) * self._block_size
         return copies
 
     def attach_prefix(self, sequence: Sequence) -> None:
@@ -80,6 +82,7 @@ class BlockTables:
         child.block_ids = leader.block_ids.copy()
         child.prefix = leader.prefix.copy()
         child.num_computed_tokens = leader.num_computed_tokens
+        leader.num_writable_tokens = child.num_writable_tokens = leader.num_computed_tokens
         child.kv_min_version = leader.kv_min_version
 
     def release(self, sequence: Sequence) -> None:
@@ -88,7 +91,7 @@ class BlockTables:
             self._release(block)
         sequence.block_ids = []
         sequence.prefix = []
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_writable_tokens = sequence.num_sent_blocks = 0
         sequence.kv_min_version = None
 
     def distrust(self, sequence: Sequence) -> None:
@@ -137,6 +140,11 @@ class BlockTables:
         assert num_computed <= num_blocks * self._block_size, f"{name}: {num_computed} tokens in {num_blocks} blocks"
         assert (num_computed == 0) == (sequence.kv_min_version is None), f"{name}: KV without a version"
         assert len(sequence.prefix) <= num_computed // self._block_size, f"{name}: a partial block was published"
+        assert sequence.num_sent_blocks <= num_blocks, f"{name}: the runner knows more blocks than there are"
+        written = sequence.block_ids[
+            num_computed // self._block_size : sequence.num_writable_tokens // self._block_size
+        ]
+        assert not any(map(self._pool.is_shared, written)), f"{name}: a shared block would be written"
         for index, identity in enumerate(sequence.prefix):
             tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
             assert identity.holds(tokens), f"{name}: block {index} was published with other tokens"

@@ -372,4 +372,4 @@ def _dump(work: SchedulerOutput) -> str:
 
 def _dump_row(row: ScheduledSequence) -> str:
     start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_tokens
-    return f"  {row.request_id}: tokens [{start}, {end}), {len(row.block_ids)} blocks"
+    return f"  {row.request_id}: tokens [{start}, {end}), {row.first_block + len(row.block_ids)} blocks"

@@ -57,6 +57,8 @@ class FakeExecutor:
             if new.request_id in self.sequences:
                 raise FakeKVError(f"{new.request_id} is new, but already known")
             self.sequences[new.request_id] = FakeSequence(new)
+        for row in work.scheduled:
+            self.sequences[row.request_id].block_ids[row.first_block :] = row.block_ids
         self._copy_blocks(work.block_copies)
         self._check_slots(work.scheduled)
         if work.scheduled and self.weights != "live":
@@ -145,18 +147,20 @@ class FakeExecutor:
 
     def _slot(self, row: ScheduledSequence, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)
-        if index >= len(row.block_ids):
+        block_ids = self.sequences[row.request_id].block_ids
+        if index >= len(block_ids):
             raise FakeKVError(f"{row.request_id} has no block for position {position}")
-        return row.block_ids[index], offset
+        return block_ids[index], offset
 
 
 class FakeSequence:
     """What the fake runner remembers of a sequence; `token_ids` is its own, and grows."""
 
-    __slots__ = ("num_prompt_tokens", "params", "seed", "stop_ids", "token_ids")
+    __slots__ = ("block_ids", "num_prompt_tokens", "params", "seed", "stop_ids", "token_ids")
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = new.token_ids
+        self.block_ids: list[int] = []
         self.num_prompt_tokens = new.num_prompt_tokens
         self.params = new.params
         self.seed = new.seed

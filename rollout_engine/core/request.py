@@ -51,6 +51,8 @@ class Sequence:
         "max_num_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_sent_blocks",
+        "num_writable_tokens",
         "number",
         "order",
         "prefix",
@@ -77,6 +79,10 @@ class Sequence:
         """Prompt and sampled tokens. The prompt's own list until the first token is appended."""
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
+        self.num_writable_tokens = 0
+        """Positions from num_computed_tokens up to here have a block of their own."""
+        self.num_sent_blocks = 0
+        """How much of the block table the runner knows."""
         self.prefix: list[PrefixBlock] = []
         """What the first full blocks are, as far as the prefix cache has been told or asked."""
         self.kv_min_version: int | None = None

@@ -7,6 +7,8 @@ from rollout_engine.core.request import Request, Sequence
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.metrics import CoreStats
 
+_NO_BLOCKS: list[int] = []
+
 
 class Scheduler:
     """Sequences stand in one of three queues, each sorted by (priority, arrival, index).
@@ -73,13 +75,15 @@ class Scheduler:
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """`num_tokens` more of `sequence` were computed; with the prompt complete its siblings fork off."""
-        prompt_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-        self.stats.num_prompt_tokens_computed += min(num_tokens, prompt_left)
+        prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        if prompt_left > 0:
+            self.stats.num_prompt_tokens_computed += min(num_tokens, prompt_left)
         self.stats.num_tokens_computed += num_tokens
         sequence.num_computed_tokens += num_tokens
         if sequence.kv_min_version is None:
             sequence.kv_min_version = self.tables.policy_version
-        self.tables.publish(sequence)
+        if num_tokens > 1 or sequence.num_computed_tokens == sequence.num_writable_tokens:  # else no block became full
+            self.tables.publish(sequence)
         if not sequence.request.forked and sequence.num_computed_tokens == sequence.num_tokens:
             self._fork(sequence)
 
@@ -111,7 +115,8 @@ class Scheduler:
         while budget and position < len(self.running):
             sequence = self.running[position]
             num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
-            if not self._make_room(sequence, sequence.num_computed_tokens + num_tokens):
+            end = sequence.num_computed_tokens + num_tokens
+            if end > sequence.num_writable_tokens and not self._make_room(sequence, end):
                 break
             self._assign(work, sequence, num_tokens)
             budget -= num_tokens
@@ -159,23 +164,29 @@ class Scheduler:
 
     def _assign(self, work: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
         """Write one row of `work`, and the samples drawn from it."""
-        end = sequence.num_computed_tokens + num_tokens
-        copies = self.tables.extend(sequence, end)
-        self.stats.num_block_copies += len(copies)
-        work.block_copies += copies
-        self._introduce(work, sequence)
-        row, start = len(work.scheduled), sequence.num_computed_tokens
-        work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, sequence.block_ids))
-        if end < sequence.num_tokens:
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        if end > sequence.num_writable_tokens:
+            copies = self.tables.extend(sequence, end)
+            self.stats.num_block_copies += len(copies)
+            work.block_copies += copies
+        if not sequence.in_runner:
+            self._introduce(work, sequence)
+        first_block = sequence.num_sent_blocks
+        new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NO_BLOCKS
+        sequence.num_sent_blocks = len(sequence.block_ids)
+        work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, new_blocks, first_block))
+        if end < len(sequence.token_ids):
             return
-        drawn = [sequence] if sequence.request.forked else sequence.request.live_sequences
-        for sample in drawn:
-            self._introduce(work, sample)
+        row = len(work.scheduled) - 1
+        if sequence.request.forked:
+            work.samples.append(SampleTask(sequence.sequence_id, row))
+            return
+        for sample in sequence.request.live_sequences:
+            if not sample.in_runner:
+                self._introduce(work, sample)
             work.samples.append(SampleTask(sample.sequence_id, row))
 
     def _introduce(self, work: SchedulerOutput, sequence: Sequence) -> None:
-        if sequence.in_runner:
-            return
         request = sequence.request
         work.new.append(
             NewSequence(
