@@ -17,7 +17,7 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.memory import give_back
 from rollout_engine.kernels.paged_attention import DenseAttention, Scoring
-from rollout_engine.model.chunk import SequenceChunk
+from rollout_engine.model.chunk import FlatBatch, SequenceChunk
 from rollout_engine.model.eager_attention import EagerPool, EagerStep
 from rollout_engine.model.geometry import HARMLESS_TENSORS, LayerGeometry
 
@@ -36,9 +36,9 @@ class PagedKV:
         self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
     @contextmanager
-    def step(self, chunks: Sequence[SequenceChunk]) -> "Iterator[_CompiledStep | EagerStep]":
-        """Within it, attention of this thread's forwards runs over `chunks`, laid end to end in the flat batch."""
-        _active.step = self._pool.step(chunks)
+    def step(self, batch: FlatBatch) -> "Iterator[_CompiledStep | EagerStep]":
+        """Within it, attention of this thread's forwards runs over the chunks of `batch`."""
+        _active.step = self._pool.step(batch)
         try:
             yield _active.step
         finally:
@@ -92,10 +92,10 @@ class CompiledPool:
         for layer in self.layers:
             yield from (layer.keys, layer.values)
 
-    def step(self, chunks: Sequence[SequenceChunk]) -> "_CompiledStep":
-        """What attention needs to compute `chunks`."""
-        work = (compiled.Chunk(c.num_computed_tokens, len(c.token_ids), c.block_ids) for c in chunks)
-        return _CompiledStep(self, compiled.Plan(work, block_size=self.block_size, num_kv_heads=self._num_kv_heads))
+    def step(self, batch: FlatBatch) -> "_CompiledStep":
+        """What attention needs to compute `batch`."""
+        plan = compiled.Plan(batch.columns, block_size=self.block_size, num_kv_heads=self._num_kv_heads)
+        return _CompiledStep(self, plan)
 
 
 class _CompiledStep(NamedTuple):

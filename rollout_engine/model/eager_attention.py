@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.paged_attention import KV_TILE, Scoring, Tile, TilePlan, attend, padded_rows
-from rollout_engine.model.chunk import SequenceChunk
+from rollout_engine.model.chunk import FlatBatch, SequenceChunk
 from rollout_engine.model.geometry import LayerGeometry
 
 
@@ -32,9 +32,9 @@ class EagerPool:
         for layer in self.layers:
             yield from layer
 
-    def step(self, chunks: Sequence[SequenceChunk]) -> "EagerStep":
-        """What attention needs to compute `chunks`."""
-        return EagerStep(self, chunks)
+    def step(self, batch: FlatBatch) -> "EagerStep":
+        """What attention needs to compute `batch`."""
+        return EagerStep(self, batch.chunks(self.block_size))
 
 
 class EagerStep:

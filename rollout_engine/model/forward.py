@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout_engine.model.attention import PagedKV, SequenceChunk
+from rollout_engine.model.attention import PagedKV
+from rollout_engine.model.chunk import FlatBatch, SequenceChunk
 from rollout_engine.model.decoder import DecoderStack
 from rollout_engine.model.geometry import LayerGeometry
 
@@ -31,13 +33,12 @@ class PagedModel:
         self.decoder = DecoderStack(module, geometry, self.kv.layers) if compiled else None
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[SequenceChunk], logit_rows: Sequence[int]) -> Tensor:
+    def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
-        token_ids = torch.tensor([t for chunk in chunks for t in chunk.token_ids], dtype=torch.int64)
-        starts = ((chunk.num_computed_tokens, len(chunk.token_ids)) for chunk in chunks)
-        positions = torch.tensor([p for start, n in starts for p in range(start, start + n)], dtype=torch.int64)
-        rows = torch.tensor(logit_rows, dtype=torch.int64)
-        with self.kv.step(chunks) as step:
+        batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
+        token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        rows = torch.from_numpy(np.asarray(logit_rows, np.int64))
+        with self.kv.step(batch) as step:
             if self.decoder is not None:
                 return self.decoder.forward(token_ids, positions, step.plan, rows)
             out = self.module(

@@ -1,6 +1,6 @@
 """Turns one `SchedulerOutput` into tokens: the flat batch through the model, then the sampler.
 
-Every live sequence's tokens are kept here, so that a step carries only what changed.
+Every live sequence's tokens and block table are kept here, so that a step carries only what changed.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rollout_engine.messages import ModelRunnerOutput, NewSequence, SchedulerOutput
-from rollout_engine.model.attention import SequenceChunk
+from rollout_engine.kernels.cpu.attention import ChunkColumns
+from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
+from rollout_engine.model.block_rows import BlockRows
+from rollout_engine.model.chunk import FlatBatch
 from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.logit_edits import LogitEdits
 from rollout_engine.model.logits_processors import LogitsProcessor
@@ -26,6 +28,9 @@ class ModelRunner:
         self._sequences: dict[str, NewSequence] = {}
         self._edits: dict[str, LogitEdits] = {}
         """Of the sequences that have any."""
+        self._blocks = BlockRows()
+        self._settings: tuple[list[str], SamplingBatch] | None = None
+        """Sampling columns of the last step, and of which sequences."""
 
     @property
     def num_sequences(self) -> int:
@@ -34,23 +39,29 @@ class ModelRunner:
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens and draw one token per sample task."""
+        self._note_changes(work)
+        self.model.kv.copy_blocks(work.block_copies)
+        if not work.scheduled:
+            return ModelRunnerOutput(token_ids=[], logprobs=None)
+        batch = self._flat_batch(work.scheduled)
+        drawn = [task.row for task in work.samples]
+        rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
+        logits = self.model.forward(batch, batch.columns.token_starts[1:][rows] - 1)
+        if not rows:
+            return ModelRunnerOutput(token_ids=[], logprobs=None)
+        if len(rows) < len(drawn):
+            logits = logits[torch.from_numpy(np.searchsorted(rows, drawn))]
+        return self._sample(logits, [task.request_id for task in work.samples])
+
+    def _note_changes(self, work: SchedulerOutput) -> None:
+        if work.finished or work.new:
+            self._settings = None
         for request_id in work.finished:
             self._sequences.pop(request_id, None)
             self._edits.pop(request_id, None)
+            self._blocks.forget(request_id)
         self._learn(work.new)
-        self.model.kv.copy_blocks(work.block_copies)
-        chunks = [self._chunk(s.request_id, s.num_computed_tokens, s.num_tokens, s.block_ids) for s in work.scheduled]
-        if not chunks:
-            return ModelRunnerOutput(token_ids=[], logprobs=None)
-        ends = np.cumsum([len(chunk.token_ids) for chunk in chunks]) - 1
-        rows = list(dict.fromkeys(int(ends[task.row]) for task in work.samples))
-        logits = self.model.forward(chunks, rows)
-        if not rows:
-            return ModelRunnerOutput(token_ids=[], logprobs=None)
-        if len(rows) < len(work.samples):  # the n samples of a prompt draw from the same row
-            index = {row: i for i, row in enumerate(rows)}
-            logits = logits[torch.tensor([index[int(ends[task.row])] for task in work.samples])]
-        return self._sample(logits, [self._sequences[task.request_id] for task in work.samples])
+        self._blocks.learn(work.scheduled)
 
     def _learn(self, sequences: Sequence[NewSequence]) -> None:
         for new in sequences:
@@ -59,17 +70,41 @@ class ModelRunner:
             if edits is not None:
                 self._edits[new.request_id] = edits
 
-    def _chunk(self, request_id: str, start: int, count: int, block_ids: list[int]) -> SequenceChunk:
-        return SequenceChunk(self._sequences[request_id].token_ids[start : start + count], start, block_ids)
-
-    def _sample(self, logits: torch.Tensor, sequences: list[NewSequence]) -> ModelRunnerOutput:
-        batch = SamplingBatch.from_tasks(
-            [s.params for s in sequences],
-            seeds=[s.seed for s in sequences],
-            positions=[len(s.token_ids) for s in sequences],
+    def _flat_batch(self, scheduled: list[ScheduledSequence]) -> FlatBatch:
+        first = [chunk.num_computed_tokens for chunk in scheduled]
+        sizes = [chunk.num_tokens for chunk in scheduled]
+        tokens = [self._sequences[chunk.request_id].token_ids for chunk in scheduled]
+        if max(sizes) == 1:
+            token_ids = [ids[start] for ids, start in zip(tokens, first, strict=True)]
+        else:
+            spans = zip(tokens, first, sizes, strict=True)
+            token_ids = [token_id for ids, start, size in spans for token_id in ids[start : start + size]]
+        columns = ChunkColumns(
+            first_positions=np.array(first, np.int64),
+            token_starts=np.cumsum([0, *sizes], dtype=np.int64),
+            blocks=self._blocks.matrix,
+            block_starts=self._blocks.starts(scheduled),
         )
+        return FlatBatch(np.array(token_ids, np.int64), columns)
+
+    def _sample(self, logits: torch.Tensor, request_ids: list[str]) -> ModelRunnerOutput:
+        sequences = [self._sequences[request_id] for request_id in request_ids]
         known = ((row, self._edits.get(s.request_id)) for row, s in enumerate(sequences)) if self._edits else ()
-        out = sample(logits, batch, {row: edits for row, edits in known if edits is not None and edits.active})
+        edits = {row: found for row, found in known if found is not None and found.active}
+        out = sample(logits, self._batch(request_ids, sequences), edits)
         for sequence, token in zip(sequences, out.token_ids, strict=True):
             sequence.token_ids.append(token)
         return out
+
+    def _batch(self, request_ids: list[str], sequences: list[NewSequence]) -> SamplingBatch:
+        """Of the same sequences as in the last step only positions have changed."""
+        positions = [len(sequence.token_ids) for sequence in sequences]
+        if self._settings is not None and self._settings[0] == request_ids:
+            return self._settings[1]._replace(positions=np.array(positions, np.int64))
+        batch = SamplingBatch.from_tasks(
+            [s.params for s in sequences],
+            seeds=[s.seed for s in sequences],
+            positions=positions,
+        )
+        self._settings = (request_ids, batch)
+        return batch

@@ -40,8 +40,10 @@ using Item = AttentionItem;
 
 // --- the plan ----------------------------------------------------------------------------------------------------------
 
-int64_t table_length(const AttentionPlan& p, int s) { return p.block_starts[s + 1] - p.block_starts[s]; }
 int64_t chunk_length(const AttentionPlan& p, int s) { return p.token_starts[s + 1] - p.token_starts[s]; }
+int64_t table_length(const AttentionPlan& p, int s) {
+    return (p.first_position[s] + chunk_length(p, s) - 1) / p.block_size + 1;
+}
 
 // Whole tiles that two decoding sequences both read and both hold in the same blocks.
 int common_tiles(const AttentionPlan& p, int a, int b) {

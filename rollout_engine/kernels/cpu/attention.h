@@ -12,8 +12,8 @@ struct AttentionItem {
 
 // One step's sequences; the same for all layers. Mirrored in attention.py.
 struct AttentionPlan {
-    const int32_t* blocks;          // block tables, end to end
-    const int64_t* block_starts;    // [N + 1] in `blocks`
+    const int32_t* blocks;          // block tables
+    const int64_t* block_starts;    // [N] in `blocks`
     const int64_t* token_starts;    // [N + 1] in the flat batch
     const int64_t* first_position;  // [N] of each chunk
     int32_t* members;               // [N], out

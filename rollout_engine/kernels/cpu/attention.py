@@ -4,10 +4,10 @@ Both are one kernel on one pool layout, so both are the same bits. `kernels.page
 """
 
 import ctypes
-from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,23 +34,45 @@ class Chunk(NamedTuple):
     """Block table from position 0, covering the chunk."""
 
 
+class ChunkColumns(NamedTuple):
+    """The chunks of one step, as columns; int64 unless said otherwise."""
+
+    first_positions: np.ndarray
+    """[N]."""
+    token_starts: np.ndarray
+    """[N + 1]: where each chunk lies in the flat batch, and its end."""
+    blocks: np.ndarray
+    """int32, any shape, dense."""
+    block_starts: np.ndarray
+    """[N]: where each block table starts in flattened `blocks`. It covers the chunk; what follows is not read."""
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> "ChunkColumns":
+        """The same chunks as columns."""
+        chunks = list(chunks)
+        lengths, sizes = [chunk.length for chunk in chunks], [len(chunk.block_ids) for chunk in chunks]
+        blocks = [block for chunk in chunks for block in chunk.block_ids]
+        return cls(
+            np.array([chunk.first_position for chunk in chunks], np.int64),
+            np.cumsum([0, *lengths], dtype=np.int64),
+            np.array(blocks, np.int32),
+            np.cumsum([0, *sizes], dtype=np.int64)[:-1],
+        )
+
+
 class Plan:
     """The work of one step, for all layers: where tokens are written, and which rows read KV together."""
 
-    def __init__(self, chunks: Iterable[Chunk], *, block_size: int, num_kv_heads: int) -> None:
-        blocks, block_starts, token_starts, first = array("i"), array("q", [0]), array("q", [0]), array("q")
-        for position, length, block_ids in chunks:
-            blocks.fromlist(block_ids)
-            block_starts.append(len(blocks))
-            token_starts.append(token_starts[-1] + length)
-            first.append(position)
-        num_sequences, self.num_tokens = len(first), token_starts[-1]
-        members = array("i", bytes(4 * num_sequences))
-        items = bytearray(_BYTES_PER_ITEM * (num_sequences + self.num_tokens // _ITEM_TOKENS))
+    def __init__(self, chunks: Iterable[Chunk] | ChunkColumns, *, block_size: int, num_kv_heads: int) -> None:
+        columns = chunks if isinstance(chunks, ChunkColumns) else ChunkColumns.of(chunks)
+        first_positions, token_starts, blocks, block_starts = columns
+        num_sequences, self.num_tokens = len(first_positions), int(token_starts[-1])
+        members = np.empty(num_sequences, np.int32)
+        items = np.empty(_BYTES_PER_ITEM * (num_sequences + self.num_tokens // _ITEM_TOKENS), np.uint8)
         self.num_threads = torch.get_num_threads()
-        self._memory = (blocks, block_starts, token_starts, first, members, items)
+        self._memory = (blocks, block_starts, token_starts, first_positions, members, items)
         wanted = -(-2 * self.num_threads // num_kv_heads)
-        self._plan = _Plan(*map(_address, self._memory), num_sequences, block_size, 0, wanted)
+        self._plan = _Plan(*(array.ctypes.data for array in self._memory), num_sequences, block_size, 0, wanted)
         self.address = ctypes.addressof(self._plan)
         _library().attention_plan(self.address)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -178,9 +200,3 @@ def _library() -> Any:
             function.argtypes, function.restype = [ctypes.c_void_p], None
         kernels.attention_scratch.restype = ctypes.c_int64
     return kernels
-
-
-def _address(memory: array | bytearray) -> int:
-    if isinstance(memory, array):
-        return memory.buffer_info()[0]
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
