@@ -2,7 +2,7 @@
 
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
-python tests/benchmarks/run.py costs updates memory startup          ours alone
+python tests/benchmarks/run.py costs updates memory startup host     ours alone
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import costs
+import host
 import memory
 import psutil
 import results
@@ -111,12 +112,18 @@ def measure_startup(run: Run) -> None:
     run.keep("LLM(), S", lambda: startup.of_engine(run.directory("S"), SHAPES["S"]["dtype"]))
 
 
+def measure_host(run: Run) -> None:
+    for num_requests in (64, 256):
+        run.keep(f"host, {num_requests} requests", lambda n=num_requests: host.measure(n, run.rounds))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
     "updates": measure_updates,
     "memory": measure_memory,
     "startup": measure_startup,
+    "host": measure_host,
 }
 
 
