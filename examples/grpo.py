@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
         options.model = make_policy(options.out / "policy", training, options)
     with RolloutPolicy.from_pretrained(str(options.model), dtype="float32") as policy:
         trainer = exact.enable(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32))
+        start = time.perf_counter()
         history = list(train(policy, trainer, Task(policy.tokenizer), training, unseen, options))
+        print(time_shares(history, time.perf_counter() - start))
     draw(history, options.out / "learning_curve.png")
     first, last = history[0]["accuracy"], history[-1]["accuracy"]
     print(f"accuracy on {NUM_UNSEEN} unseen words: {first:.3f} -> {last:.3f}; see {options.out}")
@@ -110,7 +112,9 @@ def train(
                 "accuracy": evaluate(policy, task, unseen),
                 "tokens_per_second": batch["masks", "response"].sum().item() / seconds,
             }
+            row["rollout_seconds"], start = seconds, time.perf_counter()
             row["max_logprob_diff"] = update(trainer, optimizer, batch, options)
+            row["training_seconds"] = time.perf_counter() - start
             row["update_ms"] = 1000 * policy.update_weights(trainer).seconds
             report(row)
             metrics.write(json.dumps(row) + "\n")
@@ -288,6 +292,13 @@ def report(row: dict[str, float]) -> None:
         f"max |log-prob diff| {row['max_logprob_diff']}",
         flush=True,
     )
+
+
+def time_shares(history: list[dict[str, float]], seconds: float) -> str:
+    """Where the `seconds` of all steps went; the rest is greedy evaluation, weight updates and the record."""
+    rollout, training = (sum(row[f"{part}_seconds"] for row in history) / seconds for part in ("rollout", "training"))
+    rest = 1 - rollout - training
+    return f"{seconds:.0f} s: rollouts {rollout:.0%}, training {training:.0%}, evaluation and the rest {rest:.0%}"
 
 
 def first_group(step: int, batch: Any) -> Iterator[dict[str, Any]]:

@@ -55,6 +55,13 @@ def test_grpo_agrees_with_the_trainer_at_every_step(short_run):
     assert [row["max_logprob_diff"] for row in short_run[1]] == [0.0] * 13
 
 
+def test_grpo_says_what_rollouts_and_training_took(short_run):
+    rows = short_run[1]
+    assert all(row["rollout_seconds"] > 0 and row["training_seconds"] > 0 for row in rows)
+    given = [{"rollout_seconds": 3.0, "training_seconds": 1.0}, {"rollout_seconds": 1.0, "training_seconds": 2.0}]
+    assert load("grpo").time_shares(given, 10.0) == "10 s: rollouts 40%, training 30%, evaluation and the rest 30%"
+
+
 def test_grpo_writes_its_record(short_run):
     out, rows = short_run
     written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
