@@ -5,14 +5,21 @@ from typing import Any, TypeVar
 
 from sync.base import WeightReceiver, WeightSender
 from sync.errors import SyncError
+from sync.gloo import GlooReceiver, GlooSender
 from sync.inproc import InprocReceiver, InprocSender
 from sync.shm import ShmReceiver, ShmSender
 from sync.store import StoreReceiver, StoreSender
 
 _End = TypeVar("_End")
-_SENDERS: Mapping[str, Callable[..., WeightSender]] = {"inproc": InprocSender, "shm": ShmSender, "store": StoreSender}
+_SENDERS: Mapping[str, Callable[..., WeightSender]] = {
+    "inproc": InprocSender,
+    "gloo": GlooSender,
+    "shm": ShmSender,
+    "store": StoreSender,
+}
 _RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {
     "inproc": InprocReceiver,
+    "gloo": GlooReceiver,
     "shm": ShmReceiver,
     "store": StoreReceiver,
 }

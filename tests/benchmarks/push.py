@@ -1,6 +1,6 @@
 """How long a push of weights takes beside a plain copy of the same bytes.
 
-python tests/benchmarks/push.py [--transports shm,store] [--rounds 9] [--results FOLDER]
+python tests/benchmarks/push.py [--transports shm,store,gloo] [--rounds 9] [--results FOLDER]
 
 Trainer and engine are two processes on one machine, with one tmpfs between them. A push is timed from the offer to the
 engine's word that every tensor lies in its shadow and has its digest. The plain copy, of the same tensors from one
@@ -154,14 +154,17 @@ def _options(transport: str, folder: str) -> tuple[dict[str, Any], dict[str, Any
             return directory | threads, directory
         case "store":
             return directory | threads, directory | threads
-    raise SystemExit(f"--transports: '{transport}' is not measured here: shm, store")
+        case "gloo":
+            place = {"rendezvous": f"file://{folder}/rendezvous", "world_size": 2}
+            return place, place | {"rank": 1}
+    raise SystemExit(f"--transports: '{transport}' is not measured here: shm, store, gloo")
 
 
 def main() -> None:
     """See the file's first lines."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--transports", default="shm,store")
+    parser.add_argument("--transports", default="shm,store,gloo")
     parser.add_argument("--shape", default="M", choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--results", type=Path, default=HERE / "results")

@@ -29,6 +29,12 @@ class LocalShadow(Shadow):
     def answer(self):
         return self._answer
 
+    def open(self, transport, options):
+        assert not self.obey(Command("open", transport=transport, options=options)).error
+
+    def receive(self, manifest):
+        self.tell(Command("receive", manifest=manifest))
+
 
 class ShadowProcess:
     """The shadow in a process of its own."""
@@ -44,6 +50,14 @@ class ShadowProcess:
     def tell(self, command):
         self.process.stdin.write(msgspec.json.encode(command) + b"\n")
         self.process.stdin.flush()
+
+    def open(self, transport, options):
+        self.tell(Command("open", transport=transport, options=options))
+        answer = self.answer()
+        assert not answer.error, answer.message
+
+    def receive(self, manifest):
+        self.tell(Command("receive", manifest=manifest))
 
     def answer(self):
         assert self._selector.select(ANSWER_SECONDS), "the shadow does not answer"
@@ -63,21 +77,16 @@ class Link:
     def __init__(self, name, sender, shadows, options):
         self.name, self.sender, self.shadows = name, sender, shadows
         for shadow, choice in zip(shadows, options, strict=True):
-            shadow.tell(Command("open", transport=name, options=choice))
-            answer = shadow.answer()
-            assert not answer.error, answer.message
+            shadow.open(name, choice)
 
     def offer(self, source, version=1, metadata=None):
         return self.sender.offer(source, version, metadata or {})
-
-    def tell_to_receive(self, shadow, manifest):
-        shadow.tell(Command("receive", manifest=manifest))
 
     def deliver(self, manifest):
         """Every shadow's answer, and the sender's error, if any."""
         error = None
         for shadow in self.shadows:
-            self.tell_to_receive(shadow, manifest)
+            shadow.receive(manifest)
         try:
             self.sender.send()
         except sync.SyncError as problem:
@@ -127,6 +136,11 @@ def make_link(tmp_path, shadow_processes):
             if name == "inproc":
                 sender = sync.make_sender(name)
                 link = Link(name, sender, [LocalShadow()], [{"sender": sender}])
+            elif name == "gloo":
+                place = {"rendezvous": f"file://{tmp_path}/rendezvous", "world_size": 3, "bucket_bytes": 4096}
+                sender = sync.make_sender(name, **place, timeout=10)
+                ranks = [place | {"rank": rank, "timeout": 10} for rank in (1, 2)]
+                link = Link(name, sender, shadow_processes(2), ranks)
             elif name == "shm":
                 directory = str(tmp_path / "shm")
                 sender = sync.make_sender(name, directory=directory, num_threads=2)

@@ -72,7 +72,7 @@ def test_once_the_sender_is_closed_only_what_was_published_can_be_received(link)
     manifest = link.push(weights())
     link.sender.close()
     for shadow in link.shadows:
-        link.tell_to_receive(shadow, manifest)
+        shadow.receive(manifest)
         answer = shadow.answer()
         assert answer.matches(manifest) if link.name == "store" else answer.error in ("SyncError", "TransferTimeout")
 

@@ -1,0 +1,221 @@
+"""A gloo group forms in the background, keeps its deadlines and ends for everybody at once."""
+
+import signal
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import sync
+from sync.errors import ManifestMismatch, SyncError, TransferTimeout
+
+WEIGHTS = {f"w{i}": torch.full((100,), float(i)) for i in range(40)}
+PLACE = {"world_size": 2, "bucket_bytes": 2000, "timeout": 10.0}
+
+
+@pytest.fixture
+def ends(tmp_path):
+    """A function: both ends of a group of two, closed in the end."""
+    made = []
+
+    def make(sender_changes=(), receiver_changes=()):
+        place = PLACE | {"rendezvous": f"file://{tmp_path}/rendezvous-{len(made)}"}
+        made.append(sync.make_sender("gloo", **place | dict(sender_changes)))
+        made.append(sync.make_receiver("gloo", rank=1, **place | dict(receiver_changes)))
+        return made[-2:]
+
+    yield make
+    for end in made:
+        end.close()
+
+
+class Receiving(threading.Thread):
+    """Receives on a thread; `tensors` or `problem` when joined."""
+
+    def __init__(self, receiver, manifest, stop_after=None):
+        super().__init__()
+        self.receiver, self.manifest, self.stop_after = receiver, manifest, stop_after
+        self.tensors, self.problem = {}, None
+        self.start()
+
+    def run(self):
+        try:
+            for name, tensor in self.receiver.receive(self.manifest):
+                self.tensors[name] = tensor.clone()
+                if len(self.tensors) == self.stop_after:
+                    break
+        except SyncError as problem:
+            self.problem = problem
+
+
+def push(sender, receiver, source):
+    manifest = sender.offer(source, 1, {})
+    receiving = Receiving(receiver, manifest)
+    try:
+        sender.send()
+    finally:
+        receiving.join()
+    return receiving
+
+
+def test_ends_are_made_at_once_and_ready_when_all_have_come(tmp_path):
+    place = PLACE | {"rendezvous": f"file://{tmp_path}/rendezvous"}
+    start = time.monotonic()
+    sender = sync.make_sender("gloo", **place)
+    assert not sender.ready()
+    assert time.monotonic() - start < 1
+    receiver = sync.make_receiver("gloo", rank=1, **place)
+    while not (sender.ready() and receiver.ready()):
+        assert time.monotonic() - start < 10
+        time.sleep(0.01)
+    assert push(sender, receiver, WEIGHTS).tensors.keys() == WEIGHTS.keys()
+    receiver.close()
+    sender.close()
+
+
+def test_the_trainers_own_group_is_left_alone(tmp_path, ends):
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/own", rank=0, world_size=1)
+    try:
+        receiving = push(*ends(), WEIGHTS)
+        assert all(torch.equal(receiving.tensors[name], WEIGHTS[name]) for name in WEIGHTS)
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_nothing_listens_off_the_loopback(ends):
+    sender, receiver = ends()
+    push(sender, receiver, WEIGHTS)
+    tcp = {"rendezvous": f"tcp://127.0.0.1:{free_port()}"}
+    push(*ends(tcp, tcp), WEIGHTS)
+    listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert listening and set(listening) <= {"127.0.0.1"}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_rank_that_never_comes_is_a_timeout(tmp_path):
+    sender = sync.make_sender("gloo", rendezvous=f"file://{tmp_path}/r", world_size=2, timeout=0.5)
+    sender.offer(WEIGHTS, 1, {})
+    start = time.monotonic()
+    with pytest.raises(TransferTimeout, match="weight group of 2 did not form within 0.5 s"):
+        sender.send()
+    assert time.monotonic() - start < 5
+    with pytest.raises(TransferTimeout):
+        sender.ready()
+    sender.close()
+
+
+def test_a_receiver_that_does_not_listen_is_a_timeout_and_ends_the_group(ends):
+    sender, receiver = ends({"timeout": 1.0}, {"timeout": 1.0})
+    while not receiver.ready():
+        time.sleep(0.01)
+    sender.offer(WEIGHTS, 1, {})
+    with pytest.raises((TransferTimeout, SyncError)):
+        sender.send()
+    with pytest.raises(SyncError, match="make new ends with a new rendezvous"):
+        sender.send()
+
+
+@pytest.mark.parametrize("stop_after", [1, 20, 39])
+def test_a_receiver_that_breaks_off_is_an_error_at_the_sender(ends, stop_after):
+    sender, receiver = ends()
+    manifest = sender.offer(WEIGHTS, 1, {})
+    receiving = Receiving(receiver, manifest, stop_after)
+    start = time.monotonic()
+    with pytest.raises(SyncError):
+        sender.send()
+    receiving.join()
+    assert time.monotonic() - start < PLACE["timeout"]
+
+
+def test_a_sender_that_goes_is_an_error_at_the_receiver(ends):
+    sender, receiver = ends()
+    manifest = sender.offer(WEIGHTS, 1, {})
+    receiving = Receiving(receiver, manifest)
+    while not sender.ready():
+        time.sleep(0.01)
+    start = time.monotonic()
+    sender.close()
+    receiving.join()
+    assert isinstance(receiving.problem, SyncError)
+    assert time.monotonic() - start < PLACE["timeout"]
+
+
+@pytest.mark.parametrize("number,error", [(signal.SIGKILL, SyncError), (signal.SIGSTOP, TransferTimeout)])
+def test_a_worker_killed_or_stopped_is_an_error_at_the_sender(tmp_path, shadow_processes, number, error):
+    (shadow,) = shadow_processes(1)
+    place = PLACE | {"rendezvous": f"file://{tmp_path}/rendezvous", "timeout": 2.0}
+    sender = sync.make_sender("gloo", **place)
+    shadow.open("gloo", place | {"rank": 1})
+    while not sender.ready():
+        time.sleep(0.01)
+    manifest = sender.offer(WEIGHTS, 1, {})
+    shadow.process.send_signal(number)
+    shadow.receive(manifest)
+    start = time.monotonic()
+    with pytest.raises(error):
+        sender.send()
+    assert time.monotonic() - start < place["timeout"] + 1
+    sender.close()
+    shadow.process.kill()
+    shadow.process.wait()
+
+
+def test_other_weights_or_buckets_are_refused_by_all_and_the_group_lives(ends):
+    sender, receiver = ends()
+    manifest = sender.offer(WEIGHTS, 1, {})
+    other = sync.make_sender("inproc").offer(WEIGHTS | {"w3": torch.zeros(100)}, 1, {})
+    receiving = Receiving(receiver, other)
+    with pytest.raises(ManifestMismatch, match="1 of 2 ranks have another manifest"):
+        sender.send()
+    receiving.join()
+    assert isinstance(receiving.problem, ManifestMismatch)
+    receiving = Receiving(receiver, manifest)
+    sender.send()
+    receiving.join()
+    assert receiving.tensors.keys() == WEIGHTS.keys()
+
+
+def test_buckets_of_other_sizes_are_refused(ends):
+    sender, receiver = ends({}, {"bucket_bytes": 3000})
+    with pytest.raises(ManifestMismatch, match="bucket_bytes"):
+        push(sender, receiver, WEIGHTS)
+
+
+def test_without_an_offer_nothing_is_sent(ends):
+    with pytest.raises(SyncError, match="Nothing is on offer"):
+        ends()[0].send()
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"rendezvous": "/some/path"}, "rendezvous='/some/path' is not allowed: must be file://"),
+        ({"rendezvous": "tcp://host"}, "must be file://"),
+        ({"rendezvous": "tcp://host:port"}, "must be file://"),
+        ({"rendezvous": "env://"}, "must be file://"),
+        ({"world_size": 1}, "world_size=1 is not allowed"),
+        ({"timeout": 0}, "timeout=0 is not allowed"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is not allowed"),
+        ({"bucket_bytes": 1.5}, "bucket_bytes=1.5 is not allowed"),
+    ],
+)
+def test_what_cannot_be_a_group_is_refused(tmp_path, changes, message):
+    place = PLACE | {"rendezvous": f"file://{tmp_path}/rendezvous"}
+    with pytest.raises(SyncError, match=message):
+        sync.make_sender("gloo", **place | changes)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_out_of_range_is_refused(tmp_path, rank):
+    with pytest.raises(SyncError, match=f"rank={rank}, world_size=2 is not allowed"):
+        sync.make_receiver("gloo", rendezvous=f"file://{tmp_path}/rendezvous", rank=rank, world_size=2)
