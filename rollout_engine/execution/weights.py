@@ -3,10 +3,16 @@
     begin(manifest) ──> stage(name, tensor) ... ──> verify() ──> commit()
        refuse: nothing changed      into the shadow   complete,     live := shadow, version := v
                                                       digests,
-                                                      finite        abort() at any point before: the shadow is forgotten
+                                                      finite,
+                                                      packed        abort() at any point before: the shadow is forgotten
 
-Until the first byte of `commit`, live weights and version are untouched whatever goes wrong. Should `commit` itself
-fail, `dirty` stays set and only a complete update clears it.
+Until the first byte of `commit`, what steps compute with and the version are untouched whatever goes wrong. Should
+`commit` itself fail, `dirty` stays set and only a complete update clears it.
+
+The shadow of a weight that steps read where it lies is a second plain copy; that of a linear which runs from a packed
+copy is its own plain storage, since only packing reads it. `verify` packs, beside the copies in use; `commit` copies
+the few plain weights and puts the new packed copies in place of the old, which the next update packs over. So from the
+first update on a linear is held three times: plain, packed, and packed for the next.
 """
 
 import time
@@ -14,10 +20,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from rollout_engine.errors import DirtyWeightsError, LifecycleError, as_weight_errors
 from rollout_engine.execution.coverage import Coverage
+from rollout_engine.model.packed_weights import PackedWeights
 from rollout_engine.outputs import UpdateReport
 from sync import errors
 from sync.base import WeightSource
@@ -31,7 +38,7 @@ class WeightUpdater:
     Args:
         targets: every accepted name, the module's and the checkpoint's, as a view of live storage.
         aliases: groups of names that are one and the same view (tied weights).
-        on_commit: called once live weights have changed, before the commit counts as done (repacks linears).
+        packed: the copies that linears run from.
         version: policy version of the weights that are live now.
     """
 
@@ -39,15 +46,18 @@ class WeightUpdater:
         self,
         targets: Mapping[str, Tensor],
         aliases: Iterable[Iterable[str]],
-        on_commit: Callable[[], None],
+        packed: PackedWeights,
         *,
         version: int = 0,
     ) -> None:
         self._live = {name: view.detach() for name, view in targets.items()}
         self._same_as = {name: group[0] for group in map(list, aliases) for name in group}
         self._coverage = Coverage(self._live)
-        self._on_commit = on_commit
-        self._shadow: dict[str, Tensor] = {}
+        self._packed = packed
+        self._shadow: dict[int, UntypedStorage] = {}
+        """By the address of the live storage."""
+        self._overwritten = False
+        """Plain weights that no step reads hold staged values."""
         self._open: WeightManifest | None = None
         self._staged: set[str] = set()
         self._verified = False
@@ -60,7 +70,12 @@ class WeightUpdater:
         return {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
 
     def digest(self) -> str:
-        """xxh3-128 of the live weights under the module's own names; tied weights count once."""
+        """xxh3-128 of the live weights under the module's own names; tied weights count once.
+
+        Raises `LifecycleError` while an update is being staged.
+        """
+        if self._overwritten:
+            raise LifecycleError("digest: an update is open; commit or abort it first.")
         return self._live_digest(self._coverage.canonical())
 
     def begin(self, manifest: WeightManifest, *, reset_version: bool = False) -> bool:
@@ -88,40 +103,46 @@ class WeightUpdater:
         came = (dtype_name(tensor.dtype), tuple(tensor.shape))
         if came != (spec.dtype, spec.shape):
             raise errors.ManifestMismatch(f"'{name}' came as {came}; the manifest says {(spec.dtype, spec.shape)}.")
-        self._shadow_of(name).copy_(tensor.detach())
-        self._staged.add(name)
         self._verified = False
+        self._overwritten |= not self._packed.reads(self._live[name])
+        self._shadow_of(self._live[name]).copy_(tensor.detach())
+        self._staged.add(name)
 
     def verify(self) -> None:
-        """Raise `ChecksumMismatch`, naming tensors, unless all arrived, unchanged and finite."""
+        """Raise `ChecksumMismatch`, naming tensors, unless all arrived, unchanged and finite; then pack them.
+
+        Nothing that a step reads is touched, so steps may go on in another thread.
+        """
         specs = self._specs("verify")
         if absent := [name for name in specs if name not in self._staged]:
             raise errors.ChecksumMismatch(
                 f"{len(absent)} tensors of the manifest never arrived: {first_names(absent)}."
             )
         for name, spec in specs.items():
-            arrived = self._shadow[name]
+            arrived = self._shadow_of(self._live[name])
             if describe(name, arrived) != spec:
                 raise errors.ChecksumMismatch(f"'{name}' changed on the way: its digest is not the manifest's.")
             if not _is_finite(arrived):
                 raise errors.ChecksumMismatch(f"'{name}' has values that are NaN or infinite.")
+        self._packed.pack(self._shadow_of)
         self._verified = True
 
     def commit(self) -> str:
         """Make the shadow live and return the digest of the live weights under the manifest's names.
 
-        Call it where no forward is running. Raises `LifecycleError` before `verify`; `DirtyWeightsError` when the copy
-        or `on_commit` fails, which leaves `dirty` set.
+        Call it where no forward is running. Raises `LifecycleError` before `verify`; `DirtyWeightsError` when it fails
+        half-way, which leaves `dirty` set.
         """
-        manifest, names = self._open, list(self._specs("commit"))
+        manifest, specs = self._open, self._specs("commit")
         if manifest is None or not self._verified:
             raise LifecycleError("commit: the open update is not verified; call verify first.")
-        self.dirty = True
+        self.dirty, self._overwritten = True, False
         try:
-            for name in names:
-                self._live[name].copy_(self._shadow[name])
-            self._on_commit()
-            digest = self._live_digest(names)
+            copied = {name: self._live[name] for name in specs if self._packed.reads(self._live[name])}
+            for view in copied.values():
+                view.copy_(self._shadow_of(view))
+            self._packed.swap()
+            digest = total_digest(describe(n, copied[n]) if n in copied else spec for n, spec in specs.items())
             if digest != manifest.digest:
                 raise errors.ChecksumMismatch("the live weights are not the ones that were staged")
         except Exception as problem:
@@ -135,6 +156,9 @@ class WeightUpdater:
     def abort(self) -> None:
         """Forget what was staged. No-op when nothing is open."""
         self._open, self._staged, self._verified = None, set(), False
+        if self._overwritten:
+            self._packed.restore()
+            self._overwritten = False
 
     def release(self, *, forget: bool) -> None:
         """Free the shadow, which the next update makes again. `forget`: the live weights lose their values too."""
@@ -147,11 +171,15 @@ class WeightUpdater:
             raise LifecycleError(f"{verb}: no update is open; call begin first.")
         return {spec.name: spec for spec in self._open.tensors}
 
-    def _shadow_of(self, name: str) -> Tensor:
-        """A plain copy beside the live tensor, allocated once and used again by later updates."""
-        if name not in self._shadow:
-            self._shadow[name] = torch.empty(self._live[name].shape, dtype=self._live[name].dtype)
-        return self._shadow[name]
+    def _shadow_of(self, view: Tensor) -> Tensor:
+        """Where the next values of a live view are gathered; allocated once and used again by later updates."""
+        if not self._packed.reads(view):
+            return view
+        live = view.untyped_storage()
+        if live.data_ptr() not in self._shadow:
+            self._shadow[live.data_ptr()] = UntypedStorage(live.nbytes())
+        storage = self._shadow[live.data_ptr()]
+        return torch.empty(0, dtype=view.dtype).set_(storage, view.storage_offset(), view.shape, view.stride())
 
     def _live_digest(self, names: Iterable[str]) -> str:
         return total_digest(describe(name, self._live[name]) for name in names)

@@ -14,10 +14,10 @@ from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.model import decoder_trial
 from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
-from rollout_engine.model.fusion import repack
 from rollout_engine.model.loader import LoadedModel, load_model
 from rollout_engine.model.logits_processors import load_processors
-from rollout_engine.model.residence import release_derived, release_weights, restore_derived
+from rollout_engine.model.packed_weights import PackedWeights
+from rollout_engine.model.residence import release_derived, release_weights
 from rollout_engine.model.runner import ModelRunner
 
 logger = logging.getLogger("rollout_engine")
@@ -45,6 +45,7 @@ class Worker:
         loaded = load_model(config)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         self._deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
+        self._packed = PackedWeights(loaded.module)
         num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
         obstacle = decoder_trial.obstacle(loaded.module, loaded.geometry)
         if obstacle is not None:
@@ -58,7 +59,7 @@ class Worker:
         )
         self.runner = ModelRunner(model, vocab_size=loaded.vocab_size, processors=processors)
         self._weights = list(loaded.targets.values())
-        self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._after_commit)
+        self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._packed)
         self.info = ModelInfo(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -83,16 +84,13 @@ class Worker:
         self.updater.release(forget=forget)
         if self.runner.model.decoder is not None:
             self.runner.model.decoder.release()
-        release_derived(self.runner.model.module)
+        release_derived(self._packed)
         if forget:
             release_weights(self._weights)
 
     def restore_weights(self) -> None:
         """Pack the weights again."""
-        restore_derived(self.runner.model.module)
-
-    def _after_commit(self) -> None:
-        repack(self.runner.model.module)
+        self._packed.make()
 
     def _choices(self, config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:
         pool_mib = num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20

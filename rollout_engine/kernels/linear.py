@@ -60,10 +60,13 @@ _OWN_HEIGHTS_THREADED = (33, 200)
 _plans: dict[tuple[int, int, torch.dtype], RowPlan] = {}
 
 
-def pack(weight: Tensor, plan: RowPlan) -> Operand:
-    """The operand `matmul` wants: our panels or oneDNN's layout of `weight` [N, K], or the weight itself."""
+def pack(weight: Tensor, plan: RowPlan, panels: Tensor | None = None) -> Operand:
+    """The operand `matmul` wants: our panels or oneDNN's layout of `weight` [N, K], or the weight itself.
+
+    `panels`: where to put ours, of `gemm.empty_panels`.
+    """
     if plan.kernel == OWN:
-        return gemm.pack(weight)
+        return gemm.pack(weight, panels)
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if plan.kernel == ONEDNN else weight
 
 

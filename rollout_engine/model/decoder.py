@@ -29,7 +29,8 @@ class NotOurs(Exception):
 class DecoderStack:
     """`module`, its layers compiled, over one KV pool. Raises `NotOurs` where its parts are not those of Llama.
 
-    Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step.
+    Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. Where groups
+    do not follow writes, only what they run from may move.
     """
 
     def __init__(self, module: nn.Module, geometry: Sequence[LayerGeometry], pool: Sequence[attention.Layer]) -> None:
@@ -50,7 +51,8 @@ class DecoderStack:
         return logits
 
     def _current(self) -> Decoder:
-        tensors = [t for owner in self._owners for t in owner.values() if t is not None]
+        follow = any(group.follows_writes for group in self._groups.values())
+        tensors = [t for owner in self._owners for t in owner.values() if t is not None] if follow else []
         stamp = [part for t in tensors for part in (t.data_ptr(), t._version)]
         stamp += [group.num_packs for group in self._groups]
         if self._decoder is None or stamp != self._stamp:

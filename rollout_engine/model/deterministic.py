@@ -7,7 +7,7 @@ from torch import nn
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.linear import NotInvariant
 from rollout_engine.kernels.paged_attention import prove_row_invariance
-from rollout_engine.model.fusion import repack
+from rollout_engine.model.fusion import linear_groups
 from rollout_engine.model.geometry import LayerGeometry
 from rollout_engine.model.row_invariance import make_row_invariant, unproven_parts
 
@@ -21,7 +21,8 @@ def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> 
     try:
         prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)}, dtype)
         make_row_invariant(module)
-        repack(module)
+        for group in linear_groups(module):
+            group.prove()
     except NotInvariant as problem:
         raise ConfigError(f"deterministic=True is not possible here: {problem}. Use deterministic=False.") from None
     unproven = unproven_parts(module)

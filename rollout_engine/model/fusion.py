@@ -4,12 +4,13 @@ q/k/v and gate/up run as one GEMM each. Names in `state_dict` do not change. In 
 views of one buffer (`fuse_projections`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels import linear
+from rollout_engine.kernels.cpu import gemm
 
 _FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -43,12 +44,6 @@ def repack(module: nn.Module) -> None:
         group.repack()
 
 
-def unpack(module: nn.Module) -> None:
-    """Free every packed copy until `repack`, or until it is needed."""
-    for group in linear_groups(module):
-        group.unpack()
-
-
 def linear_groups(module: nn.Module) -> list["LinearGroup"]:
     """Every packed product below `module`, once."""
     modules = list(module.modules())
@@ -65,6 +60,9 @@ class LinearGroup:
 
     def __init__(self, children: list[nn.Linear]) -> None:
         self.children = children
+        self.plan = linear.PLAIN
+        self.follows_writes = True
+        """Whether a product first looks if a weight was written; else `install` alone changes what it multiplies by."""
         self._operand: linear.Operand | None = None
         self._bias: Tensor | None = None
         self._stamp: tuple[int, ...] = ()
@@ -90,15 +88,29 @@ class LinearGroup:
             self._input = None
         return result
 
+    def prove(self) -> None:
+        """Find the plan. Raises `kernels.linear.NotInvariant`."""
+        self.plan = linear.plan_for(self.weight())
+
     def repack(self) -> None:
-        with torch.no_grad():
-            weight = _stacked([child.weight.detach() for child in self.children])
-            self._plan = linear.plan_for(weight)
-            self._operand = linear.pack(weight, self._plan)
-            if self.children[0].bias is not None:
-                self._bias = _stacked([child.bias.detach() for child in self.children]).clone()
-        self._stamp = self._current_stamp()
+        """Multiply by the weights as they are."""
+        self.prove()
+        self.install(linear.pack(self.weight(), self.plan), self.stacked_bias())
+
+    def install(self, operand: linear.Operand, bias: Tensor | None) -> None:
+        """Multiply by these from now on."""
+        self._operand, self._bias, self._stamp = operand, bias, self._current_stamp()
         self.num_packs += 1
+
+    def weight(self, place: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
+        """[sum of N, K]: the children's weights below one another, each taken from `place(weight)`."""
+        return _stacked([place(child.weight.detach()) for child in self.children])
+
+    def stacked_bias(self, place: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor | None:
+        """[sum of N], a copy; None without."""
+        if self.children[0].bias is None:
+            return None
+        return _stacked([place(child.bias.detach()) for child in self.children]).clone()
 
     def unpack(self) -> None:
         self._operand = self._bias = None
@@ -109,10 +121,16 @@ class LinearGroup:
         return linear.matmul(x, *self.operand())
 
     def operand(self) -> tuple[linear.Operand, Tensor | None, linear.RowPlan]:
-        """What `linear.matmul` takes after x, of the weights as they are now."""
-        if self._stamp != self._current_stamp():
+        """What `linear.matmul` takes after x."""
+        if self._operand is None or (self.follows_writes and self._stamp != self._current_stamp()):
             self.repack()
-        return self._operand, self._bias, self._plan
+        assert self._operand is not None
+        return self._operand, self._bias, self.plan
+
+    @property
+    def packed(self) -> gemm.PackedWeight | None:
+        """The operand, where our own kernel multiplies and there is one."""
+        return self._operand if isinstance(self._operand, gemm.PackedWeight) else None
 
     def product(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """x [R, K] -> [R, N] of each child; gradients reach x, and the children's parameters as they are given here."""

@@ -2,21 +2,16 @@
 
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout_engine.kernels.memory import give_back, trim
-from rollout_engine.model.fusion import repack, unpack
+from rollout_engine.model.packed_weights import PackedWeights
 
 
-def release_derived(module: nn.Module) -> None:
-    """Free every packed copy of `module`'s weights."""
-    unpack(module)
+def release_derived(packed: PackedWeights) -> None:
+    """Free every packed copy of a model's weights."""
+    packed.release()
     trim()
-
-
-def restore_derived(module: nn.Module) -> None:
-    """Pack the weights again."""
-    repack(module)
 
 
 def release_weights(weights: Iterable[Tensor]) -> None:

@@ -1,6 +1,8 @@
 """Row-invariant products in C++ (`gemm.cpp`): one order of accumulation over K, whatever rows are beside a row."""
 
 import ctypes
+import math
+from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from functools import cache
 from typing import NamedTuple
@@ -52,16 +54,35 @@ def is_fast(dtype: torch.dtype) -> bool:
     return serves(dtype) and _library().gemm_level(dtype == torch.bfloat16) > 0
 
 
-def pack(weight: Tensor) -> PackedWeight:
-    """`weight` [N, K], float32 or bfloat16, in the kernel's layout; as many bytes, up to padding."""
+def empty_panels(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Room for the packed copies of `weights`: one piece of memory, on large pages where the system grants them."""
+    sizes = [(-(-len(weight) // PANEL), _units(weight.shape[1], weight.dtype), PANEL) for weight in weights]
+    lengths = [math.prod(size) for size in sizes]
+    memory = torch.empty(sum(lengths), dtype=torch.int32)
+    _library().gemm_ask_for_large_pages(memory.data_ptr(), memory.nbytes)
+    return [part.view(size) for part, size in zip(memory.split(lengths), sizes, strict=True)]
+
+
+def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
+    """`weight` [N, K], float32 or bfloat16, in the kernel's layout; as many bytes, up to padding.
+
+    `panels`: where to, of `empty_panels`; None: fresh memory.
+    """
     weight = weight.contiguous()
     out_features, in_features = weight.shape
-    panels = torch.empty(-(-out_features // PANEL), _units(in_features, weight.dtype), PANEL, dtype=torch.int32)
+    if panels is None:
+        (panels,) = empty_panels([weight])
     is_bf16 = weight.dtype == torch.bfloat16
     _library().gemm_pack(
         weight.data_ptr(), out_features, in_features, is_bf16, panels.data_ptr(), torch.get_num_threads()
     )
     return PackedWeight(panels, out_features, in_features, weight.dtype)
+
+
+def unpack(packed: PackedWeight, like: Tensor) -> Tensor:
+    """The weight that `pack` was given, bit for bit; it had the shape [N, K] and dtype of `like`."""
+    rows = packed.panels.transpose(1, 2).contiguous().view(-1, packed.panels.shape[1])
+    return rows.view(like.dtype)[: len(like), : like.shape[1]]
 
 
 def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -101,6 +122,7 @@ def _library() -> ctypes.CDLL:
     assert library is not None, "ask `serves` first"
     library.gemm_level.argtypes, library.gemm_level.restype = (c_int32,), c_int32
     library.gemm_pack.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32)
+    library.gemm_ask_for_large_pages.argtypes = (c_void_p, c_int64)
     library.gemm_run.argtypes = (c_void_p,)
-    library.gemm_pack.restype = library.gemm_run.restype = None
+    library.gemm_pack.restype = library.gemm_run.restype = library.gemm_ask_for_large_pages.restype = None
     return library

@@ -11,9 +11,24 @@ from torch import nn
 from rollout_engine import errors
 from rollout_engine.errors import LifecycleError
 from rollout_engine.execution.weights import WeightUpdater, update_from_source
+from rollout_engine.model.packed_weights import PackedWeights
 from rollout_engine.testing import tiny_model
 from sync.errors import ChecksumMismatch, ManifestMismatch, StaleVersion
 from sync.inproc import InprocSender
+
+
+class Packed(PackedWeights):
+    """Of a model without linears; `at_swap` is called within the commit."""
+
+    num_swaps = -1  # one at the start makes it 0
+    at_swap = staticmethod(lambda: None)
+
+    def __init__(self):
+        super().__init__(nn.Module())
+
+    def swap(self):
+        self.num_swaps += 1
+        self.at_swap()
 
 
 class Engine:
@@ -30,11 +45,12 @@ class Engine:
             "k": fused[4:],
             "steps": torch.tensor(3),
         }
-        self.num_commits = 0
-        self.updater = WeightUpdater(self.live, [["embed", "head"]], self.committed)
+        self.packed = Packed()
+        self.updater = WeightUpdater(self.live, [["embed", "head"]], self.packed)
 
-    def committed(self):
-        self.num_commits += 1
+    @property
+    def num_commits(self):
+        return self.packed.num_swaps
 
     def update(self, source, **options):
         options = {"boundary": nullcontext(), "advance": lambda version: 5} | options
@@ -148,7 +164,7 @@ def test_a_value_too_large_for_the_engines_dtype_is_refused():
 def test_a_tie_that_only_the_source_has_is_refused(engine):
     square = random_tensor((4, 4), 1)
     live = {"a": square, "b": square.clone()}
-    updater = WeightUpdater(live, [], lambda: None)
+    updater = WeightUpdater(live, [], Packed())
     with pytest.raises(errors.ManifestMismatchError, match="b: tied to 'a' at the source, but not in the engine"):
         update_from_source(updater, {"a": square, "b": square}, boundary=nullcontext(), advance=lambda version: 0)
 
@@ -272,31 +288,27 @@ def test_a_stale_manifest_leaves_no_transaction_open(engine):
     assert engine.updater.begin(offer(engine, weights())[0])
 
 
-def test_a_failing_repack_leaves_the_weights_dirty_until_a_complete_update(engine):
-    fail = True
+def test_a_commit_that_fails_leaves_the_weights_dirty_until_a_complete_update(engine):
+    def fail():
+        raise MemoryError("no room")
 
-    def repack():
-        if fail:
-            raise MemoryError("no room to pack")
-
-    updater = WeightUpdater(engine.live, [["embed", "head"]], repack)
-    run = dict(boundary=nullcontext(), advance=lambda version: 0)
-    with pytest.raises(errors.DirtyWeightsError, match="commit of version 1 failed: no room to pack"):
-        update_from_source(updater, weights(), **run)
-    assert updater.dirty and updater.version == 0
-    fail = False
-    update_from_source(updater, weights(), **run)
-    assert not updater.dirty and updater.version == 1
+    engine.packed.at_swap = fail
+    with pytest.raises(errors.DirtyWeightsError, match="commit of version 1 failed: no room"):
+        engine.update(weights())
+    assert engine.updater.dirty and engine.updater.version == 0
+    del engine.packed.at_swap
+    engine.update(weights())
+    assert not engine.updater.dirty and engine.updater.version == 1
 
 
 def test_a_commit_that_does_not_reach_live_storage_is_not_believed(engine):
     def overwrite():
         engine.live["q"].zero_()
 
-    updater = WeightUpdater(engine.live, [["embed", "head"]], overwrite)
+    engine.packed.at_swap = overwrite
     with pytest.raises(errors.DirtyWeightsError, match="not the ones that were staged"):
-        update_from_source(updater, weights(), boundary=nullcontext(), advance=lambda version: 0)
-    assert updater.dirty
+        engine.update(weights())
+    assert engine.updater.dirty
 
 
 def test_commit_and_version_change_happen_inside_the_boundary(engine):
@@ -309,9 +321,9 @@ def test_commit_and_version_change_happen_inside_the_boundary(engine):
         def __exit__(self, *problem):
             trace.append("go")
 
-    engine.updater._on_commit = lambda: trace.append("repack")
+    engine.packed.at_swap = lambda: trace.append("swap")
     engine.update(weights(), boundary=Boundary(), advance=lambda version: trace.append(version) or 2)
-    assert trace == ["stop", "repack", 1, "go"]
+    assert trace == ["stop", "swap", 1, "go"]
 
 
 def test_the_shadow_is_used_again(engine):
@@ -352,7 +364,7 @@ def test_a_hugging_face_model_updates_from_another_one(tie):
     live, trainer = (tiny_model(seed=seed, tie_word_embeddings=tie) for seed in (0, 1))
     table = live.state_dict()
     aliases = [["model.embed_tokens.weight", "lm_head.weight"]] if tie else []
-    updater = WeightUpdater(table, aliases, lambda: None)
+    updater = WeightUpdater(table, aliases, Packed())
     before = updater.digest()
     update_from_source(updater, nn.Module.train(trainer), boundary=nullcontext(), advance=lambda version: 0)
     assert updater.digest() != before

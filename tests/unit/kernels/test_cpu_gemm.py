@@ -101,3 +101,22 @@ def test_a_slow_instruction_set_asks_the_library_first(dtype, monkeypatch):
     monkeypatch.setattr(gemm, "is_fast", lambda dtype: False)
     candidates = linear._candidates(dtype)
     assert candidates[0].kernel == linear.ONEDNN and candidates[-1].kernel == linear.OWN
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_weight_gives_its_weight_back(dtype, shape):
+    weight = torch.randn(shape).to(dtype)
+    assert torch.equal(gemm.unpack(gemm.pack(weight), weight), weight)
+
+
+@needs_compiler
+def test_weights_are_packed_into_one_piece_of_memory():
+    weights = [torch.randn(33, 31), torch.randn(200, 64), torch.randn(64, 50).to(torch.bfloat16)]
+    rooms = gemm.empty_panels(weights)
+    assert len({room.untyped_storage().data_ptr() for room in rooms}) == 1
+    packed = [gemm.pack(weight, room) for weight, room in zip(weights, rooms, strict=True)]
+    for weight, copy, room in zip(weights, packed, rooms, strict=True):
+        assert copy.panels is room
+        assert torch.equal(gemm.unpack(copy, weight), weight)

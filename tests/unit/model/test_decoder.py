@@ -13,7 +13,8 @@ from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.fusion import fuse_projections, repack
 from rollout_engine.model.geometry import probe_geometry
-from rollout_engine.model.residence import release_derived, restore_derived
+from rollout_engine.model.packed_weights import PackedWeights
+from rollout_engine.model.residence import release_derived
 from rollout_engine.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here")
@@ -142,15 +143,32 @@ def test_weights_written_behind_torchs_back_are_seen_once_repacked():
 
 def test_released_packed_weights_are_freed_and_come_back():
     module, geometry = prepared("llama")
+    packed = PackedWeights(module)
     ours = paged(module, geometry, compiled=True)
     chunk = [SequenceChunk([5, 6, 7], 0, [0])]
     before = ours.forward(chunk, [2])
     panels = weakref.ref(module.model.layers[0].mlp.down_proj._group.operand()[0].panels)
     ours.decoder.release()
-    release_derived(module)
+    release_derived(packed)
     assert panels() is None
-    restore_derived(module)
+    packed.make()
     assert torch.equal(ours.forward(chunk, [2]), before)
+
+
+def test_swapped_weights_are_seen_and_weights_being_gathered_are_not():
+    module, geometry = prepared("qwen3")
+    packed = PackedWeights(module)
+    ours, theirs = paged(module, geometry, compiled=True), paged(module, geometry)
+    chunk = [SequenceChunk([5, 6, 7], 0, [0])]
+    before = ours.forward(chunk, [2])
+    with torch.no_grad():
+        module.model.layers[0].mlp.up_proj.weight.mul_(2)
+    packed.pack(lambda weight: weight)
+    assert torch.equal(ours.forward(chunk, [2]), before)
+    packed.swap()
+    after = ours.forward(chunk, [2])
+    assert not torch.equal(after, before)
+    assert torch.equal(after, theirs.forward(chunk, [2]))
 
 
 def test_a_class_that_computes_something_else_is_refused():
