@@ -1,5 +1,6 @@
 """This engine, as a worker serves it."""
 
+import time
 from typing import Any
 
 import torch
@@ -28,18 +29,22 @@ class Engine:
         results = self._llm.generate(prompts, _params(**settings), use_tqdm=False)
         return sum(len(sample.token_ids) for result in results for sample in result.outputs)
 
-    def run_with_updates(self, prompts: list[list[int]], steps_between: int, **settings: Any) -> int:
-        """As `run`, with new weights after every `steps_between` steps; returns how many updates there were."""
+    def run_with_updates(self, prompts: list[list[int]], steps_between: int, **settings: Any) -> dict[str, Any]:
+        """As `run`, with new weights after every `steps_between` steps; seconds of each update, and of all steps."""
         engine = self._llm.llm_engine
         engine.add_requests(prompts, _params(**settings))
-        num_steps = num_updates = 0
+        reports, num_steps, start = [], 0, time.perf_counter()
         while engine.has_unfinished_requests():
             engine.step()
             num_steps += 1
             if num_steps % steps_between == 0:
-                engine.update_weights(self._trainer)
-                num_updates += 1
-        return num_updates
+                reports.append(engine.update_weights(self._trainer))
+        updates = [report.seconds for report in reports]
+        return {
+            "updates": updates,
+            "stalls": [report.stall_seconds for report in reports],
+            "step": (time.perf_counter() - start - sum(updates)) / num_steps,
+        }
 
     def make_trainer(self) -> None:
         """The module whose weights `run_with_updates` sends."""
