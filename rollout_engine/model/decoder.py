@@ -51,7 +51,7 @@ class DecoderStack:
         return logits
 
     def _current(self) -> Decoder:
-        follow = any(group.follows_writes for group in self._groups.values())
+        follow = any(group.follows_writes for group in self._groups)
         tensors = [t for owner in self._owners for t in owner.values() if t is not None] if follow else []
         stamp = [part for t in tensors for part in (t.data_ptr(), t._version)]
         stamp += [group.num_packs for group in self._groups]
