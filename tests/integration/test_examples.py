@@ -94,3 +94,60 @@ def test_grpo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
 def test_grpo_with_shuffled_advantages_stays_below_50_percent(tmp_path, seed):
     rows = load("grpo").main(["--shuffle-advantages", "--seed", str(seed), "--out", str(tmp_path)])
     assert max(row["accuracy"] for row in rows) < 0.5
+
+
+@pytest.fixture(scope="module")
+def two_steps(short_run, tmp_path_factory):
+    """Two steps of examples/ppo.py on the policy of `short_run`: its folder and its metrics."""
+    out = tmp_path_factory.mktemp("ppo")
+    return out, load("ppo").main(["--model", str(short_run[0] / "policy"), "--steps", "2", "--out", str(out)])
+
+
+def test_ppo_starts_on_policy_at_every_step(two_steps):
+    assert [row["max_logprob_diff"] for row in two_steps[1]] == [0.0] * 3
+    assert all(row["kl"] > 0 and row["entropy"] > 0 for row in two_steps[1])  # and then leaves it
+
+
+def test_ppo_writes_its_record(two_steps):
+    out, rows = two_steps
+    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
+    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ppo_makes_its_own_policy(tmp_path):
+    load("ppo").main(["--warm-up-steps", "2", "--steps", "0", "--out", str(tmp_path)])
+    assert (tmp_path / "policy" / "config.json").exists()
+
+
+def test_ppo_advantages_are_the_discounted_sum_of_later_surprises(monkeypatch):
+    example = load("ppo")
+    monkeypatch.setattr(example, "GAMMA", 0.9)
+    generator = torch.Generator().manual_seed(0)
+    sampled = torch.tensor([[False, True, True, True], [True, True, False, False]])
+    rewards, values = torch.randn(2, generator=generator), torch.randn(2, 4, generator=generator) * sampled
+    found = example.generalized_advantages(rewards, values, sampled)
+    for row in range(2):
+        places = sampled[row].nonzero().flatten().tolist()
+        after = [values[row, i].item() for i in places[1:]] + [0.0]
+        paid = [0.0] * (len(places) - 1) + [rewards[row].item()]
+        surprises = [paid[k] + 0.9 * after[k] - values[row, i].item() for k, i in enumerate(places)]
+        for k, i in enumerate(places):
+            expected = sum((0.9 * example.LAMBDA) ** j * surprise for j, surprise in enumerate(surprises[k:]))
+            assert found[row, i].item() == pytest.approx(expected, abs=1e-6)
+    assert not found[~sampled].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
+    rows = load("ppo").main(["--seed", str(seed), "--out", str(tmp_path)])
+    assert rows[0]["accuracy"] < 0.45
+    assert rows[-1]["accuracy"] > 0.9
+    assert max(row["max_logprob_diff"] for row in rows) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_with_shuffled_rewards_stays_below_50_percent(tmp_path, seed):
+    rows = load("ppo").main(["--shuffle-rewards", "--seed", str(seed), "--out", str(tmp_path)])
+    assert max(row["accuracy"] for row in rows) < 0.5
