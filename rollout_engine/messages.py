@@ -50,6 +50,15 @@ class SequenceEnd(msgspec.Struct):
     error: str | None = None
 
 
+class PromptLogprobs(msgspec.Struct):
+    """Log-probs of a prompt's P tokens, NaN for the first."""
+
+    logprobs: np.ndarray
+    """float32 [P]."""
+    top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [P, k], float32 [P, k]), the first row -1 and NaN; None where k is 0."""
+
+
 class EngineCoreOutputs(msgspec.Struct):
     """What one step brought: columns over the N sequences that gained a token, and the few that ended."""
 
@@ -74,6 +83,8 @@ class EngineCoreOutputs(msgspec.Struct):
     again."""
     start_time: float = 0.0
     """When the step began, seconds on the system's monotonic clock: filled in by who drives the core."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """`first_sequence` -> log-probs of its prompt, told with its first tokens to those who asked."""
 
 
 class NewSequence(msgspec.Struct):
@@ -143,3 +154,5 @@ class ModelRunnerOutput(msgspec.Struct):
     """(int32 [N, K], float32 [N, K]) with K the largest k asked; None when nobody asked."""
     errors: dict[int, str] = {}
     """Sample index -> why that sequence cannot go on (for example NaN logits); its token id is -1."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """Index into `SchedulerOutput.scheduled` -> log-probs of that prompt, in the step that completes it."""

@@ -62,12 +62,15 @@ class RequestOutput(msgspec.Struct):
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: np.ndarray | None
+    """float32 [P], natural log, NaN for the first token; None unless asked for. "delta": in the first output only."""
     outputs: list[CompletionOutput]
     """In index order. While streaming: the samples that have something new."""
     finished: bool
     num_cached_tokens: int
     """Prompt tokens served from the prefix cache."""
     metrics: RequestMetrics | None = None
+    prompt_top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    """(int32 [P, k] ids, float32 [P, k] log-probs), most likely first; -1 and NaN in the first row."""
 
 
 class UpdateReport(msgspec.Struct, frozen=True):

@@ -8,6 +8,9 @@ from rollout_engine.errors import RequestError
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import MAX_N
 
+_MAX_PROMPT_LOGITS = 1 << 25
+"""Logits of prompt tokens in one step: 64 MiB as bfloat16."""
+
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes the core works with; see `EngineConfig` for the user's side of them."""
@@ -24,6 +27,11 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     enable_prefix_caching: bool = True
     admission: Literal["queue", "reject"] = "queue"
+
+    @property
+    def max_scored_tokens(self) -> int:
+        """Most prompt tokens in one step whose log-probs were asked for."""
+        return max(1, _MAX_PROMPT_LOGITS // self.vocab_size)
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__[:6]:

@@ -42,6 +42,7 @@ class EngineCore:
             self._tables,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_scored_tokens=config.max_scored_tokens,
         )
         self.lifecycle = Lifecycle()
         """Ask it what is allowed; change it only by the verbs below."""
@@ -301,6 +302,9 @@ class EngineCore:
             self._scheduler.advance(self._sequences[row.request_id], row.num_tokens)
         drawn = [self._sequences[task.request_id] for task in work.samples]
         fill_columns(outputs, drawn, result)
+        for index, logprobs in result.prompt_logprobs.items():
+            request = self._sequences[work.scheduled[index].request_id].request
+            outputs.prompt_logprobs[request.source.first_sequence] = logprobs
         self.stats.num_tokens_sampled += len(outputs.sequences)
         for index, message in result.errors.items():
             self._end(drawn[index], "error", message)

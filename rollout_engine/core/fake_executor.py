@@ -6,7 +6,13 @@ from typing import Literal
 
 import numpy as np
 
-from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
+from rollout_engine.messages import (
+    ModelRunnerOutput,
+    NewSequence,
+    PromptLogprobs,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 
@@ -67,8 +73,11 @@ class FakeExecutor:
             if work.step in self.fail_at_steps and index == len(work.scheduled) // 2:
                 raise RuntimeError(f"told to fail at step {work.step}")
             self._compute(row, work.policy_version)
+        prompts = self._score_prompts(work.scheduled)
         self.num_steps += 1
-        return self._sample(work)
+        output = self._sample(work)
+        output.prompt_logprobs = prompts
+        return output
 
     def release_kv(self) -> None:
         """Nothing that was written can be read any more."""
@@ -106,6 +115,20 @@ class FakeExecutor:
             digest = mix(digest, tokens[position])
             self._slots[self._slot(row, position)] = (digest, version)
             self.num_tokens_computed += 1
+
+    def _score_prompts(self, scheduled: list[ScheduledSequence]) -> dict[int, PromptLogprobs]:
+        """Made-up log-probs of complete prompts; raises where a part was not computed."""
+        found = {}
+        for index, row in enumerate(scheduled):
+            state = self.sequences[row.request_id]
+            if state.params.prompt_logprobs is None or state.num_sampled:
+                continue
+            if state.num_scored != row.num_computed_tokens:
+                raise FakeKVError(f"{row.request_id}: no log-probs of prompt tokens {state.num_scored} and on")
+            state.num_scored += row.num_tokens
+            if state.num_scored == state.num_prompt_tokens:
+                found[index] = _prompt_columns(state, self.vocab_size)
+        return found
 
     def _sample(self, work: SchedulerOutput) -> ModelRunnerOutput:
         token_ids, errors = [], {}
@@ -156,12 +179,14 @@ class FakeExecutor:
 class FakeSequence:
     """What the fake runner remembers of a sequence; `token_ids` is its own, and grows."""
 
-    __slots__ = ("block_ids", "num_prompt_tokens", "params", "seed", "stop_ids", "token_ids")
+    __slots__ = ("block_ids", "num_prompt_tokens", "num_scored", "params", "seed", "stop_ids", "token_ids")
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = new.token_ids
         self.block_ids: list[int] = []
         self.num_prompt_tokens = new.num_prompt_tokens
+        self.num_scored = 0
+        """Prompt tokens whose logits have come by."""
         self.params = new.params
         self.seed = new.seed
         self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
@@ -193,6 +218,15 @@ def _draw(digest: int, seed: int, vocab_size: int, banned: Collection[int]) -> i
 
 def _positions(row: ScheduledSequence) -> range:
     return range(row.num_computed_tokens, row.num_computed_tokens + row.num_tokens)
+
+
+def _prompt_columns(state: FakeSequence, vocab_size: int) -> PromptLogprobs:
+    ids = np.array(state.token_ids[: state.num_prompt_tokens], dtype=np.int32)
+    logprobs = (-1.0 - ids / vocab_size).astype(np.float32)
+    logprobs[0] = np.nan
+    width = state.params.prompt_logprobs
+    top = (np.repeat(ids[:, None], width, 1), np.repeat(logprobs[:, None], width, 1)) if width else None
+    return PromptLogprobs(logprobs, top)
 
 
 def _with_columns(

@@ -106,6 +106,12 @@ class Sequence:
         """Sampled tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of its prompt are still to be told: then every token of it is computed."""
+        asked = self.request.source.params.prompt_logprobs is not None
+        return asked and len(self.token_ids) == self.num_prompt_tokens
+
     def append(self, token_id: int) -> bool:
         """Add a sampled token; whether it is the last one."""
         if len(self.token_ids) == self.num_prompt_tokens:

@@ -22,7 +22,14 @@ class Scheduler:
     all blocks, and the door let no request in that needs more: every step with work computes something.
     """
 
-    def __init__(self, tables: BlockTables, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        tables: BlockTables,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_scored_tokens: int,
+    ) -> None:
         self.tables = tables
         self.stats = CoreStats()
         self.waiting: list[Sequence] = []
@@ -30,6 +37,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_scored_tokens = self._scored_budget = max_scored_tokens
+        """Prompt tokens to score: their logits all exist at the same time. A step's limit, and what is left of it."""
         self._forgotten: list[str] = []
 
     @property
@@ -40,6 +49,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """One token budget: running sequences first, then parked and waiting ones by (priority, arrival)."""
         work = self.farewell()
+        self._scored_budget = self._max_scored_tokens
         budget = self._schedule_running(work, self._max_num_batched_tokens)
         self._schedule_waiting(work, budget)
         work.finished += self._take_forgotten()
@@ -114,7 +124,10 @@ class Scheduler:
         position = 0
         while budget and position < len(self.running):
             sequence = self.running[position]
-            num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+            num_tokens = self._take(sequence, budget)
+            if not num_tokens:
+                position += 1
+                continue
             end = sequence.num_computed_tokens + num_tokens
             if end > sequence.num_writable_tokens and not self._make_room(sequence, end):
                 break
@@ -126,11 +139,19 @@ class Scheduler:
     def _schedule_waiting(self, work: SchedulerOutput, budget: int) -> None:
         while budget and len(self.running) < self._max_num_seqs and (self.waiting or self.parked):
             sequence = min(self.waiting[:1] + self.parked[:1])
-            if not self._admit(sequence):
+            if (sequence.scores_prompt and not self._scored_budget) or not self._admit(sequence):
                 break
-            num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+            num_tokens = self._take(sequence, budget)
             self._assign(work, sequence, num_tokens)
             budget -= num_tokens
+
+    def _take(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens of `sequence` this step computes; 0 where it must wait to score its prompt."""
+        num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+        if num_tokens > 1 and sequence.scores_prompt:
+            num_tokens = min(num_tokens, self._scored_budget)
+            self._scored_budget -= num_tokens
+        return num_tokens
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Free blocks until running `sequence` fits up to `end`; False if it had to give up its own."""
@@ -148,7 +169,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Move to `running` if all its tokens fit beside the others. It takes blocks from none that runs."""
         came_without_blocks = sequence.queue is self.waiting
-        if came_without_blocks:
+        if came_without_blocks and not sequence.scores_prompt:
             self.tables.attach_prefix(sequence)
         while self.tables.num_missing(sequence, sequence.num_tokens) > self.tables.num_free:
             if self.running or not self.parked or self.parked[-1] is sequence:

@@ -44,7 +44,7 @@ def split(outputs: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:
     """Client index -> what is its own of a step's outputs; clients without news are absent."""
     clients = {number >> _SHIFT for number in outputs.sequences}
     clients.update(end.sequence >> _SHIFT for end in outputs.ended)
-    clients.update(number >> _SHIFT for number in outputs.num_cached_tokens)
+    clients.update(number >> _SHIFT for number in (*outputs.num_cached_tokens, *outputs.prompt_logprobs))
     if clients == {0}:
         return {0: outputs}
     return {client_index: _share(outputs, client_index) for client_index in clients}
@@ -65,6 +65,11 @@ def _share(outputs: EngineCoreOutputs, client_index: int) -> EngineCoreOutputs:
         num_cached_tokens={
             number - first: count
             for number, count in outputs.num_cached_tokens.items()
+            if number >> _SHIFT == client_index
+        },
+        prompt_logprobs={
+            number - first: logprobs
+            for number, logprobs in outputs.prompt_logprobs.items()
             if number >> _SHIFT == client_index
         },
     )

@@ -186,5 +186,6 @@ def _slices(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
             top_logprobs=top and (top[0][part], top[1][part]),
             ended=outputs.ended if start + _SLICE >= count else [],
             num_cached_tokens=outputs.num_cached_tokens if start == 0 else {},
+            prompt_logprobs=outputs.prompt_logprobs if start == 0 else {},
         )
         time.sleep(0)

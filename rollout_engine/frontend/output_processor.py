@@ -7,7 +7,7 @@ from rollout_engine.frontend.detokenizer import Detokenizer
 from rollout_engine.frontend.request_timer import RequestTimer
 from rollout_engine.frontend.sample import Sample
 from rollout_engine.frontend.tokenizer import TextCodec
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs
 from rollout_engine.metrics import RequestStats
 from rollout_engine.outputs import RequestMetrics, RequestOutput
 from rollout_engine.seeds import child_seed
@@ -70,6 +70,9 @@ class OutputProcessor:
             if sequence in self._owners:
                 self._owners[sequence].num_cached_tokens = count
                 self._timer.scheduled(self._owners[sequence].metrics, outputs.start_time)
+        for sequence, logprobs in outputs.prompt_logprobs.items():
+            if sequence in self._owners:
+                self._owners[sequence].prompt_logprobs = logprobs
         self._timer.tokens(outputs.sequences)
         changed = self._append(outputs)
         stopped = [sequence for sequence in changed if self._live[sequence].read_text()]
@@ -142,6 +145,8 @@ class OpenRequest:
         self.changed: set[int] = set()
         """Samples with something new since the last `render`."""
         self.num_cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """What there is to tell of the prompt."""
         self._kind = params.output_kind
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids.copy()  # the user's; the core reads the other
@@ -174,11 +179,15 @@ class OpenRequest:
         whole = finished and self._kind != "delta"
         shown = self.samples if whole else [self.samples[index] for index in sorted(self.changed)]
         self.changed.clear()
+        prompt = self.prompt_logprobs
+        if self._kind == "delta":
+            self.prompt_logprobs = None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None,
+            prompt_logprobs=None if prompt is None else prompt.logprobs,
+            prompt_top_logprobs=None if prompt is None else prompt.top_logprobs,
             outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,

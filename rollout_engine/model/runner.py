@@ -15,6 +15,7 @@ from rollout_engine.model.chunk import FlatBatch
 from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.logit_edits import LogitEdits
 from rollout_engine.model.logits_processors import LogitsProcessor
+from rollout_engine.model.prompt_logprobs import PromptScorer
 from rollout_engine.model.sampler import SamplingBatch, sample
 
 
@@ -28,6 +29,7 @@ class ModelRunner:
         self._sequences: dict[str, NewSequence] = {}
         self._edits: dict[str, LogitEdits] = {}
         """Of the sequences that have any."""
+        self._prompts = PromptScorer()
         self._blocks = BlockRows()
         self._settings: tuple[list[str], SamplingBatch] | None = None
         """Sampling columns of the last step, and of which sequences."""
@@ -46,12 +48,18 @@ class ModelRunner:
         batch = self._flat_batch(work.scheduled)
         drawn = [task.row for task in work.samples]
         rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
-        logits = self.model.forward(batch, batch.columns.token_starts[1:][rows] - 1)
+        last_rows = batch.columns.token_starts[1:][rows] - 1
+        prompt_rows = self._prompts.rows(work.scheduled)
+        logits = self.model.forward(batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows)
+        prompt_logprobs = self._prompts.score(logits[len(rows) :])
         if not rows:
             return ModelRunnerOutput(token_ids=[], logprobs=None)
+        logits = logits[: len(rows)]
         if len(rows) < len(drawn):
             logits = logits[torch.from_numpy(np.searchsorted(rows, drawn))]
-        return self._sample(logits, [task.request_id for task in work.samples])
+        out = self._sample(logits, [task.request_id for task in work.samples])
+        out.prompt_logprobs = prompt_logprobs
+        return out
 
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished or work.new:
@@ -59,8 +67,10 @@ class ModelRunner:
         for request_id in work.finished:
             self._sequences.pop(request_id, None)
             self._edits.pop(request_id, None)
+            self._prompts.forget(request_id)
             self._blocks.forget(request_id)
         self._learn(work.new)
+        self._prompts.learn(work.new, work.scheduled)
         self._blocks.learn(work.scheduled)
 
     def _learn(self, sequences: Sequence[NewSequence]) -> None:

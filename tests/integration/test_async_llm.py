@@ -73,6 +73,10 @@ def long_params(**changes):
 
 def assert_same(ours, theirs):
     assert len(ours.outputs) == len(theirs.outputs)
+    if theirs.prompt_logprobs is not None:
+        assert np.array_equal(ours.prompt_logprobs, theirs.prompt_logprobs, equal_nan=True)
+        for column, other in zip(ours.prompt_top_logprobs, theirs.prompt_top_logprobs, strict=True):
+            assert np.array_equal(column, other, equal_nan=True)
     for a, b in zip(ours.outputs, theirs.outputs, strict=True):
         assert (a.index, a.token_ids, a.text, a.seed) == (b.index, b.token_ids, b.text, b.seed)
         assert (a.finish_reason, a.stop_reason, a.version_spans) == (b.finish_reason, b.stop_reason, b.version_spans)
@@ -90,6 +94,7 @@ def assert_same(ours, theirs):
         dict(max_tokens=60, n=2, seed=2, stop=["a", "e", "\x00"], include_stop_str_in_output=True),
         dict(max_tokens=16, temperature=0.0, logprobs=3, output_kind="final_only"),
         dict(max_tokens=16, n=4, seed=9, logprobs=0, logprobs_mode="raw", output_kind="final_only"),
+        dict(max_tokens=16, n=2, seed=9, prompt_logprobs=3, presence_penalty=1.0, logit_bias={9: 2.0}, bad_words=["a"]),
     ],
 )
 def test_results_equal_the_engine_in_process_token_for_token(engine, llm, params):

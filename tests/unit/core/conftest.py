@@ -54,6 +54,7 @@ class Rig:
         self.ends: dict[Key, Said] = {}
         self.keys: dict[int, Key] = {}
         self.num_cached_tokens: dict[str, int] = {}
+        self.prompt_logprobs: dict[str, list[float]] = {}
         self.works: list[SchedulerOutput] = []
         self.release_kv = self.executor.release_kv
         self.release_weights = self.executor.release_weights
@@ -65,8 +66,15 @@ class Rig:
         assert len(work.scheduled) <= self.config.max_num_seqs
         assert work.num_tokens <= self.config.max_num_batched_tokens
         assert work.policy_version == self.core.policy_version
+        assert self.num_scored(work) <= self.config.max_scored_tokens
         self.works.append(work)
         return self.executor.execute(work)
+
+    def num_scored(self, work: SchedulerOutput) -> int:
+        """Prompt tokens in `work` whose log-probs were asked for, lone ones excepted."""
+        sequences = self.core._sequences
+        scored = [row for row in work.scheduled if row.num_tokens > 1 and sequences[row.request_id].scores_prompt]
+        return sum(row.num_tokens for row in scored)
 
     def add(
         self,
@@ -150,6 +158,8 @@ class Rig:
         assert set(self.ends) == set(self.tokens)
         for key in self.tokens:
             self.assert_true(key)
+        for request_id, request in self.requests.items():
+            self.assert_prompt_told(request_id, request)
         assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == 0.0
@@ -163,6 +173,15 @@ class Rig:
             assert self.tokens[key] == truth[: len(self.tokens[key])], key
         else:
             assert (self.tokens[key], end.finish_reason, end.stop_reason) == (truth, reason, stop_reason), key
+
+    def assert_prompt_told(self, request_id: str, request: EngineCoreRequest) -> None:
+        """Log-probs of the whole prompt came, if it asked for them and got as far as a token."""
+        started = any(self.tokens[request_id, index] for index in range(request.params.n))
+        if request.params.prompt_logprobs is None:
+            assert request_id not in self.prompt_logprobs
+        elif started:
+            _, *told = self.prompt_logprobs[request_id]
+            assert told == pytest.approx([-1 - t / self.config.vocab_size for t in request.prompt_token_ids[1:]])
 
     def truth(self, key: Key) -> tuple[list[int], tuple[str, int | None]]:
         request = self.requests[key[0]]
@@ -189,6 +208,9 @@ class Rig:
         assert len(outputs.sequences) == len(outputs.token_ids) == len(outputs.kv_min_versions)
         for first, count in outputs.num_cached_tokens.items():
             self.num_cached_tokens[self.keys[first][0]] = count
+        for first, found in outputs.prompt_logprobs.items():
+            assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
+            self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
         said: dict[int, Said] = {}
         for sequence in dict.fromkeys([*outputs.sequences, *(end.sequence for end in outputs.ended)]):
             request_id, index = self.keys[sequence]

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from rollout_engine.core import door
+
 NUM_OPERATIONS = 4_000
 SALTS = ("", "", "", "tenant")
 
@@ -64,6 +66,7 @@ class Monkey:
             n=choose.choice([1, 1, 1, 2, 3, 8]),
             priority=choose.choice([0, 0, 0, 1, -1]),
             salt=choose.choice(SALTS),
+            prompt_logprobs=choose.choice([None, None, None, 0, 2]),
         )
 
     def abort(self):
@@ -90,7 +93,8 @@ class Monkey:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random_operations_give_every_sequence_its_own_tokens_and_leak_nothing(make_rig, shape, seed):
+def test_random_operations_give_every_sequence_its_own_tokens_and_leak_nothing(make_rig, monkeypatch, shape, seed):
+    monkeypatch.setattr(door, "_MAX_PROMPT_LOGITS", 5 * 23)
     rig = make_rig(vocab_size=23, policy_version=100, **SHAPES[shape])
     monkey = Monkey(rig, seed=f"{shape} {seed}")
     for _ in range(NUM_OPERATIONS):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from rollout_engine.core import door
+
 
 def rows(rig):
     """Per step: sequence id -> number of tokens."""
@@ -192,4 +194,31 @@ def test_a_preempted_sequence_returns_on_the_blocks_that_are_still_cached(make_r
     rig.run()
     assert rig.core.stats.num_preemptions > 0 and rig.core.stats.num_cached_tokens >= 8
     assert rig.ends["younger", 0].num_cached_tokens == 0
+    rig.assert_clean()
+
+
+def test_prompts_to_score_share_a_limit_that_others_do_not_wait_for(make_rig, monkeypatch):
+    monkeypatch.setattr(door, "_MAX_PROMPT_LOGITS", 6 * 97 + 96)
+    rig = make_rig(max_num_batched_tokens=32)
+    rig.add("plain", [50] * 4)
+    rig.add("a", range(10), prompt_logprobs=0, max_tokens=2)
+    rig.step()
+    rig.add("b", range(20, 32), prompt_logprobs=1, max_tokens=2)
+    rig.run()
+    assert rows(rig)[:5] == [
+        {"plain": 4, "a": 6},
+        {"plain": 1, "a": 4, "b": 2},
+        {"plain": 1, "a": 1, "b": 6},
+        {"plain": 1, "b": 4},
+        {"plain": 1, "b": 1},
+    ]
+    rig.assert_clean()
+
+
+def test_a_known_prefix_is_computed_again_where_its_log_probs_are_asked_for(make_rig):
+    rig = make_rig(block_size=4)
+    for name, asked in (("first", None), ("asks", 0), ("does not", None)):
+        rig.add(name, range(16), max_tokens=1, prompt_logprobs=asked)
+        rig.run()
+    assert [rig.ends[name, 0].num_cached_tokens for name in ("first", "asks", "does not")] == [0, 0, 12]
     rig.assert_clean()

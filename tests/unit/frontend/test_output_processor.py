@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.frontend.output_processor import OutputProcessor
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd
 from rollout_engine.outputs import VersionSpan
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed
@@ -222,3 +222,14 @@ def test_outputs_of_discarded_requests_are_ignored(processor):
     processor.discard("r")
     processor.discard("never seen")
     assert processor.process(token(74)) == ([], [])
+
+
+@pytest.mark.parametrize("kind, told", [("cumulative", [True, True]), ("delta", [True, False]), ("final_only", [True])])
+def test_log_probs_of_the_prompt_are_told_as_the_output_kind_says(processor, kind, told):
+    add(processor, prompt_logprobs=1, output_kind=kind)
+    top = np.array([[-1], [9]], np.int32), np.array([[np.nan], [-0.25]], np.float32)
+    found = PromptLogprobs(np.array([np.nan, -0.5], np.float32), top)
+    steps = [token(74, prompt_logprobs={FIRST_SEQUENCE: found}), token(75, end="length")]
+    outputs = [output for step in steps for output in processor.process(step)[0]]
+    assert [output.prompt_logprobs is found.logprobs for output in outputs] == told
+    assert [output.prompt_top_logprobs is top for output in outputs] == told

@@ -1,0 +1,106 @@
+"""Log-probs of prompts, chunk by chunk, as their logits come by; no more of the logits exists than one step computes.
+
+The logits at position p are for the token at p + 1: a chunk [start, end) of a prompt of P tokens gives the log-probs of
+tokens start + 1 to min(end, P - 1), all chunks those of all tokens but the first. How many rows of logits a step may
+have is the scheduler's to bound. A sequence that comes back after preemption starts over, unless it has sampled tokens:
+then its prompt has been told.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.token_logprobs import figures_of, logprobs_at, row_blocks, row_temperatures
+from rollout_engine.kernels.truncation import most_likely
+from rollout_engine.messages import NewSequence, PromptLogprobs, ScheduledSequence
+
+
+class PromptScorer:
+    """The prompts that are being scored."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, _Prompt] = {}
+        self._pieces: list[_Piece] = []
+
+    def learn(self, new: Sequence[NewSequence], scheduled: Sequence[ScheduledSequence]) -> None:
+        """Score the prompts of `new` sequences that ask for it and start now; forks start later, their prompt told."""
+        asked = {each.request_id: each for each in new if each.params.prompt_logprobs is not None}
+        for chunk in scheduled if asked else ():
+            sequence = asked.get(chunk.request_id)
+            if sequence is not None and len(sequence.token_ids) == sequence.num_prompt_tokens:
+                self._prompts[chunk.request_id] = _Prompt(sequence)
+
+    def forget(self, request_id: str) -> None:
+        """An unknown id is a no-op."""
+        self._prompts.pop(request_id, None)
+
+    def rows(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+        """Rows of this step's flat batch whose logits `score` needs."""
+        self._pieces, rows, first_row = [], [], 0
+        for index, chunk in enumerate(scheduled if self._prompts else ()):
+            prompt = self._prompts.get(chunk.request_id)
+            if prompt is not None:
+                end = chunk.num_computed_tokens + chunk.num_tokens
+                piece = _Piece(index, prompt, chunk.num_computed_tokens, end)
+                self._pieces.append(piece)
+                rows += range(first_row, first_row + piece.size)
+                if end == len(prompt.token_ids):
+                    del self._prompts[chunk.request_id]
+            first_row += chunk.num_tokens
+        return rows
+
+    def score(self, logits: Tensor) -> dict[int, PromptLogprobs]:
+        """Take the logits [n, V] of `rows`; of prompts now complete, index into `scheduled` -> log-probs."""
+        start = 0
+        for piece in self._pieces:
+            piece.score(logits[start : start + piece.size])
+            start += piece.size
+        return {piece.index: piece.prompt.found for piece in self._pieces if piece.end == len(piece.prompt.token_ids)}
+
+
+class _Prompt:
+    """What is known of one prompt so far."""
+
+    def __init__(self, sequence: NewSequence) -> None:
+        params, length = sequence.params, sequence.num_prompt_tokens
+        self.token_ids = torch.tensor(sequence.token_ids)
+        self.temperature = 1.0 if params.logprobs_mode == "raw" else params.temperature
+        self.num_top = params.prompt_logprobs or 0
+        shape = length, self.num_top
+        self.found = PromptLogprobs(
+            logprobs=np.full(length, np.nan, np.float32),
+            top_logprobs=(np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32)) if self.num_top else None,
+        )
+
+
+class _Piece(NamedTuple):
+    """Positions [start, end) of a prompt, computed in this step."""
+
+    index: int
+    prompt: _Prompt
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Rows with a token to score: the prompt's last position has none."""
+        return min(self.end, len(self.prompt.token_ids) - 1) - self.start
+
+    def score(self, logits: Tensor) -> None:
+        if not len(logits):
+            return
+        prompt, told = self.prompt, slice(self.start + 1, self.start + 1 + self.size)
+        temperatures = row_temperatures(prompt.temperature, logits)
+        figures = figures_of(logits, temperatures, prompt.token_ids[told])
+        prompt.found.logprobs[told] = figures.logprobs.numpy()
+        if prompt.found.top_logprobs is None:
+            return
+        all_ids, all_logprobs = (column[told] for column in prompt.found.top_logprobs)
+        for block in row_blocks(logits):
+            ids = most_likely(torch.nan_to_num(logits[block]), prompt.num_top)
+            figure = (figures.maximum, temperatures, figures.log_total)
+            logprobs = logprobs_at(logits[block].gather(-1, ids), *(column[block, None] for column in figure))
+            all_ids[block], all_logprobs[block] = ids.numpy(), logprobs.numpy()
