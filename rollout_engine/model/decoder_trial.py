@@ -19,8 +19,18 @@ _FAR = 500
 def obstacle(module: nn.Module, geometry: Sequence[LayerGeometry]) -> str | None:
     """Why the layers of `module`, made row-invariant before, must run as modules; None where they need not.
 
-    Costs two small steps each way, over a KV pool of its own. Weights must be loaded: of zeros nothing is learnt.
+    Costs two small steps each way, over a KV pool of its own, on one thread: bits do not depend on their number, and on
+    a busy machine threads wait for one another. Weights must be loaded: of zeros nothing is learnt.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _obstacle(module, geometry)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _obstacle(module: nn.Module, geometry: Sequence[LayerGeometry]) -> str | None:
     if not compiled.serves(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
     try:
