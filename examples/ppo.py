@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options."""
     parser = argparse.ArgumentParser(description="PPO on reasoning-gym's spell_backward.")
     parser.add_argument("--model", help="directory of a policy made before; default: one made on the spot")
-    parser.add_argument("--steps", type=int, default=40, help="PPO steps")
+    parser.add_argument("--steps", type=int, default=30, help="PPO steps")
     parser.add_argument("--warm-up-steps", type=int, default=600, help="imitation steps of the made policy")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="of the policy")
     parser.add_argument("--value-learning-rate", type=float, default=1e-3, help="of the critic")
