@@ -174,8 +174,9 @@ class EngineCore:
         return self._tell(EngineCoreOutputs(self.policy_version))
 
     def resume(self) -> None:
-        """Lift the pause; frozen requests go on and held ones join."""
+        """Lift the pause; frozen requests go on and held ones join. A pause still draining is called off."""
         self.lifecycle.resume()
+        self._clear_wanted = False
         self._admit_held()
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:

@@ -153,6 +153,25 @@ def test_requests_kept_by_a_pause_that_clears_the_cache_compute_their_kv_again(r
     rig.assert_clean()
 
 
+@pytest.mark.parametrize("called_off", [False, True])
+def test_a_pause_clears_the_cache_only_if_it_is_asked_to_itself(rig, called_off):
+    rig.add("a", range(24))
+    rig.step()
+    rig.pause("wait", clear_cache=True)
+    if not called_off:
+        while rig.core.can_progress():
+            rig.step()
+    rig.resume()
+    rig.add("b", range(24))
+    rig.run()
+    rig.pause("keep")
+    rig.resume()
+    rig.add("c", range(24))
+    rig.run()
+    assert rig.num_cached_tokens.get("c", 0) == 20
+    rig.assert_clean()
+
+
 # Admission
 
 

@@ -96,6 +96,16 @@ def test_pausing_measures_its_latency(engine):
     engine.step()
 
 
+def test_an_interrupt_while_waiting_leaves_a_pause_that_is_complete(engine, drain):
+    engine.add_request("a", "hello", LONG)
+    engine.executor.interrupt_at_step = 5
+    with pytest.raises(KeyboardInterrupt):
+        engine.pause_generation(mode="wait")
+    assert engine.is_paused() and not engine.core.lifecycle.draining
+    engine.core.check_integrity()
+    assert drain(engine)[-1].outputs[0].finish_reason == "error"
+
+
 def test_draining_finishes_what_is_in_flight(engine):
     engine.add_request("a", "hello", LONG)
     engine.wait_for_requests_to_drain()
