@@ -60,6 +60,7 @@ class BroadcastEnd:
         mine = torch.tensor(_header(manifest, bucket_bytes), dtype=torch.int64, device=self.device)
         root = mine.clone()
         self.finish(self.broadcast(root))
+        self._wait_for_device()
         differs = not torch.equal(root, mine)
         if num_objections := self.count(differs):
             what = f"Version {manifest.version} was not sent: {num_objections} of {self.group.place.world_size} ranks"
@@ -69,8 +70,7 @@ class BroadcastEnd:
         """On how many ranks `flag` is set; waits for every rank."""
         total = torch.tensor([int(flag)], dtype=torch.int64, device=self.device)
         self.finish(self._started(lambda group: group.allreduce([total], dist.AllreduceOptions())))
-        if not self._settle(self.group.place.timeout):
-            raise self._too_late()
+        self._wait_for_device()
         return int(total.item())
 
     def broadcast(self, tensor: Tensor) -> Any:
@@ -80,7 +80,7 @@ class BroadcastEnd:
         return self._started(lambda group: group.broadcast([tensor], options))
 
     def finish(self, work: Any) -> None:
-        """Wait for `work`. On a device that makes `stream` wait, and `count` at the end is what has a deadline."""
+        """Wait for `work`. On a device only `stream` waits for it; the deadline is then that of the next `count`."""
         try:
             work.wait(timedelta(seconds=self.group.place.timeout))
         except RuntimeError as problem:
@@ -96,6 +96,11 @@ class BroadcastEnd:
         """Leave the group and free the buffers."""
         self.group.leave()
         self._buffers = []
+
+    def _wait_for_device(self) -> None:
+        """Before a value is read on the host, which would wait without a deadline."""
+        if not self._settle(self.group.place.timeout):
+            raise self._too_late()
 
     def _started(self, start: Callable[[Any], Any]) -> Any:
         group = self.group.joined()

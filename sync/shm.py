@@ -7,7 +7,6 @@ The trainer casts straight into the mapping, once; engines read views of it. Bot
 a tmpfs, such as /dev/shm, or the bytes are written to a disk as well.
 """
 
-import fcntl
 import mmap
 import os
 import stat
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from sync.base import Metadata, WeightSource
 from sync.buckets import plan_buckets, view_of
+from sync.directories import check_private, make_private, open_sole
 from sync.errors import ChecksumMismatch, SyncError
 from sync.manifest import WeightManifest, tensor_digest
 from sync.source import NamedTensor, Offer
@@ -50,9 +50,8 @@ class ShmSender:
         self._path = Path(directory) / _FILE
         self._num_threads = num_threads
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self._path.parent)
-            self._file = _open_sole(self._path)
+            make_private(self._path.parent)
+            self._file = open_sole(self._path)
         except OSError as problem:
             raise SyncError(f"Shared memory cannot be opened in {directory}: {problem.strerror}.") from None
         self._mapping: mmap.mmap | None = None
@@ -135,7 +134,7 @@ class ShmReceiver:
     def _mapped(self, num_bytes: int) -> mmap.mmap:
         """The mapping of at least `num_bytes`, made anew when the file has grown or is another one."""
         try:
-            _check_private(self._path.parent)
+            check_private(self._path.parent)
             file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as problem:
             raise SyncError(f"No sender offers weights in shared memory: {problem.strerror}.") from None
@@ -151,29 +150,6 @@ class ShmReceiver:
         finally:
             os.close(file)
         return self._mapping
-
-
-def _check_private(directory: Path) -> None:
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise SyncError("The directory of shared memory must be this user's and closed to others (mode 0700).")
-
-
-def _open_sole(path: Path) -> int:
-    """The file, created if need be and locked for as long as it stays open; `SyncError` while another sender has it."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            raise SyncError(f"Another trainer sends weights through {path.parent}: give each a directory.") from None
-        try:
-            if os.stat(path).st_ino == os.fstat(file).st_ino:
-                return file
-        except FileNotFoundError:
-            pass  # its last sender removed it between our open and our lock
-        os.close(file)
 
 
 def _content(mapping: mmap.mmap, num_bytes: int) -> Tensor:

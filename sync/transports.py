@@ -7,6 +7,8 @@ from sync.base import WeightReceiver, WeightSender
 from sync.errors import SyncError
 from sync.gloo import GlooReceiver, GlooSender
 from sync.inproc import InprocReceiver, InprocSender
+from sync.ipc import IpcReceiver, IpcSender
+from sync.nccl import NcclReceiver, NcclSender
 from sync.shm import ShmReceiver, ShmSender
 from sync.store import StoreReceiver, StoreSender
 
@@ -14,12 +16,16 @@ _End = TypeVar("_End")
 _SENDERS: Mapping[str, Callable[..., WeightSender]] = {
     "inproc": InprocSender,
     "gloo": GlooSender,
+    "ipc": IpcSender,
+    "nccl": NcclSender,
     "shm": ShmSender,
     "store": StoreSender,
 }
 _RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {
     "inproc": InprocReceiver,
     "gloo": GlooReceiver,
+    "ipc": IpcReceiver,
+    "nccl": NcclReceiver,
     "shm": ShmReceiver,
     "store": StoreReceiver,
 }

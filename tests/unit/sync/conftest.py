@@ -141,6 +141,14 @@ def make_link(tmp_path, shadow_processes):
                 sender = sync.make_sender(name, **place, timeout=10)
                 ranks = [place | {"rank": rank, "timeout": 10} for rank in (1, 2)]
                 link = Link(name, sender, shadow_processes(2), ranks)
+            elif name == "nccl":
+                place = {"rendezvous": f"file://{tmp_path}/rendezvous", "world_size": 2, "bucket_bytes": 4096}
+                sender = sync.make_sender(name, **place, device="cuda:0")
+                link = Link(name, sender, shadow_processes(1), [place | {"rank": 1, "device": "cuda:1"}])
+            elif name == "ipc":
+                directory = str(tmp_path / "ipc")
+                sender = sync.make_sender(name, directory=directory, bucket_bytes=4096)
+                link = Link(name, sender, shadow_processes(1), [{"directory": directory}])
             elif name == "shm":
                 directory = str(tmp_path / "shm")
                 sender = sync.make_sender(name, directory=directory, num_threads=2)

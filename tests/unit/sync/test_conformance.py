@@ -8,10 +8,17 @@ import sync.manifest
 from sync.errors import ManifestMismatch, SyncError
 from sync.transports import TRANSPORTS
 
-ON_CPU = [name for name in TRANSPORTS if name not in ("nccl", "ipc")]
+DEVICES_NEEDED = {"ipc": 1, "nccl": 2}
 
 
-@pytest.fixture(params=ON_CPU)
+def when_possible(name):
+    """The transport's name, skipped where there are too few CUDA devices: there it stays unproven."""
+    count = DEVICES_NEEDED.get(name, 0)
+    skip = pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"{name} needs {count} CUDA devices")
+    return pytest.param(name, marks=[pytest.mark.gpu, skip] if count else [])
+
+
+@pytest.fixture(params=[when_possible(name) for name in TRANSPORTS])
 def link(request, make_link):
     return make_link(request.param)
 
@@ -81,8 +88,26 @@ def test_an_empty_source_is_delivered_too(link):
     assert link.push({}).tensors == []
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("make", [sync.make_sender, sync.make_receiver])
 def test_options_that_do_not_fit_are_refused_by_name(name, make):
     with pytest.raises(SyncError, match=rf"\['paper'\] do not fit weight transport '{name}'"):
         make(name, paper="plane")
+
+
+@pytest.mark.parametrize("name", DEVICES_NEEDED)
+@pytest.mark.parametrize("device,message", [("cpu", "'shm' or 'gloo'"), ("paper", "is not a device")])
+def test_a_transport_of_the_wrong_device_is_refused_with_the_right_one(tmp_path, name, device, message):
+    place = {"rendezvous": f"file://{tmp_path}/r", "world_size": 2} if name == "nccl" else {"directory": tmp_path}
+    with pytest.raises(SyncError, match=message):
+        sync.make_sender(name, device=device, **place)
+    with pytest.raises(SyncError, match=message):
+        sync.make_receiver(name, device=device, **place | ({"rank": 1} if name == "nccl" else {}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("name", DEVICES_NEEDED)
+def test_without_a_device_its_transports_are_refused(tmp_path, name):
+    place = {"rendezvous": f"file://{tmp_path}/r", "world_size": 2} if name == "nccl" else {"directory": tmp_path}
+    with pytest.raises(SyncError, match="needs a CUDA device, and torch sees none here"):
+        sync.make_sender(name, **place)
