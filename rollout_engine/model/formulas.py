@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from rollout_engine.kernels.activation import gated_silu
+from rollout_engine.kernels.gelu import gelu_tanh
 from rollout_engine.kernels.norm import rms_norm
 from rollout_engine.model.experts import Routing, RowInvariantExperts, RowInvariantRouter, swap_experts, swap_router
 
@@ -48,6 +49,15 @@ def rms_norm_epsilon(child: nn.Module) -> float | None:
     trial = _with(child, _parameters=child._parameters | {"weight": nn.Parameter(weight, requires_grad=False)})
     rows = torch.linspace(-4, 5, 3 * len(weight)).view(3, -1) * torch.tensor([[1.0], [1e-2], [1e-4]])
     return epsilon if _agree(trial, lambda x: rms_norm(x, weight, epsilon), rows.to(weight.dtype)) else None
+
+
+def is_gelu_tanh(child: nn.Module) -> bool:
+    """Whether `child` is an activation that computes `kernels.gelu.gelu_tanh`, rounding once."""
+    if type(child).__module__ not in ("transformers.activations", "torch.nn.modules.activation"):
+        return False
+    x = torch.linspace(-6, 6, 301)
+    # Far below zero the usual form loses digits, so only above it is rounding comparable.
+    return _agree(child, gelu_tanh, x) and _agree(child, gelu_tanh, x[x > -1].bfloat16())
 
 
 def routing_of(child: nn.Module) -> Routing | None:

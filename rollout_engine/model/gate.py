@@ -72,19 +72,27 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def _check_static(config: PretrainedConfig) -> None:
-    text = config.get_text_config()
     if config.is_encoder_decoder:
         raise Refusal("it is an encoder-decoder")
+    if _is_composite(config):
+        raise Refusal("its text model is part of a larger one; use a checkpoint of the text model alone")
     if getattr(config, "quantization_config", None):
         raise Refusal("its checkpoint is quantised; use an unquantised one")
-    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         raise Refusal("its attention is bidirectional")
-    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
     if kinds - _SERVED_LAYERS:
         raise Refusal(
             f"it has layers of kind {', '.join(sorted(kinds - _SERVED_LAYERS))}, and only these are served: "
             f"{', '.join(sorted(_SERVED_LAYERS))}"
         )
+
+
+def _is_composite(config: PretrainedConfig) -> bool:
+    try:
+        return config.get_text_config() is not config
+    except ValueError:  # it has several text models
+        return True
 
 
 def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -108,7 +108,7 @@ def _resolve_dtype(asked: str, hf_config: PretrainedConfig, entries: Iterable[Te
         )
     if asked != "auto":
         return torch.float32 if asked == "float32" else torch.bfloat16
-    stored = hf_config.dtype or hf_config.get_text_config().dtype or _first_float_dtype(entries)
+    stored = hf_config.dtype or _first_float_dtype(entries)
     stored = getattr(torch, stored) if isinstance(stored, str) else stored
     dtype = torch.bfloat16 if stored == torch.bfloat16 and _has_native_bfloat16() else torch.float32
     if dtype != stored and stored is not None:

@@ -7,14 +7,23 @@ the product that follows it run as one pass. Names in `state_dict` do not change
 from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu, silu
+from rollout_engine.kernels.gelu import gelu_tanh
 from rollout_engine.kernels.norm import rms_norm
 from rollout_engine.model.experts import RowInvariantExperts, RowInvariantRouter, swap_experts, swap_router
-from rollout_engine.model.formulas import SILU_CLASSES, are_gated_experts, is_gated_mlp, rms_norm_epsilon, routing_of
+from rollout_engine.model.formulas import (
+    SILU_CLASSES,
+    are_gated_experts,
+    is_gated_mlp,
+    is_gelu_tanh,
+    rms_norm_epsilon,
+    routing_of,
+)
 from rollout_engine.model.fusion import RowInvariantLinear, swap_linears
+from rollout_engine.model.row_trial import unproven_operations
 
 
 def make_row_invariant(module: nn.Module) -> None:
-    """Replace every `nn.Linear`, SiLU, and the norms, gated MLPs and experts whose formula is ours, below `module`.
+    """Replace every `nn.Linear`, and the activations, norms, MLPs and experts whose formula is ours, below `module`.
 
     Parameters, their names and their tying stay as they are.
     """
@@ -32,22 +41,22 @@ def make_row_invariant(module: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if type(child) in SILU_CLASSES:
                 setattr(parent, name, RowInvariantSiLU())
+            elif is_gelu_tanh(child):
+                setattr(parent, name, RowInvariantGELU())
 
 
 def unproven_parts(module: nn.Module) -> list[str]:
-    """Names of what still may make a row depend on its batch, once `make_row_invariant` is done.
+    """What still may make a row depend on its batch once `make_row_invariant` is done: weights, then operations.
 
-    Weights multiplied by something we did not replace (GPT-2's own linears, mixtures of another formula), and
-    activations other than SiLU (`kernels.activation` says what is wrong with torch's).
+    Weights are those multiplied by something we did not replace (GPT-2's own linears, mixtures of another formula);
+    operations are those that one forward of `module`, a causal LM, showed (`row_trial`).
     """
     found = []
     for path, child in module.named_modules():
-        if type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
-            found.append(path)
-        elif not isinstance(child, RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | nn.Embedding):
+        if not isinstance(child, RowInvariantLinear | RowInvariantRouter | RowInvariantExperts | nn.Embedding):
             own = child.named_parameters(recurse=False)
             found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
-    return found
+    return found or unproven_operations(module)
 
 
 class RowInvariantSiLU(nn.Module):
@@ -55,6 +64,13 @@ class RowInvariantSiLU(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return silu(input)
+
+
+class RowInvariantGELU(nn.Module):
+    """`kernels.gelu.gelu_tanh` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu_tanh(input)
 
 
 class RowInvariantMLP(nn.Module):

@@ -46,13 +46,14 @@ def _small_twins(
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
     """(with our attention, with eager attention, geometry) under equal weights, as small as keeps the kind."""
     problem: Exception | None = None
-    for small in (_narrowed(_shortened(config, geometry)), _shortened(config, geometry)):
+    for shrink in (_narrowed, copy.copy):
         try:
+            small = shrink(_shortened(config, geometry))
             engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
             _spread_weights(engine)
             small_geometry = probe_geometry(engine)
             reference = construct(small, dtype=torch.float32, attention="eager")
-        except Exception as failure:  # a foreign constructor may dislike any size
+        except Exception as failure:  # a foreign configuration or constructor may dislike any size
             problem = failure
             continue
         if [_kind(g) for g in small_geometry] == [_kind(g) for g in geometry[: len(small_geometry)]]:
@@ -75,7 +76,9 @@ def _shortened(config: PretrainedConfig, geometry: list[LayerGeometry]) -> Pretr
             setattr(small, name, value[:needed])
     small.num_hidden_layers = needed
     small.vocab_size = _VOCAB_SIZE
-    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, 0)
     if getattr(small, "sliding_window", None):
         small.sliding_window = _WINDOW
     return small

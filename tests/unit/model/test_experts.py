@@ -11,6 +11,7 @@ from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRou
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
+from rollout_engine.model.attention import ATTENTION_NAME
 from rollout_engine.model.experts import Routing, swap_experts, swap_router
 from rollout_engine.model.formulas import are_gated_experts, routing_of
 from rollout_engine.model.fusion import linear_groups, repack
@@ -126,6 +127,7 @@ def test_no_tokens_are_an_empty_result():
 @pytest.mark.parametrize("architecture", MODELS)
 def test_nothing_of_a_mixture_stays_unproven_and_names_stay(architecture):
     model = tiny_model(architecture, **SIZES)
+    model.set_attn_implementation(ATTENTION_NAME)
     names = list(model.state_dict())
     make_row_invariant(model)
     make_row_invariant(model)

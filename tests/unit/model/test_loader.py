@@ -13,6 +13,7 @@ from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.loader import LoadedModel, load_model
 from rollout_engine.model.row_invariance import make_row_invariant
 from rollout_engine.testing import tiny_checkpoint, tiny_config, tiny_model
+from rollout_engine.testing.architectures import SIZES
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
 NATIVE = {"avx512_bf16": True}
@@ -49,6 +50,14 @@ def test_holds_what_from_pretrained_holds(tmp_path, architecture, tied):
     assert_same_weights(loaded, reference.state_dict())
     ours, theirs = dict(loaded.module.named_buffers()), dict(reference.named_buffers())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("architecture", sorted(SIZES.keys() - FAMILIES))
+def test_every_architecture_loads_from_shards_with_a_tied_head(tmp_path, architecture):
+    model = tiny_model(architecture, **SIZES[architecture] | dict(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same_weights(load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
 
 
 @pytest.mark.parametrize("row_invariant", [False, True])

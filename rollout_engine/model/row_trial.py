@@ -1,0 +1,144 @@
+"""Which operations of a module's forward may make a row depend on its batch: one forward is watched, then tried.
+
+moves data, or rounds each element correctly     cannot
+a function of each element, or of each row       tried at the sizes seen, alone and in batches, on 1 and more threads
+a product, or anything not known here            may; products that hold have been replaced before
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HARMLESS = set(
+    """
+    abs add add_ alias arange argsort bitwise_and bitwise_or cat ceil clamp clamp_max clamp_min clone contiguous copy_
+    detach detach_ div div_ embedding empty empty_like empty_strided eq expand fill_ floor full full_like gather ge gt
+    index index_put index_select isinf isnan le lift_fresh logical_and logical_not logical_or lt masked_fill
+    masked_fill_ max maximum minimum mul mul_ ne neg new_empty new_empty_strided new_full new_ones new_zeros ones
+    ones_like reciprocal relu relu_ repeat rsub scalar_tensor scatter scatter_ select_scatter sign slice_scatter sort
+    sqrt stack sub sub_ to topk tril triu where zero_ zeros zeros_like _local_scalar_dense _to_copy _unsafe_view
+    """.split()
+)
+"""Of aten; besides them, all views. Not with `alpha`, which some elements of `add` see as a fused product."""
+_TRIED = set(
+    """
+    cos erf exp exp_ gelu hardswish log log_softmax logsumexp mean native_layer_norm norm pow rsqrt sigmoid silu sin
+    softplus square sum tanh var var_mean linalg_vector_norm _fused_rms_norm _log_softmax _softmax
+    """.split()
+)
+"""Functions of the elements or the last dimension of their first argument."""
+_HEIGHTS = (1, 2, 3, 5, 7, 16, 17)
+_MANY_ELEMENTS = 70_000
+"""More than one thread's share of any operation."""
+
+_Key = tuple[object, ...]
+_verdicts: dict[_Key, bool] = {}
+
+
+def unproven_operations(module: nn.Module) -> list[str]:
+    """Names of the operations, by one forward of two tokens of a causal LM that is already row-invariant."""
+    tokens = torch.tensor([[0, 1]])
+    with torch.no_grad():
+        module(input_ids=tokens, use_cache=False)  # products are packed and proven at their first use
+        with _Watch() as watch:
+            module(input_ids=tokens, use_cache=False)
+    threads = torch.get_num_threads()
+    try:
+        return [name for name, key, *call in watch.tried if not _keeps_rows(key, *call, threads)] + watch.others
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes each kind of call once: operation, last dimension and dtype of the first argument, and the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: list[tuple[str, _Key, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.others: list[str] = []
+        self._seen: set[_Key] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = func.overloadpacket.__name__
+        harmless = func.is_view or (name in _HARMLESS and "alpha" not in kwargs) or _is_outer_product(name, args)
+        if harmless or not _has_floats(result):
+            return
+        key = (func, *map(_kind, args), *map(_kind, kwargs.values()))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        if name in _TRIED:
+            self.tried.append((name, key, func, args, kwargs))
+        else:
+            self.others.append(name)
+
+
+def _keeps_rows(
+    key: _Key, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], threads: int
+) -> bool:
+    """Whether rows of `func(x, ...)` for x [..., R, D] are the same bits in windows of any height; tried once.
+
+    Tried in float32, where rounding does not hide the last bits, and in the dtype seen.
+    """
+    if key not in _verdicts:
+        first, *rest = args
+        size = first.shape[-1] if first.dim() else 1
+        shape = [1] * (first.dim() - 2) + [-(-_MANY_ELEMENTS // size), size]  # a dimension's number stays what it is
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+        precise = [r.float() if isinstance(r, Tensor) and r.is_floating_point() else r for r in rest]
+        try:
+            _verdicts[key] = _same_in_windows(lambda part: func(part, *precise, **kwargs), x, threads) and (
+                first.dtype == torch.float32
+                or _same_in_windows(lambda part: func(part, *rest, **kwargs), x.to(first.dtype), threads)
+            )
+        except Exception:  # it does not work on the last dimension alone
+            _verdicts[key] = False
+    return _verdicts[key]
+
+
+def _same_in_windows(compute: Callable[[Tensor], Any], x: Tensor, threads: int) -> bool:
+    *_, rows, size = x.shape
+
+    def rows_of(start: int, height: int) -> Tensor:
+        result = compute(x.narrow(-2, start, height).clone())
+        return (result[0] if isinstance(result, tuple) else result).nan_to_num()
+
+    torch.set_num_threads(1)
+    expected = rows_of(0, rows)
+    small = itertools.product(_HEIGHTS, range(0, rows - max(_HEIGHTS), max(1, rows // max(8, 400 // size))))
+    for height, start in small:
+        if not torch.equal(rows_of(start, height), expected.narrow(-2, start, height)):
+            return False
+    for count, start in itertools.product({1, 2, threads}, (0, 1)):
+        torch.set_num_threads(count)
+        if not torch.equal(rows_of(start, rows - start), expected.narrow(-2, start, rows - start)):
+            return False
+    return True
+
+
+def _has_floats(result: Any) -> bool:
+    results = result if isinstance(result, tuple | list) else (result,)
+    return any(isinstance(r, Tensor) and r.is_floating_point() for r in results)
+
+
+def _is_outer_product(name: str, args: tuple[Any, ...]) -> bool:
+    """A product over one element, as rotary embeddings have it: nothing is added up."""
+    return name in ("mm", "bmm") and args[0].shape[-1] == 1
+
+
+def _kind(argument: Any) -> object:
+    if isinstance(argument, Tensor):
+        return (argument.shape[-1] if argument.dim() else 1, argument.dtype)
+    return repr(argument)
