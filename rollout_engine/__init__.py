@@ -35,6 +35,7 @@ _NAMES = {
     "rollout_engine.frontend.llm_engine": ("LLMEngine",),
     "rollout_engine.frontend.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
+    "rollout_engine.model.logits_processors": ("LogitsProcessor", "SequenceView"),
     "rollout_engine.outputs": ("CompletionOutput", "RequestOutput", "UpdateReport", "VersionSpan"),
     "rollout_engine.policy": ("RolloutPolicy",),
     "rollout_engine.sampling_params": ("SamplingParams",),

@@ -45,7 +45,7 @@ class CompletionOutput(msgspec.Struct):
     cumulative_logprob: float | None
     """Sum of `logprobs`."""
     kept_logprob_mass: np.ndarray | None
-    """float32 [T], log of the probability mass that top-k, top-p and min-p kept; None without truncation."""
+    """float32 [T], log of the tempered mass of the tokens that could be drawn; None without top-k, top-p and min-p."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     """The stop id or stop string; None for the checkpoint's end token."""

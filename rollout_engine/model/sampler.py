@@ -132,7 +132,9 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
         _, left, out.tokens[rows], _ = _draw(changed, temperatures[rows], u[rows], greedy[rows], inside)
         out.fail(rows, left, failures)
         if left.edges is not None:
-            out.kept_mass[rows] = torch.where(truncates[rows], _mass_left(left, left.edges, tempered, rows), 0.0)
+            cut = truncates[rows].nonzero()[:, 0]
+            edges = left.edges[0][cut], left.edges[1][cut]
+            out.kept_mass[rows[cut]] = _mass_left(changed[cut], edges, tempered, rows[cut])
         out.fill_processed(rows, left)
     for view in _views(batch, tempered, processed, list(edits)):
         out.fill(view)
@@ -231,15 +233,21 @@ def _slices(rows: list[int], vocab_size: int) -> Iterator[Tensor]:
     return (torch.tensor(rows[start : start + size]) for start in range(0, len(rows), size))
 
 
-def _mass_left(left: _Distribution, edges: tuple[Tensor, Tensor], whole: _Distribution, rows: Tensor) -> Tensor:
-    """Log of the mass, float32 [n], in `rows` of `whole` of the tokens that edits and truncation `left` there."""
-    masses = torch.zeros(len(rows))
-    for place, (row, floor, last_tie) in enumerate(zip(rows, *edges, strict=True)):
-        logits = left.logits[place]
-        ids = ((logits >= floor) & (logits > -torch.inf)).nonzero()[:, 0]
-        ids = ids[(logits[ids] > floor) | (ids <= last_tie)]
-        masses[place] = whole.logprobs(row[None], ids[None])[0].double().logsumexp(-1)
-    return masses.clamp(max=0)
+def _mass_left(logits: Tensor, edges: tuple[Tensor, Tensor], whole: _Distribution, rows: Tensor) -> Tensor:
+    """Log of the mass, float32 [n], that `rows` of `whole` give to what `edges` leave of the edited `logits` [n, V]."""
+    floor, last_tie = edges
+    place, ids = ((logits >= floor[:, None]) & (logits > -torch.inf)).nonzero(as_tuple=True)
+    kept = (logits[place, ids] > floor[place]) | (ids <= last_tie[place])
+    place, ids = place[kept], ids[kept]
+    logprobs = whole.logprobs(rows[place], ids[:, None])[:, 0].double().numpy()
+    counts = np.bincount(place.numpy(), minlength=len(rows))
+    some = counts > 0  # none where the row cannot be sampled
+    starts = (np.cumsum(counts) - counts)[some]
+    masses = np.zeros(len(rows))
+    if len(starts):
+        top = np.maximum.reduceat(logprobs, starts)
+        masses[some] = top + np.log(np.add.reduceat(np.exp(logprobs - np.repeat(top, counts[some])), starts))
+    return torch.from_numpy(masses).clamp(max=0).float()
 
 
 def _views(
