@@ -10,11 +10,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams, exact
 from rollout_engine.errors import ConfigError
-from rollout_engine.testing import assert_clean
+from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import SIZES
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
@@ -116,6 +117,21 @@ def compare_once(directory, seed):
     compared, wrong = run_round(directory, trainer, random.Random(seed), deterministic=True)
     assert compared > 100
     assert wrong == 0, f"{wrong} of {compared} log-probs differ"
+
+
+@pytest.mark.parametrize("names", ["the module's", "the checkpoint's"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_an_update_reaches_every_expert(checkpoint, architecture, names, tmp_path):
+    trainer = tiny_model(architecture, seed=1, **SIZES[architecture])
+    trainer.save_pretrained(tmp_path)
+    source = trainer if names == "the module's" else load_file(tmp_path / "model.safetensors")
+    params = SamplingParams(max_tokens=30, n=3, logprobs=0, ignore_eos=True)
+    with LLM(str(checkpoint(architecture, **SIZES[architecture])), log_stats=False) as llm:
+        llm.generate(draw_prompts(random.Random(0)), params, use_tqdm=False)
+        llm.update_weights(source)
+        outputs = llm.generate(draw_prompts(random.Random(0)), params, use_tqdm=False)
+    compared, wrong = mismatches(outputs, exact.enable(trainer), 1.0)
+    assert (compared, wrong) == (7 * 3 * 30, 0)
 
 
 @pytest.mark.parametrize("architecture", sorted(NOT_EXACT))
