@@ -47,7 +47,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Root of the sequence seeds of requests that name none."""
     deterministic: bool | Literal["auto"] = "auto"
     """Log-probs independent of batch, chunking and threads, equal to `exact` on the trainer. "auto": True on a CPU."""
-    num_threads: Positive | None = None
+    num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     """Threads of the model's forward. None: torch's own setting, by default one per physical core."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"dummy": random weights from the configuration alone, for tests and measurements."""

@@ -23,10 +23,13 @@ def size_pool(config: EngineConfig, geometry: Sequence[LayerGeometry], dtype: to
 
     The default never exceeds what `max_num_seqs` sequences of `model_len` tokens can fill.
     """
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
     block_bytes = bytes_per_block(geometry, config.block_size, dtype)
+    if config.num_kv_blocks is not None:
+        _check_fits("num_kv_blocks", config.num_kv_blocks, config.num_kv_blocks * block_bytes)
+        return config.num_kv_blocks
     given = config.kv_cache_bytes
+    if given is not None:
+        _check_fits("kv_cache_bytes", given, given)
     pool_bytes = given if given is not None else min(_CPU_POOL_BYTES, psutil.virtual_memory().available // 4)
     num_blocks = pool_bytes // block_bytes
     if num_blocks < 1:
@@ -37,6 +40,13 @@ def size_pool(config: EngineConfig, geometry: Sequence[LayerGeometry], dtype: to
     if given is None:
         num_blocks = min(num_blocks, config.max_num_seqs * -(-model_len // config.block_size))
     return num_blocks
+
+
+def _check_fits(field: str, value: int, num_bytes: int) -> None:
+    """The pool's pages come at first touch: one that is too large would only be noticed when the system ends us."""
+    total = psutil.virtual_memory().total
+    if num_bytes > total:
+        raise ConfigError(f"{field}={value} asks for {num_bytes} bytes of KV pool; this machine has {total} in all.")
 
 
 def cap_model_len(config: EngineConfig, checkpoint_len: int, num_blocks: int) -> int:
