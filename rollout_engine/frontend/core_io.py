@@ -149,7 +149,7 @@ class CoreIO:
             self._send_outbox()
             if self._router in events:
                 self._receive()
-            if self._lifeline.fileno() in events or os.getppid() != self._parent:
+            if self._orphaned_at is not None or self._lifeline.fileno() in events or os.getppid() != self._parent:
                 self._be_orphaned(poller)
             now = time.monotonic()
             if now >= next_beat:

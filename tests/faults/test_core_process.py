@@ -1,0 +1,161 @@
+"""A core's process is killed, stopped, told to end, or loses its parent: everybody is told, and nothing is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError, SamplingParams
+from rollout_engine.frontend.lifeline import lock_directory, sweep_stale_directories
+from rollout_engine.testing import tiny_checkpoint
+
+OPTIONS = dict(num_kv_blocks=512, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True)
+LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
+
+PARENT = """
+import asyncio, sys
+from rollout_engine import AsyncLLM, SamplingParams
+
+async def main():
+    async for output in engine.generate([5, 6], SamplingParams(max_tokens=1900, ignore_eos=True)):
+        if len(output.outputs[0].token_ids) == 3:
+            print(engine.remote.ready.pid, engine.address, flush=True)
+
+engine = AsyncLLM(sys.argv[1], num_kv_blocks=512, num_threads=1, skip_tokenizer_init=True)
+while True:
+    asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+async def drain(engine, prompt):
+    async for output in engine.generate(prompt, LONG):
+        pass
+    return output
+
+
+async def run_long(engine, count):
+    """Start `count` requests and return their tasks once all of them are computed."""
+    tasks = [asyncio.create_task(drain(engine, [5, 6 + i])) for i in range(count)]
+    while (await engine.get_metrics()).core.num_running < count:
+        await asyncio.sleep(0.01)
+    return tasks
+
+
+async def all_dead(engine, tasks, limit):
+    """Every task raises `EngineDeadError`, the last at most `limit` seconds after the call."""
+    start = time.perf_counter()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    seconds = time.perf_counter() - start
+    assert {type(result) for result in results} == {EngineDeadError}
+    assert len(set(map(id, results))) == len(results), "each request raises an error of its own"
+    assert seconds < limit
+    assert engine.errored and not engine.is_running
+    with pytest.raises(EngineDeadError):
+        await drain(engine, [5])
+    with pytest.raises(EngineDeadError):
+        await engine.check_health()
+    return str(engine.dead_error)
+
+
+def assert_gone(pid, address, seconds):
+    deadline = time.monotonic() + seconds
+    while psutil.pid_exists(pid) or os.path.exists(address):
+        assert time.monotonic() < deadline, f"core process: {psutil.pid_exists(pid)}, {address}"
+        time.sleep(0.02)
+
+
+def test_a_killed_core_and_a_stopped_one_fail_their_own_requests_and_no_others(checkpoint):
+    config = EngineConfig(model=str(checkpoint), **OPTIONS)
+    with (
+        AsyncLLM.from_config(config) as killed,
+        AsyncLLM.from_config(config, hang_seconds=1.0) as stopped,
+    ):
+        killed_pid, stopped_pid = killed.remote.ready.pid, stopped.remote.ready.pid
+
+        async def run():
+            doomed, others = await run_long(killed, 16), await run_long(stopped, 16)
+            os.kill(killed_pid, signal.SIGKILL)
+            assert "status -9" in await all_dead(killed, doomed, limit=1.0)
+            assert not any(task.done() for task in others)
+            os.kill(stopped_pid, signal.SIGSTOP)
+            assert "no sign of life" in await all_dead(stopped, others, limit=5.0)
+
+        asyncio.run(run())
+        assert_gone(killed_pid, killed.address, 5)
+        assert_gone(stopped_pid, stopped.address, 5)
+
+
+def test_a_core_told_to_end_gives_out_what_it_has_and_ends_once(checkpoint):
+    with AsyncLLM(checkpoint, **OPTIONS) as engine:
+        process = psutil.Process(engine.remote.ready.pid)
+
+        async def run():
+            with AsyncLLM.connect(engine.address) as other:
+                tasks = await run_long(engine, 4)
+                tasks.append(asyncio.create_task(drain(other, [9, 9])))
+                while (await engine.get_metrics()).core.num_running < 5:
+                    await asyncio.sleep(0.01)
+                for _ in range(3):
+                    process.send_signal(signal.SIGTERM)
+                results = await asyncio.gather(*tasks)
+                assert {result.outputs[0].finish_reason for result in results} == {"abort"}
+                assert all(result.outputs[0].token_ids for result in results)
+                while not (engine.errored and other.errored):
+                    await asyncio.sleep(0.01)
+                assert "SIGTERM" in str(engine.dead_error) and "SIGTERM" in str(other.dead_error)
+
+        asyncio.run(run())
+        assert_gone(process.pid, engine.address, 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_core_does_not_outlive_its_parent(checkpoint, number):
+    command = [sys.executable, "-c", PARENT, str(checkpoint)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pid, address = parent.stdout.readline().split()
+        assert psutil.pid_exists(int(pid)) and os.path.exists(address)
+        parent.send_signal(number)
+        parent.wait()
+        assert_gone(int(pid), address, 1.5)
+
+
+def test_what_prevents_the_start_is_told_as_in_process(tmp_path):
+    start = time.monotonic()
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError, match="does-not-exist"):
+        AsyncLLM(tmp_path / "does-not-exist", skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match="max_num_seq"):
+        AsyncLLM("model", max_num_seq=3)
+    assert set(psutil.Process().children()) == before
+    assert time.monotonic() - start < 60
+
+
+def test_nobody_lives_in_an_empty_directory(tmp_path):
+    with pytest.raises(EngineDeadError, match="No core lives in"):
+        AsyncLLM.connect(str(tmp_path))
+
+
+def test_only_directories_of_dead_engines_are_swept(tmp_path):
+    names = ("rollout-engine-dead", "rollout-engine-live", "rollout-engine-new", "rollout-engine-empty", "other")
+    stale, live, new, empty, other = (tmp_path / name for name in names)
+    for path in (stale, live, new, empty, other):
+        path.mkdir()
+    for path in (stale, new, other):
+        os.close(lock_directory(path))
+    held = lock_directory(live)
+    old = time.time() - 3600
+    for path in (stale, live, empty, other):
+        os.utime(path, (old, old))
+    sweep_stale_directories(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "rollout-engine-live", "rollout-engine-new"]
+    os.close(held)
