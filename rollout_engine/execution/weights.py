@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
+import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 
@@ -254,24 +255,43 @@ def update_from_source(
     """
     start = time.perf_counter()
     sender = make_sender("inproc")
-    with as_weight_errors():
-        try:
+    try:
+        with as_weight_errors():
             manifest = sender.offer(source, updater.version + 1 if version is None else version, updater.metadata())
-            if not updater.begin(manifest, reset_version=reset_version):
-                return UpdateReport(manifest.version, manifest.digest, 0, 0, time.perf_counter() - start, 0.0, 0)
-            try:
-                for name, tensor in make_receiver("inproc", sender=sender).receive(manifest):
-                    updater.stage(name, tensor)
-                updater.verify()
-                with boundary:
-                    stalled = time.perf_counter()
-                    digest = updater.commit()
-                    num_in_flight = advance(manifest.version)
-                    end = time.perf_counter()
-            finally:
-                updater.abort()
+        tensors = make_receiver("inproc", sender=sender).receive(manifest)
+        report = apply_update(
+            updater, manifest, tensors, reset_version=reset_version, boundary=boundary, advance=advance
+        )
+    finally:
+        sender.close()
+    return msgspec.structs.replace(report, seconds=time.perf_counter() - start)
+
+
+def apply_update(
+    updater: WeightUpdater,
+    manifest: WeightManifest,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    reset_version: bool,
+    boundary: AbstractContextManager[object],
+    advance: Callable[[int], int],
+) -> UpdateReport:
+    """As `update_from_source`, of tensors on their way; none is asked for before the manifest is accepted."""
+    start = time.perf_counter()
+    with as_weight_errors():
+        if not updater.begin(manifest, reset_version=reset_version):
+            return UpdateReport(manifest.version, manifest.digest, 0, 0, time.perf_counter() - start, 0.0, 0)
+        try:
+            for name, tensor in tensors:
+                updater.stage(name, tensor)
+            updater.verify()
+            with boundary:
+                stalled = time.perf_counter()
+                digest = updater.commit()
+                num_in_flight = advance(manifest.version)
+                end = time.perf_counter()
         finally:
-            sender.close()
+            updater.abort()
     return UpdateReport(
         manifest.version, digest, len(manifest.tensors), manifest.num_bytes, end - start, end - stalled, num_in_flight
     )

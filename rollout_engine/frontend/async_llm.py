@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,10 +15,12 @@ from rollout_engine.errors import DrainTimeoutError, EngineDeadError, LifecycleE
 from rollout_engine.frontend.open_streams import LoopWaker
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.remote_engine import RemoteEngine
+from rollout_engine.frontend.weight_transfer import send_weights
 from rollout_engine.frontend.wire import Health
 from rollout_engine.metrics import CoreMetrics, EngineMetrics
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
+from sync.base import WeightSource
 
 HANG_SECONDS = 5.0
 START_SECONDS = 600.0
@@ -167,6 +169,32 @@ class AsyncLLM:
             completion_token_ids=[completion for _, completion in pairs],
             temperature=temperature,
         )
+
+    async def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int | None = None,
+        kv: Literal["keep", "recompute"] = "keep",
+        reset_version: bool = False,
+        timeout: float = 300,
+    ) -> UpdateReport:
+        """Replace the live weights between two steps, wholly or not at all; requests in flight go on meanwhile.
+
+        `source` is read in a thread and its tensors must keep their values until this returns. Arguments and errors as
+        in `LLMEngine.update_weights`, and `TransferTimeoutError` when one answer takes longer than `timeout` seconds.
+        """
+        report = await asyncio.to_thread(
+            send_weights,
+            self.remote.client,
+            source,
+            version=version,
+            kv=kv,
+            reset_version=reset_version,
+            timeout=timeout,
+        )
+        self.remote.streams.policy_version = report.version
+        return report
 
     async def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight."""

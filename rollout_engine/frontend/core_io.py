@@ -62,6 +62,27 @@ class ClientLeft(msgspec.Struct, frozen=True):
     client_index: int
 
 
+class Hold(msgspec.Struct, frozen=True):
+    """Stand still between two steps while another thread works on what steps use; a context manager for it."""
+
+    inbox: Any
+    reached: threading.Event = msgspec.field(default_factory=threading.Event)
+    released: threading.Event = msgspec.field(default_factory=threading.Event)
+
+    def __enter__(self) -> None:
+        self.inbox.put(self)
+        self.reached.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.released.set()
+
+
+class Do(msgspec.Struct, frozen=True):
+    """Call something between two steps."""
+
+    action: Callable[[], None]
+
+
 class Stop(msgspec.Struct, frozen=True):
     """End the process."""
 
@@ -84,7 +105,7 @@ class CoreIO:
     def __init__(
         self, address: str, lifeline: socket.socket, *, heartbeat_seconds: float, max_backlog_bytes: int
     ) -> None:
-        self.inbox: queue.SimpleQueue[FromClient | ClientLeft | Stop] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[FromClient | ClientLeft | Hold | Do | Stop] = queue.SimpleQueue()
         self.stats = IoStats()
         self._lifeline, self._parent = lifeline, os.getppid()
         self._heartbeat_seconds, self._max_backlog_bytes = heartbeat_seconds, max_backlog_bytes

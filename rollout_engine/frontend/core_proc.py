@@ -22,10 +22,11 @@ from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import RolloutEngineError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.frontend.client_split import ids_of_client, inner_id, inner_request, split
-from rollout_engine.frontend.core_io import ClientLeft, CoreIO, FromClient, Stop
+from rollout_engine.frontend.core_io import ClientLeft, CoreIO, Do, FromClient, Hold, Stop
 from rollout_engine.frontend.core_utilities import CoreUtilities
 from rollout_engine.frontend.lifeline import CoreSettings, Lifeline, address_in, config_digest, lock_directory
 from rollout_engine.frontend.llm_engine import core_config, describe_choices
+from rollout_engine.frontend.weight_intake import WeightIntake
 from rollout_engine.frontend.wire import (
     PROTOCOL,
     Abort,
@@ -35,6 +36,7 @@ from rollout_engine.frontend.wire import (
     Ready,
     Refused,
     Reply,
+    WeightData,
     failure_of,
     pack,
 )
@@ -48,7 +50,8 @@ class EngineCoreProc:
 
     def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreIO) -> None:
         self._core, self._io = core, io
-        self._utilities = CoreUtilities(core, executor, io.stats, self._deliver)
+        self._weights = WeightIntake(core, executor, io.inbox)
+        self._utilities = CoreUtilities(core, executor, io.stats, self._weights, self._deliver)
         self._num_outputs: dict[int, int] = {}
         self._stop_reason: str | None = None
 
@@ -75,7 +78,7 @@ class EngineCoreProc:
         for _ in range(inbox.qsize()):
             self._take(inbox.get())
 
-    def _take(self, item: FromClient | ClientLeft | Stop) -> None:
+    def _take(self, item: FromClient | ClientLeft | Hold | Do | Stop) -> None:
         match item:
             case FromClient(client_index, AddRequest() as message):
                 self._add(client_index, message)
@@ -83,7 +86,16 @@ class EngineCoreProc:
                 self._abort([inner_id(client_index, request_id) for request_id in request_ids])
             case FromClient(client_index, Call() as call):
                 self._call(client_index, call)
+            case FromClient(client_index, WeightData(number, data)):
+                copied = self._weights.feed(client_index, data)
+                copied.add_done_callback(lambda future: self._reply(client_index, number, future))
+            case Hold():
+                item.reached.set()
+                item.released.wait()
+            case Do(action):
+                action()
             case ClientLeft(client_index):
+                self._weights.leave(client_index)
                 self._abort(ids_of_client(client_index, self._core.unfinished_request_ids))
                 self._num_outputs.pop(client_index, None)
             case Stop(reason):
@@ -101,7 +113,7 @@ class EngineCoreProc:
 
     def _call(self, client_index: int, call: Call) -> None:
         try:
-            result = self._utilities.run(call)
+            result = self._utilities.run(client_index, call)
         except Exception as error:
             self._io.send(client_index, Reply(call.number, failure=_failure(error)))
             return
@@ -209,7 +221,9 @@ def _vanish(directory: str) -> None:
 
 def main() -> None:
     """Run by `CoreProcess` alone; the argument is the descriptor of the lifeline."""
-    sys.exit(serve(Lifeline(socket.socket(fileno=int(sys.argv[1])))))
+    status = serve(Lifeline(socket.socket(fileno=int(sys.argv[1]))))
+    logging.shutdown()
+    os._exit(status)  # at once: taking the interpreter down takes longer than parents may wait
 
 
 if __name__ == "__main__":

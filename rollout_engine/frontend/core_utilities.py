@@ -18,9 +18,12 @@ from rollout_engine.errors import LifecycleError, RequestError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.frontend.input_processor import InputProcessor
 from rollout_engine.frontend.scoring import score_pairs
+from rollout_engine.frontend.weight_intake import WeightIntake
 from rollout_engine.frontend.wire import Call, Health, IoStats, WireError, unpack
 from rollout_engine.messages import EngineCoreOutputs
 from rollout_engine.metrics import CoreMetrics
+from rollout_engine.outputs import UpdateReport
+from sync.manifest import WeightManifest
 
 
 class Utility(NamedTuple):
@@ -55,20 +58,24 @@ class CoreUtilities:
         core: EngineCore,
         executor: InlineExecutor,
         io: IoStats,
+        weights: WeightIntake,
         deliver: Callable[[EngineCoreOutputs], None],
     ) -> None:
         """`deliver` takes ends that no step brought."""
-        self._core, self._executor, self._io, self._deliver = core, executor, io, deliver
+        self._core, self._executor, self._io, self._weights, self._deliver = core, executor, io, weights, deliver
+        self._client_index = -1
+        """Whose call runs."""
         self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
         self._inputs = InputProcessor(
             None, max_model_len=executor.info.max_model_len, vocab_size=executor.info.vocab_size
         )
 
-    def run(self, call: Call) -> Any | Future[Any]:
+    def run(self, client_index: int, call: Call) -> Any | Future[Any]:
         """Result of a call. Raises `RequestError` for a name or arguments that are not registered, and its own."""
         if call.name not in UTILITIES:
             raise RequestError(unknown_name("utility", call.name[:80], UTILITIES), field="name", value=call.name)
         method, kind = UTILITIES[call.name]
+        self._client_index = client_index
         try:
             arguments = unpack(call.arguments, kind)
         except WireError as problem:
@@ -160,6 +167,28 @@ class CoreUtilities:
     def wait_for_requests_to_drain(self) -> Future[None]:
         """Done when nothing is in flight; `LifecycleError` when what is in flight is frozen."""
         return self._when(self._is_empty)
+
+    @utility
+    def get_policy_version(self) -> int:
+        """Version of the live weights."""
+        return self._core.policy_version
+
+    @utility
+    def begin_weight_transfer(
+        self, manifest: WeightManifest, kv: str, reset_version: bool, timeout: float
+    ) -> Future[bool]:
+        """Open an update. True: the manifest is accepted, send `WeightData`. False: these weights are live already."""
+        return self._weights.begin(self._client_index, manifest, kv, reset_version, timeout)
+
+    @utility
+    def end_weight_transfer(self) -> Future[UpdateReport]:
+        """The report of this client's last update, once it is complete."""
+        return self._weights.report(self._client_index)
+
+    @utility
+    def abort_weight_transfer(self) -> None:
+        """Give up this client's update, unless it has been committed."""
+        self._weights.leave(self._client_index)
 
     @utility
     def score(

@@ -35,7 +35,7 @@ MAY_IMPORT = {
             "rollout_engine.frontend",
             "sync",
         )
-        for name in ("llm_engine", "core_proc", "core_utilities")
+        for name in ("llm_engine", "core_proc", "core_utilities", "weight_intake")
     },
     **{module: EVERYTHING for module in (*FLOOR_8, *FLOOR_9)},
     "rollout_engine": (),

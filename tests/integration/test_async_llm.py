@@ -7,17 +7,23 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from rollout_engine import (
     LLM,
     AsyncLLM,
     AsyncLLMEngine,
+    ChecksumError,
     EngineDeadError,
     LifecycleError,
+    ManifestMismatchError,
     RequestError,
     SamplingParams,
+    StaleVersionError,
+    WeightUpdateError,
 )
-from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing import tiny_checkpoint, tiny_model
+from sync import make_sender
 
 PROMPTS = ["hello", "ab", "the quick brown fox jumps over the lazy dog", [5, 6, 7]]
 OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1)
@@ -337,7 +343,7 @@ def test_an_engine_made_inside_one_loop_serves_another_and_draws_as_in_process(c
 def assert_gone(address, pid):
     assert not os.path.exists(address)
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # not even a zombie
 
 
 def test_two_clients_of_one_core_have_their_own_requests_under_the_same_names(engine, llm):
@@ -397,3 +403,90 @@ def test_it_leaves_nothing_behind(checkpoint):
         asyncio.run(last_of(engine, "hello", None))
     with pytest.raises(EngineDeadError, match="shut down"):
         asyncio.run(engine.check_health())
+
+
+def tiny_weights(seed):
+    return tiny_model(seed=seed).state_dict()
+
+
+def test_new_weights_serve_the_tokens_of_an_engine_that_was_given_them_in_process(engine, checkpoint):
+    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, temperature=0.0)
+    short = SamplingParams(max_tokens=20, seed=5, logprobs=0)
+
+    async def run():
+        task = asyncio.create_task(last_of(engine, "hello", params))
+        await until_computing(engine)
+        report = await engine.update_weights(tiny_weights(1))
+        during = await task
+        return report, during, await last_of(engine, "ab", short), await engine.update_weights(tiny_weights(0))
+
+    report, during, after, back = asyncio.run(run())
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = llm.update_weights(tiny_weights(1))
+        (same,) = llm.generate("ab", short, use_tqdm=False)
+    assert (report.version, report.digest, report.num_bytes) == (1, expected.digest, expected.num_bytes)
+    assert report.num_in_flight == 1 and back.version == engine.policy_version == 2
+    assert_same(after, same)
+    spans = during.outputs[0].version_spans
+    assert [span.policy_version for span in spans] == [0, 1] and spans[-1].end == 400
+
+
+def test_refused_weights_change_nothing_and_the_next_ones_are_taken(engine):
+    params = SamplingParams(max_tokens=20, seed=5, logprobs=0)
+    bad = tiny_weights(1) | {"model.norm.weight": torch.full((64,), float("nan"))}
+    missing = tiny_weights(1)
+    del missing["model.norm.weight"]
+
+    async def run():
+        before, version = await last_of(engine, "ab", params), engine.policy_version
+        for source, error, match in (
+            (bad, ChecksumError, "NaN"),
+            (missing, ManifestMismatchError, "model.norm.weight"),
+            ({"x": 3}, ManifestMismatchError, "'x'"),
+        ):
+            with pytest.raises(error, match=match):
+                await engine.update_weights(source)
+        with pytest.raises(StaleVersionError):
+            await engine.update_weights(tiny_weights(1), version=0)
+        with pytest.raises(WeightUpdateError, match="kv='drop'"):
+            await engine.update_weights(tiny_weights(1), kv="drop")
+        after = await last_of(engine, "ab", params)
+        assert engine.policy_version == version
+        assert_same(before, after)
+        await engine.update_weights(tiny_weights(0))
+
+    asyncio.run(run())
+
+
+def test_an_update_whose_sender_leaves_is_given_up(engine):
+    async def run():
+        with AsyncLLM.connect(engine.address) as other:
+            sender = make_sender("inproc")
+            manifest = sender.offer(tiny_weights(1), 99, await other.get_model_metadata())
+            assert await other._call(
+                "begin_weight_transfer", bool, manifest=manifest, kv="keep", reset_version=False, timeout=60.0
+            )
+            with pytest.raises(LifecycleError, match="UPDATING"):
+                await engine.update_weights(tiny_weights(1))
+        while (await engine.get_metrics()).core.state == "UPDATING":
+            await asyncio.sleep(0.01)
+        version = engine.policy_version
+        assert (await engine.update_weights(tiny_weights(0))).version == version + 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["nothing", "__init__", "_core", "run", "shutdown", "check_health.__globals__"])
+def test_only_registered_names_can_be_called(engine, name):
+    with pytest.raises(RequestError, match="Unknown utility"):
+        asyncio.run(engine._call(name))
+
+
+def test_arguments_of_calls_are_checked_on_both_sides(engine):
+    with pytest.raises(TypeError, match="no place in a message"):
+        asyncio.run(engine._call("sleep", level=print, mode="abort"))
+    with pytest.raises(RequestError, match="level"):
+        asyncio.run(engine._call("sleep", level="deep", mode="abort"))
+    with pytest.raises(RequestError, match="more"):
+        asyncio.run(engine._call("check_health", more=1))
+    asyncio.run(engine.check_health())

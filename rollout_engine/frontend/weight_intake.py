@@ -1,0 +1,75 @@
+"""The weight updates that clients send to a core's process: one at a time, each on a thread of its own."""
+
+import queue
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.errors import LifecycleError, WeightUpdateError
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.weights import apply_update
+from rollout_engine.frontend.core_io import Do, Hold
+from rollout_engine.frontend.weight_transfer import WeightTransfer
+from rollout_engine.outputs import UpdateReport
+from sync.manifest import WeightManifest
+
+
+class WeightIntake:
+    """Called by the busy loop, whose `inbox` it uses to make it hold still for a commit."""
+
+    def __init__(self, core: EngineCore, executor: InlineExecutor, inbox: "queue.SimpleQueue[Hold | Do]") -> None:
+        self._core, self._executor, self._inbox = core, executor, inbox
+        self._last: WeightTransfer | None = None
+
+    def begin(
+        self, client_index: int, manifest: WeightManifest, kv: str, reset_version: bool, timeout: float
+    ) -> Future[bool]:
+        """Open an update. Raises `LifecycleError` when one is open, or the weights are not there."""
+        if kv not in ("keep", "recompute"):
+            raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
+        self._core.begin_update()
+        apply = partial(
+            apply_update,
+            self._executor.updater,
+            reset_version=reset_version,
+            boundary=Hold(self._inbox),
+            advance=lambda version: self._core.commit_version(version, kv),
+        )
+        self._last = WeightTransfer(client_index, manifest, apply, self._end, timeout)
+        return self._last.begun
+
+    def feed(self, client_index: int, data: np.ndarray) -> Future[None]:
+        """The next bytes of this client's update."""
+        try:
+            return self._own(client_index).feed(data)
+        except LifecycleError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+
+    def report(self, client_index: int) -> Future[UpdateReport]:
+        """Of this client's last update."""
+        return self._own(client_index).report
+
+    def leave(self, client_index: int) -> None:
+        """This client sends nothing more."""
+        if self._last is not None and self._last.client_index == client_index:
+            self._last.cancel()
+
+    def _own(self, client_index: int) -> WeightTransfer:
+        if self._last is None or self._last.client_index != client_index:
+            raise LifecycleError("weights: this client has begun no update; call begin_weight_transfer first.")
+        return self._last
+
+    def _end(self, dirty: bool | None) -> None:
+        """On the transfer's thread: the busy loop closes the update before its report is told."""
+        closed: Future[None] = Future()
+
+        def close() -> None:
+            self._core.end_update(dirty=dirty)
+            closed.set_result(None)
+
+        self._inbox.put(Do(close))
+        closed.result()
