@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError
+from rollout_engine.frontend.async_llm import AsyncLLM
+from rollout_engine.frontend.blocking_engine import BlockingEngine, RemoteControl, SharedStreams
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
@@ -52,10 +54,15 @@ class RolloutPolicy(LifecycleVerbs):
     and `generate` before or after.
     """
 
-    def __init__(self, engine: LLMEngine | LLM) -> None:
-        """A policy over an engine in this process; `shutdown` ends the engine too."""
-        self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
-        self._shared = SharedEngine(self.engine)
+    def __init__(self, engine: LLMEngine | LLM | AsyncLLM) -> None:
+        """A policy over an engine in this process or in its own; `shutdown` ends the engine too."""
+        self.engine: LLMEngine | BlockingEngine
+        self._shared: SharedEngine | SharedStreams
+        if isinstance(engine, AsyncLLM):
+            self.engine, self._shared = BlockingEngine(engine.remote), SharedStreams(engine.remote)
+        else:
+            self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
+            self._shared = SharedEngine(self.engine)
         self._pad_token_id = _pad_token_id(self.engine)
 
     @classmethod
@@ -178,7 +185,7 @@ class RolloutPolicy(LifecycleVerbs):
         return self.engine.update_weights(source, **options)
 
     @property
-    def lifecycle_control(self) -> LifecycleControl:
+    def lifecycle_control(self) -> LifecycleControl | RemoteControl:
         return self.engine.lifecycle_control
 
     @property
@@ -213,7 +220,7 @@ class RolloutPolicy(LifecycleVerbs):
         )
 
 
-def _pad_token_id(engine: LLMEngine) -> int:
+def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:
     """The tokenizer's pad token, else its end token, else 0."""
     try:
         tokenizer = engine.get_tokenizer()

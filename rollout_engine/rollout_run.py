@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.errors import EngineGenerateError
+from rollout_engine.frontend.blocking_engine import SharedStreams
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.outputs import RequestOutput
@@ -80,7 +81,7 @@ class RolloutRun:
 
     def __init__(
         self,
-        engine: SharedEngine,
+        engine: SharedEngine | SharedStreams,
         plan: RolloutPlan,
         reward_fn: RewardFunction | None = None,
         loop: asyncio.AbstractEventLoop | None = None,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.lifecycle import PauseMode
-from rollout_engine.errors import DrainTimeoutError, EngineDeadError, LifecycleError
+from rollout_engine.errors import DrainTimeoutError, EngineDeadError
 from rollout_engine.frontend.open_streams import LoopWaker
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.remote_engine import RemoteEngine
@@ -161,14 +161,7 @@ class AsyncLLM:
         temperature: float = 1.0,
     ) -> list[np.ndarray]:
         """Log-probs of given completions under the live weights: per sequence float32 [len(completion)]."""
-        pairs = self.remote.inputs.check_scored(prompt_token_ids, completion_token_ids, temperature)
-        return await self._call(
-            "score",
-            list[np.ndarray],
-            prompt_token_ids=[prompt for prompt, _ in pairs],
-            completion_token_ids=[completion for _, completion in pairs],
-            temperature=temperature,
-        )
+        return await asyncio.wrap_future(self.remote.score(prompt_token_ids, completion_token_ids, temperature))
 
     async def update_weights(
         self,
@@ -214,9 +207,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
-        if self.remote.inputs.codec is None:
-            raise LifecycleError("get_tokenizer: there is none, the engine was made with skip_tokenizer_init=True.")
-        return self.remote.inputs.codec.hf
+        return self.remote.get_tokenizer()
 
     @property
     def policy_version(self) -> int:

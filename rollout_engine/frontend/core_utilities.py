@@ -133,6 +133,11 @@ class CoreUtilities:
         return paused
 
     @utility
+    def require_running(self, verb: str) -> None:
+        """Raise, naming `verb`, unless a request added now is computed without another call."""
+        self._core.lifecycle.require_running(verb[:80])
+
+    @utility
     def resume_generation(self) -> None:
         """Go on after a pause."""
         self._core.resume()

@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineDeadError, RequestError, RolloutEngineError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.frontend.core_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES, CoreClient
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor
 from rollout_engine.frontend.lifeline import CoreProcess
@@ -104,6 +107,25 @@ class RemoteEngine:
     def call(self, name: str, kind: Any = None, **arguments: Any) -> Future[Any]:
         """Call a utility of the core; the future gives its result as `kind`."""
         return self.client.call(name, kind, **arguments)
+
+    def score(
+        self, prompt_token_ids: Sequence[list[int]], completion_token_ids: Sequence[list[int]], temperature: float
+    ) -> Future[list[np.ndarray]]:
+        """Log-probs of given completions under the live weights. Raises `RequestError`."""
+        pairs = self.inputs.check_scored(prompt_token_ids, completion_token_ids, temperature)
+        return self.call(
+            "score",
+            list[np.ndarray],
+            prompt_token_ids=[prompt for prompt, _ in pairs],
+            completion_token_ids=[completion for _, completion in pairs],
+            temperature=temperature,
+        )
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
+        if self.inputs.codec is None:
+            raise LifecycleError("get_tokenizer: there is none, the engine was made with skip_tokenizer_init=True.")
+        return self.inputs.codec.hf
 
     def _queue(
         self, checked: CheckedPrompt, request_id: str | None, wake: Callable[[Stream], None], priority: int

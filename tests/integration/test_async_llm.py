@@ -18,6 +18,8 @@ from rollout_engine import (
     LifecycleError,
     ManifestMismatchError,
     RequestError,
+    RewardError,
+    RolloutPolicy,
     SamplingParams,
     StaleVersionError,
     WeightUpdateError,
@@ -490,3 +492,32 @@ def test_arguments_of_calls_are_checked_on_both_sides(engine):
     with pytest.raises(RequestError, match="more"):
         asyncio.run(engine._call("check_health", more=1))
     asyncio.run(engine.check_health())
+
+
+def test_a_policy_over_it_rolls_out_what_one_in_process_does(engine, llm):
+    near, far = RolloutPolicy(llm), RolloutPolicy(engine)
+    arguments = dict(
+        num_samples=3, seed=4, use_tqdm=False, reward_fn=lambda prompts, completions, completion_ids: [1.0] * 3
+    )
+    ours = far.rollout(PROMPTS, SamplingParams(max_tokens=12), **arguments)
+    theirs = near.rollout(PROMPTS, SamplingParams(max_tokens=12), **arguments)
+    for key in (("tokens", "full"), ("log_probs", "full"), "seed", "group_id", ("next", "reward")):
+        assert torch.equal(ours[key], theirs[key])
+    assert list(ours["text", "response"]) == list(theirs["text", "response"])
+    assert torch.equal(far.score(ours), near.score(theirs))
+
+    async def run():
+        groups = [group async for group in far.arollout(PROMPTS, SamplingParams(max_tokens=12), num_samples=3, seed=4)]
+        assert sorted(int(group["group_id"][0]) for group in groups) == [0, 1, 2, 3]
+        async for _ in far.arollout([[5]] * 8, SamplingParams(max_tokens=1500, ignore_eos=True), num_samples=2):
+            break
+
+    asyncio.run(run())
+    with pytest.raises(RewardError):
+        far.rollout("hello", SamplingParams(max_tokens=2), use_tqdm=False, reward_fn=lambda *a, **k: 1 / 0)
+    far.pause_generation()
+    assert far.is_paused()
+    with pytest.raises(LifecycleError, match="rollout"):
+        far.rollout("hello", use_tqdm=False)
+    far.resume_generation()
+    assert far.update_weights(tiny_weights(0)).version == far.policy_version

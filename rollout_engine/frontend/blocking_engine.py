@@ -1,0 +1,159 @@
+"""An engine whose core is another process, for plain threads: what `RolloutPolicy` asks of an engine in process."""
+
+import queue
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.errors import DrainTimeoutError, LifecycleError
+from rollout_engine.frontend.open_streams import Stream
+from rollout_engine.frontend.remote_engine import RemoteEngine
+from rollout_engine.frontend.weight_transfer import send_weights
+from rollout_engine.metrics import CoreMetrics, EngineMetrics
+from rollout_engine.outputs import RequestOutput, UpdateReport
+from rollout_engine.sampling_params import SamplingParams
+from sync.base import WeightSource
+
+_POLL_SECONDS = 0.05
+
+
+class BlockingEngine:
+    """The verbs of `LLMEngine` that do not step, each a call to the core that blocks until it answers."""
+
+    def __init__(self, remote: RemoteEngine) -> None:
+        self._remote = remote
+        self.lifecycle_control = RemoteControl(remote)
+        """Pause, sleep and what belongs to them."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights, as last heard."""
+        return self._remote.streams.policy_version
+
+    def require_running(self, verb: str) -> None:
+        """Raise, naming `verb`, unless a request added now is computed without another call."""
+        self._remote.call("require_running", verb=verb).result()
+
+    def get_metrics(self) -> EngineMetrics:
+        """Counters and gauges of the core, timings of this client's requests."""
+        core = self._remote.call("get_core_metrics", CoreMetrics).result()
+        return EngineMetrics(core=core, requests=self._remote.streams.stats)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
+        return self._remote.get_tokenizer()
+
+    def score(
+        self,
+        prompt_token_ids: Sequence[list[int]],
+        completion_token_ids: Sequence[list[int]],
+        *,
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]:
+        """As `LLMEngine.score`."""
+        return self._remote.score(prompt_token_ids, completion_token_ids, temperature).result()
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int | None = None,
+        kv: str = "keep",
+        reset_version: bool = False,
+        timeout: float = 300,
+    ) -> UpdateReport:
+        """As `AsyncLLM.update_weights`."""
+        client = self._remote.client
+        report = send_weights(client, source, version=version, kv=kv, reset_version=reset_version, timeout=timeout)
+        self._remote.streams.policy_version = report.version
+        return report
+
+    def shutdown(self) -> None:
+        """End the core, or leave it if it is another engine's."""
+        self._remote.shutdown()
+
+
+class RemoteControl:
+    """What carries out the verbs of `LifecycleVerbs`, in the core's process."""
+
+    def __init__(self, remote: RemoteEngine) -> None:
+        self._remote = remote
+
+    def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """See `LifecycleVerbs.pause_generation`."""
+        self._remote.call("pause_generation", mode=mode, clear_cache=clear_cache).result()
+
+    def resume(self) -> None:
+        """See `LifecycleVerbs.resume_generation`."""
+        self._remote.call("resume_generation").result()
+
+    def is_paused(self) -> bool:
+        """See `LifecycleVerbs.is_paused`."""
+        return self._remote.call("is_paused", bool).result()
+
+    def sleep(self, level: int, mode: PauseMode) -> None:
+        """See `LifecycleVerbs.sleep`."""
+        self._remote.call("sleep", level=level, mode=mode).result()
+
+    def wake_up(self, tags: Iterable[str] | None) -> None:
+        """See `LifecycleVerbs.wake_up`."""
+        named = [tags] if isinstance(tags, str) else None if tags is None else list(tags)
+        self._remote.call("wake_up", tags=named).result()
+
+    def is_sleeping(self) -> bool:
+        """See `LifecycleVerbs.is_sleeping`."""
+        return self._remote.call("is_sleeping", bool).result()
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        """See `LifecycleVerbs.reset_prefix_cache`."""
+        return self._remote.call("reset_prefix_cache", bool, reset_running_requests=reset_running_requests).result()
+
+    def wait_for_drain(self, timeout: float) -> None:
+        """See `LifecycleVerbs.wait_for_requests_to_drain`."""
+        drained = self._remote.call("wait_for_requests_to_drain")
+        try:
+            drained.result(timeout)
+        except TimeoutError:
+            what = f"requests are still in flight after {timeout:g} seconds"
+            raise DrainTimeoutError(f"wait_for_requests_to_drain: {what}; they go on.") from None
+        except CancelledError:
+            raise LifecycleError("wait_for_requests_to_drain: the call was cancelled.") from None
+
+
+class SharedStreams:
+    """Requests of several rollouts on one engine, every result to the rollout that asked for it."""
+
+    def __init__(self, remote: RemoteEngine) -> None:
+        self._remote = remote
+        self._streams: dict[str, Stream] = {}
+        self._arrived: dict[int, queue.SimpleQueue[Stream]] = {}
+
+    def add(self, prompts: list[Any], params: list[SamplingParams], inbox: list[RequestOutput]) -> list[str]:
+        """Queue requests whose finished results go to `inbox`; all of them, or none and a `RequestError`."""
+        arrived = self._arrived.setdefault(id(inbox), queue.SimpleQueue())
+        streams = self._remote.add_requests(prompts, params, arrived.put)
+        self._streams.update((stream.request_id, stream) for stream in streams)
+        return [stream.request_id for stream in streams]
+
+    def step_for(self, inbox: list[RequestOutput]) -> None:
+        """Wait a moment for results of `inbox`'s requests. Raises what ended one of them."""
+        arrived = self._arrived[id(inbox)]
+        try:
+            stream = arrived.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            return
+        output = self._remote.take(stream)
+        if output is not None and output.finished:
+            del self._streams[stream.request_id]
+            inbox.append(output)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests without a result."""
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                self._remote.close(stream)
