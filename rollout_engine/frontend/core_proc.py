@@ -128,7 +128,7 @@ class EngineCoreProc:
         self._io.send(client_index, reply)
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        if not (outputs.sequences or outputs.ended or outputs.num_cached_tokens):
+        if not (outputs.sequences or outputs.ended or outputs.num_cached_tokens or outputs.prompt_logprobs):
             return
         for client_index, share in split(outputs).items():
             number = self._num_outputs.get(client_index, 0)

@@ -293,8 +293,7 @@ def _array_from(value: Any, claim: Any) -> np.ndarray:
             raise ValueError("expected an array (dtype, shape, data)")
     if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > 8:
         raise ValueError(f"no array has shape {shape!r:.80}")
-    if isinstance(data, int):
-        data = claim(data)
+    data = claim(data) if isinstance(data, int) else bytearray(data)
     dtype = _DTYPES[name]
     if math.prod(shape) * dtype.itemsize != len(memoryview(data).cast("B")):
         raise ValueError(f"an array {name} {shape!r:.80} does not have {len(data)} bytes")

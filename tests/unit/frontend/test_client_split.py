@@ -44,6 +44,7 @@ def test_each_client_gets_its_own_columns():
         ended=[SequenceEnd(SECOND + 2, "stop"), SequenceEnd(3, "length")],
         num_cached_tokens={SECOND: 16},
         start_time=9.0,
+        prompt_logprobs={SECOND: "theirs", 3: "ours"},
     )
     shares = split(outputs)
     assert sorted(shares) == [0, 1]
@@ -53,12 +54,13 @@ def test_each_client_gets_its_own_columns():
     assert second.top_logprobs[0].tolist() == [[1], [3]] and first.kept_logprob_mass is None
     assert second.ended == [SequenceEnd(2, "stop")] and first.ended == [SequenceEnd(3, "length")]
     assert (first.num_cached_tokens, second.num_cached_tokens) == ({}, {0: 16})
+    assert (first.prompt_logprobs, second.prompt_logprobs) == ({3: "ours"}, {0: "theirs"})
     assert {share.policy_version for share in shares.values()} == {4} and first.start_time == 9.0
 
 
 def test_no_field_of_the_outputs_is_forgotten():
     names = {"policy_version", "sequences", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"}
-    names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time"}
+    names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time", "prompt_logprobs"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutputs)} == names
 
 

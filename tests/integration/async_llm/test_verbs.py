@@ -1,0 +1,248 @@
+"""What `AsyncLLM` does besides generating: scores, pauses, sleeps, takes weights, serves a policy."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine import (
+    LLM,
+    AsyncLLM,
+    ChecksumError,
+    LifecycleError,
+    ManifestMismatchError,
+    RequestError,
+    RewardError,
+    RolloutPolicy,
+    SamplingParams,
+    StaleVersionError,
+    WeightUpdateError,
+)
+from rollout_engine.testing import tiny_model
+from sync import make_sender
+
+PROMPTS = ["hello", "ab", "the quick brown fox jumps over the lazy dog", [5, 6, 7]]
+
+
+def long_params(**changes):
+    return SamplingParams(**(dict(max_tokens=1500, ignore_eos=True, detokenize=False) | changes))
+
+
+def tiny_weights(seed):
+    return tiny_model(seed=seed).state_dict()
+
+
+def test_scores_and_metadata_equal_those_in_process(engine, llm):
+    async def run():
+        scores = await engine.score([[5, 6, 7], [8]], [[9, 10], []], temperature=0.7)
+        with pytest.raises(RequestError, match=r"completion_token_ids\[0\]"):
+            await engine.score([[5]], [[999]])
+        return scores, await engine.get_model_metadata(), await engine.get_tokenizer()
+
+    scores, metadata, tokenizer = asyncio.run(run())
+    expected = llm.score([[5, 6, 7], [8]], [[9, 10], []], temperature=0.7)
+    assert all(map(np.array_equal, scores, expected))
+    assert metadata == llm.get_model_metadata()
+    assert tokenizer.get_vocab() == llm.get_tokenizer().get_vocab()
+
+
+def test_metrics_count_what_the_core_did_and_time_what_the_client_saw(engine, last_of):
+    async def run():
+        before = await engine.get_metrics()
+        await last_of(engine, "hello", SamplingParams(max_tokens=10, ignore_eos=True))
+        return before.core.counters.num_tokens_sampled, await engine.get_metrics()
+
+    sampled, metrics = asyncio.run(run())
+    assert metrics.core.counters.num_tokens_sampled == sampled + 10
+    assert metrics.core.state == "RUNNING" and metrics.requests.finished["length"] > 0
+
+
+def test_paused_with_keep_requests_freeze_and_go_on_to_the_same_tokens(
+    engine, llm, last_of, until_computing, assert_same
+):
+    params = SamplingParams(max_tokens=600, ignore_eos=True, seed=3)
+
+    async def run():
+        task = asyncio.create_task(last_of(engine, "hello", params))
+        await until_computing(engine)
+        await engine.pause_generation(mode="keep")
+        assert await engine.is_paused()
+        steps = (await engine.check_health()).num_steps
+        queued = asyncio.create_task(last_of(engine, "ab", SamplingParams(max_tokens=3, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        assert (await engine.check_health()).num_steps == steps and not task.done() and not queued.done()
+        with pytest.raises(LifecycleError, match="frozen"):
+            await engine.wait_for_requests_to_drain()
+        await engine.resume_generation()
+        assert len((await queued).outputs[0].token_ids) == 3
+        return await task
+
+    (expected,) = llm.generate("hello", params, use_tqdm=False)
+    assert_same(asyncio.run(run()), expected)
+
+
+def test_pause_with_wait_returns_when_all_have_finished_and_with_abort_at_once(engine, last_of, until_computing):
+    async def run():
+        task = asyncio.create_task(last_of(engine, "hello", SamplingParams(max_tokens=200, ignore_eos=True)))
+        await until_computing(engine)
+        await engine.pause_generation(wait_for_inflight_requests=True)
+        assert await engine.get_num_unfinished_requests() == 0
+        await engine.resume_generation()
+        assert (await task).outputs[0].finish_reason == "length"
+        aborted = asyncio.create_task(last_of(engine, "hello", long_params()))
+        await until_computing(engine)
+        await engine.pause_generation(mode="abort")
+        assert (await aborted).outputs[0].finish_reason == "abort"
+        queued = asyncio.create_task(last_of(engine, "hello", long_params(), "queued"))
+        await asyncio.sleep(0.02)
+        await engine.abort("queued")
+        ended = (await queued).outputs[0]
+        assert (ended.finish_reason, ended.token_ids) == ("abort", [])
+        await engine.resume_generation()
+        with pytest.raises(LifecycleError, match="mode='later'"):
+            await engine.pause_generation(mode="later")
+
+    asyncio.run(run())
+
+
+def test_draining_waits_and_says_when_it_takes_too_long(engine, last_of, until_computing):
+    async def run():
+        task = asyncio.create_task(last_of(engine, "hello", long_params()))
+        await until_computing(engine)
+        with pytest.raises(TimeoutError, match="still in flight"):
+            await engine.wait_for_requests_to_drain(drain_timeout=0.01)
+        await engine.wait_for_requests_to_drain()
+        return await task
+
+    assert len(asyncio.run(run()).outputs[0].token_ids) == 1500
+
+
+def test_it_sleeps_and_wakes_and_forgets_prefixes(engine, llm, last_of):
+    params = SamplingParams(max_tokens=12, seed=8)
+
+    async def run():
+        before = await last_of(engine, "hello", params)
+        await engine.sleep(level=1)
+        assert await engine.is_sleeping()
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
+        assert await engine.reset_prefix_cache()
+        return before, await last_of(engine, "hello", params)
+
+    before, after = asyncio.run(run())
+    assert before.outputs[0].token_ids == after.outputs[0].token_ids
+
+
+def test_new_weights_serve_the_tokens_of_an_engine_that_was_given_them_in_process(
+    engine, checkpoint, last_of, until_computing, assert_same, options
+):
+    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, temperature=0.0)
+    short = SamplingParams(max_tokens=20, seed=5, logprobs=0)
+
+    async def run():
+        task = asyncio.create_task(last_of(engine, "hello", params))
+        await until_computing(engine)
+        report = await engine.update_weights(tiny_weights(1))
+        during = await task
+        return report, during, await last_of(engine, "ab", short), await engine.update_weights(tiny_weights(0))
+
+    report, during, after, back = asyncio.run(run())
+    with LLM(checkpoint, **options) as llm:
+        expected = llm.update_weights(tiny_weights(1))
+        (same,) = llm.generate("ab", short, use_tqdm=False)
+    assert (report.version, report.digest, report.num_bytes) == (1, expected.digest, expected.num_bytes)
+    assert report.num_in_flight == 1 and back.version == engine.policy_version == 2
+    assert_same(after, same)
+    spans = during.outputs[0].version_spans
+    assert [span.policy_version for span in spans] == [0, 1] and spans[-1].end == 400
+
+
+def test_refused_weights_change_nothing_and_the_next_ones_are_taken(engine, last_of, assert_same):
+    params = SamplingParams(max_tokens=20, seed=5, logprobs=0)
+    bad = tiny_weights(1) | {"model.norm.weight": torch.full((64,), float("nan"))}
+    missing = tiny_weights(1)
+    del missing["model.norm.weight"]
+
+    async def run():
+        before, version = await last_of(engine, "ab", params), engine.policy_version
+        for source, error, match in (
+            (bad, ChecksumError, "NaN"),
+            (missing, ManifestMismatchError, "model.norm.weight"),
+            ({"x": 3}, ManifestMismatchError, "'x'"),
+        ):
+            with pytest.raises(error, match=match):
+                await engine.update_weights(source)
+        with pytest.raises(StaleVersionError):
+            await engine.update_weights(tiny_weights(1), version=0)
+        with pytest.raises(WeightUpdateError, match="kv='drop'"):
+            await engine.update_weights(tiny_weights(1), kv="drop")
+        after = await last_of(engine, "ab", params)
+        assert engine.policy_version == version
+        assert_same(before, after)
+        await engine.update_weights(tiny_weights(0))
+
+    asyncio.run(run())
+
+
+def test_an_update_whose_sender_leaves_is_given_up(engine):
+    async def run():
+        with AsyncLLM.connect(engine.address) as other:
+            sender = make_sender("inproc")
+            manifest = sender.offer(tiny_weights(1), 99, await other.get_model_metadata())
+            assert await other._call(
+                "begin_weight_transfer", bool, manifest=manifest, kv="keep", reset_version=False, timeout=60.0
+            )
+            with pytest.raises(LifecycleError, match="UPDATING"):
+                await engine.update_weights(tiny_weights(1))
+        while (await engine.get_metrics()).core.state == "UPDATING":
+            await asyncio.sleep(0.01)
+        version = engine.policy_version
+        assert (await engine.update_weights(tiny_weights(0))).version == version + 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["nothing", "__init__", "_core", "run", "shutdown", "check_health.__globals__"])
+def test_only_registered_names_can_be_called(engine, name):
+    with pytest.raises(RequestError, match="Unknown utility"):
+        asyncio.run(engine._call(name))
+
+
+def test_arguments_of_calls_are_checked_on_both_sides(engine):
+    with pytest.raises(TypeError, match="no place in a message"):
+        asyncio.run(engine._call("sleep", level=print, mode="abort"))
+    with pytest.raises(RequestError, match="level"):
+        asyncio.run(engine._call("sleep", level="deep", mode="abort"))
+    with pytest.raises(RequestError, match="more"):
+        asyncio.run(engine._call("check_health", more=1))
+    asyncio.run(engine.check_health())
+
+
+def test_a_policy_over_it_rolls_out_what_one_in_process_does(engine, llm):
+    near, far = RolloutPolicy(llm), RolloutPolicy(engine)
+    arguments = dict(
+        num_samples=3, seed=4, use_tqdm=False, reward_fn=lambda prompts, completions, completion_ids: [1.0] * 3
+    )
+    ours = far.rollout(PROMPTS, SamplingParams(max_tokens=12), **arguments)
+    theirs = near.rollout(PROMPTS, SamplingParams(max_tokens=12), **arguments)
+    for key in (("tokens", "full"), ("log_probs", "full"), "seed", "group_id", ("next", "reward")):
+        assert torch.equal(ours[key], theirs[key])
+    assert list(ours["text", "response"]) == list(theirs["text", "response"])
+    assert torch.equal(far.score(ours), near.score(theirs))
+
+    async def run():
+        groups = [group async for group in far.arollout(PROMPTS, SamplingParams(max_tokens=12), num_samples=3, seed=4)]
+        assert sorted(int(group["group_id"][0]) for group in groups) == [0, 1, 2, 3]
+        async for _ in far.arollout([[5]] * 8, SamplingParams(max_tokens=1500, ignore_eos=True), num_samples=2):
+            break
+
+    asyncio.run(run())
+    with pytest.raises(RewardError):
+        far.rollout("hello", SamplingParams(max_tokens=2), use_tqdm=False, reward_fn=lambda *a, **k: 1 / 0)
+    far.pause_generation()
+    assert far.is_paused()
+    with pytest.raises(LifecycleError, match="rollout"):
+        far.rollout("hello", use_tqdm=False)
+    far.resume_generation()
+    assert far.update_weights(tiny_weights(0)).version == far.policy_version
