@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from sync.manifest import WeightManifest
+from sync.manifest import WeightManifest, tensor_digest
 
 WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | PathLike[str]
 """Where weights come from; a path is a published store or a safetensors checkpoint directory. Tensors must keep their
@@ -52,6 +52,16 @@ class WeightReceiver(Protocol):
 
         A tensor is valid until the next one is asked for. Exhaust the iterator, or `close`.
         """
+
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, str]:
+        """Copy each tensor of `manifest` into `shadow`, and return name -> digest of what lies there then.
+
+        `shadow` has a tensor of the manifest's shape and dtype for each name. Faster than `receive` where tensors can
+        be fetched several at once, or straight to their place.
+        """
+        for name, tensor in self.receive(manifest):
+            shadow[name].copy_(tensor)
+        return {spec.name: tensor_digest(shadow[spec.name]) for spec in manifest.tensors}
 
     def close(self) -> None:
         """Let go of the connection."""

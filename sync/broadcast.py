@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sync.base import Metadata, WeightSource
+from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import Bucket, plan_buckets, view_of
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import WeightGroup
@@ -168,7 +168,7 @@ class BroadcastSender:
         self._end.close()
 
 
-class BroadcastReceiver:
+class BroadcastReceiver(WeightReceiver):
     """A worker's end, rank 1 or higher."""
 
     def __init__(self, end: BroadcastEnd, bucket_bytes: int) -> None:

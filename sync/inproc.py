@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from sync.base import Metadata, WeightSource
+from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.errors import SyncError
 from sync.manifest import WeightManifest
 from sync.source import NamedTensor, Offer
@@ -43,7 +43,7 @@ class InprocSender:
         self._offer = self.manifest = None
 
 
-class InprocReceiver:
+class InprocReceiver(WeightReceiver):
     """Reads what an `InprocSender` offers."""
 
     def __init__(self, sender: InprocSender) -> None:

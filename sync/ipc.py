@@ -25,7 +25,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from sync.base import Metadata, WeightSource
+from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import plan_buckets, view_of
 from sync.devices import cuda_device
 from sync.directories import check_private, make_private, open_sole
@@ -281,7 +281,7 @@ class HandleSender:
             self._buffers = [self._memory.allocate(max(num_bytes, 1)) for _ in range(_IN_FLIGHT)]
 
 
-class HandleReceiver:
+class HandleReceiver(WeightReceiver):
     """The engine's end, over any `SharedMemory`; `IpcReceiver` is the one to use."""
 
     def __init__(self, directory: Path, memory: SharedMemory, *, timeout: float) -> None:

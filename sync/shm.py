@@ -7,22 +7,24 @@ The trainer casts straight into the mapping, once; engines read views of it. Bot
 a tmpfs, such as /dev/shm, or the bytes are written to a disk as well.
 """
 
+import itertools
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
-from sync.base import Metadata, WeightSource
+from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import plan_buckets, view_of
 from sync.directories import check_private, make_private, open_sole
 from sync.errors import ChecksumMismatch, SyncError
 from sync.manifest import WeightManifest, tensor_digest
-from sync.source import NamedTensor, Offer
+from sync.source import NamedTensor, Offer, copy_tensor
+from sync.threads import in_threads
 
 _FILE = "weights"
 _HEADER_BYTES = 4096
@@ -100,11 +102,16 @@ class ShmSender:
         return self._mapping
 
 
-class ShmReceiver:
-    """Reads what a `ShmSender` of the same user offers under `directory`. Tensors are views of the mapping."""
+class ShmReceiver(WeightReceiver):
+    """Reads what a `ShmSender` of the same user offers under `directory`. Tensors are views of the mapping.
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    Args:
+        num_threads: how many threads `receive_into` copies and digests on.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
         self._path = Path(directory) / _FILE
+        self._num_threads = num_threads
         self._mapping: mmap.mmap | None = None
         self._inode = -1
 
@@ -126,6 +133,20 @@ class ShmReceiver:
             yield slot.spec.name, view_of(content, slot)
         if _read_header(mapping) != wanted:
             raise ChecksumMismatch(f"Version {manifest.version} was overwritten while it was received: offer it again.")
+
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, str]:
+        """As `WeightReceiver.receive_into`."""
+
+        def place(pair: NamedTensor) -> str:
+            name, tensor = pair
+            copy_tensor(shadow[name], tensor)
+            return tensor_digest(shadow[name])  # while it is in the cache
+
+        views = self.receive(manifest)
+        pairs = list(itertools.islice(views, len(manifest.tensors)))
+        digests = in_threads(place, pairs, self._num_threads)
+        list(views)  # looks whether it was overwritten meanwhile
+        return {name: digest for (name, _), digest in zip(pairs, digests, strict=True)}
 
     def close(self) -> None:
         """Let go of the mapping, at the latest when the last tensor is let go."""

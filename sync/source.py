@@ -125,10 +125,15 @@ def cast_for(name: str, tensor: Tensor, metadata: Metadata) -> Tensor:
 
 def copy_tensor(out: Tensor, tensor: Tensor) -> None:
     """`tensor` into `out`, cast nearest-even. Plain copies stay on the calling thread, several of which may copy."""
-    if tensor.dtype == out.dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
+    if tensor.dtype == out.dtype and is_plain(tensor) and is_plain(out):
         np.copyto(np.asarray(tensor_bytes(out)), np.asarray(tensor_bytes(tensor)))
     else:
         out.copy_(tensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor's values are one run of bytes of the host's memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _wanted_dtype(name: str, tensor: Tensor, metadata: Metadata) -> torch.dtype:

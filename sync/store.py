@@ -13,7 +13,7 @@ import os
 import queue
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sync.base import Metadata, WeightSource
+from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import Slot, view_of
 from sync.errors import ChecksumMismatch, StaleVersion, SyncError
 from sync.manifest import TensorSpec, WeightManifest, tensor_bytes, tensor_digest
@@ -45,7 +45,8 @@ from sync.published import (
     open_tensor,
     read_pointer,
 )
-from sync.source import NamedTensor, Offer
+from sync.source import NamedTensor, Offer, is_plain
+from sync.threads import in_threads
 
 _STAGING = ".staging"
 
@@ -101,7 +102,7 @@ class StoreSender:
         self._lock.close()
 
 
-class StoreReceiver:
+class StoreReceiver(WeightReceiver):
     """Reads versions from the store at `directory`, on `num_threads` threads ahead of its consumer.
 
     Files are read, not mapped: one that is cut meanwhile is an error, not the end of the process.
@@ -112,11 +113,7 @@ class StoreReceiver:
 
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
         """As `WeightReceiver.receive`. `SyncError` when the store's current version is not `manifest`'s."""
-        lease = lease_current(self._directory)
-        current = checked_manifest(lease)
-        if current != manifest:
-            what = f"version {current.version} is current, not version {manifest.version} of that digest"
-            raise SyncError(f"{self._directory}: {what}. Receive each version before the next is published.")
+        lease = self._leased(manifest)
         largest = max((spec.num_bytes for spec in manifest.tensors), default=0)
         free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(self._num_threads + 1):
@@ -127,12 +124,37 @@ class StoreReceiver:
                 if free.empty():
                     yield from _handed_over(ahead, free)
                 buffer = free.get()
-                ahead.append((spec, buffer, pool.submit(_read, lease, spec, buffer)))
+                ahead.append((spec, buffer, pool.submit(_read, lease, spec, tensor_bytes(buffer))))
             while ahead:
                 yield from _handed_over(ahead, free)
 
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, str]:
+        """As `WeightReceiver.receive_into`; bytes are read straight to their place."""
+        lease = self._leased(manifest)
+
+        def place(spec: TensorSpec) -> str:
+            out = shadow[spec.name]
+            if is_plain(out):
+                _read(lease, spec, tensor_bytes(out))
+            else:
+                buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
+                _read(lease, spec, tensor_bytes(buffer))
+                out.copy_(view_of(buffer, Slot(spec, 0)))
+            return tensor_digest(out)  # while it is in the cache
+
+        digests = in_threads(place, manifest.tensors, self._num_threads)
+        return {spec.name: digest for spec, digest in zip(manifest.tensors, digests, strict=True)}
+
     def close(self) -> None:
         """Nothing to let go of: a lease ends with its `receive`."""
+
+    def _leased(self, manifest: WeightManifest) -> Lease:
+        lease = lease_current(self._directory)
+        current = checked_manifest(lease)
+        if current != manifest:
+            what = f"version {current.version} is current, not version {manifest.version} of that digest"
+            raise SyncError(f"{self._directory}: {what}. Receive each version before the next is published.")
+        return lease
 
 
 def _handed_over(
@@ -145,10 +167,10 @@ def _handed_over(
     free.put(buffer)
 
 
-def _read(lease: Lease, spec: TensorSpec, buffer: Tensor) -> None:
+def _read(lease: Lease, spec: TensorSpec, out: memoryview) -> None:
     file = open_tensor(lease, spec)
     try:
-        rest = tensor_bytes(buffer)[: spec.num_bytes]
+        rest = out[: spec.num_bytes]
         while rest:
             count = os.preadv(file, [rest], spec.num_bytes - len(rest))
             if count == 0:

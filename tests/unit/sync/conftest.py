@@ -32,8 +32,8 @@ class LocalShadow(Shadow):
     def open(self, transport, options):
         assert not self.obey(Command("open", transport=transport, options=options)).error
 
-    def receive(self, manifest):
-        self.tell(Command("receive", manifest=manifest))
+    def receive(self, manifest, verb="receive"):
+        self.tell(Command(verb, manifest=manifest))
 
 
 class ShadowProcess:
@@ -56,8 +56,8 @@ class ShadowProcess:
         answer = self.answer()
         assert not answer.error, answer.message
 
-    def receive(self, manifest):
-        self.tell(Command("receive", manifest=manifest))
+    def receive(self, manifest, verb="receive"):
+        self.tell(Command(verb, manifest=manifest))
 
     def answer(self):
         assert self._selector.select(ANSWER_SECONDS), "the shadow does not answer"
@@ -82,11 +82,11 @@ class Link:
     def offer(self, source, version=1, metadata=None):
         return self.sender.offer(source, version, metadata or {})
 
-    def deliver(self, manifest):
+    def deliver(self, manifest, verb="receive"):
         """Every shadow's answer, and the sender's error, if any."""
         error = None
         for shadow in self.shadows:
-            shadow.receive(manifest)
+            shadow.receive(manifest, verb)
         try:
             self.sender.send()
         except sync.SyncError as problem:

@@ -7,13 +7,14 @@ import sys
 from typing import Any
 
 import msgspec
+import torch
 
 import sync
-from sync.manifest import TensorSpec, WeightManifest, describe
+from sync.manifest import TensorSpec, WeightManifest, describe, torch_dtype
 
 
 class Command(msgspec.Struct):
-    """`open` a transport with options, `receive` a manifest, or `close`."""
+    """`open` a transport with options, `receive` a manifest (or `receive_into` tensors of its form), or `close`."""
 
     verb: str
     transport: str = ""
@@ -46,6 +47,13 @@ class Shadow:
             elif command.verb == "receive":
                 staged = {name: tensor.clone() for name, tensor in self.receiver.receive(command.manifest)}
                 return Answer(sorted((describe(*pair) for pair in staged.items()), key=lambda spec: spec.name))
+            elif command.verb == "receive_into":
+                specs = command.manifest.tensors
+                shadow = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
+                digests = self.receiver.receive_into(shadow, command.manifest)
+                staged = [describe(*pair) for pair in shadow.items()]
+                assert digests == {spec.name: spec.digest for spec in staged}
+                return Answer(sorted(staged, key=lambda spec: spec.name))
             else:
                 self.receiver.close()
         except sync.SyncError as error:

@@ -42,6 +42,16 @@ def test_what_arrives_is_what_the_manifest_says(link):
     manifest.check()
 
 
+def test_tensors_are_received_straight_into_a_shadow(link):
+    manifest = link.offer(weights(), version=7)
+    answers, error = link.deliver(manifest, "receive_into")
+    assert error is None and all(answer.matches(manifest) for answer in answers)
+    old = manifest
+    link.offer(weights(1), version=8)
+    answers, _ = link.deliver(old, "receive_into")
+    assert {answer.error for answer in answers} <= {"SyncError", "ManifestMismatch"}
+
+
 def test_floats_are_cast_to_the_receivers_dtypes_on_the_way(link):
     source = {"a": torch.randn(40, 30), "b": torch.arange(3)}
     manifest = link.push(source, metadata={"a": ("bfloat16", (40, 30)), "b": ("int64", (3,))})

@@ -345,3 +345,15 @@ def test_a_file_cut_while_it_is_received_is_an_error_not_the_end_of_the_process(
     os.truncate(store / "versions" / "000001" / "c.memmap", 100)
     with pytest.raises((ChecksumMismatch, ManifestMismatch)):
         dict(receiving)
+
+
+@pytest.mark.parametrize("name", ["store", "shm"])
+def test_a_shadow_need_not_be_contiguous(store, name):
+    source = {"w": torch.randn(6, 5)}
+    sender = sync.make_sender(name, directory=store)
+    shadow = {"w": torch.zeros(5, 6).t()}
+    manifest = sender.offer(source, 1, {})
+    digests = sync.make_receiver(name, directory=store).receive_into(shadow, manifest)
+    sender.close()
+    assert torch.equal(shadow["w"], source["w"])
+    assert digests["w"] == manifest.tensors[0].digest
