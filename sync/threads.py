@@ -9,8 +9,24 @@ _Result = TypeVar("_Result")
 
 
 def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int) -> list[_Result]:
-    """`work` of each item, in order; on this thread if `num_threads` is 1. The first error ends it all."""
+    """`work` of each item, in order, on this thread and `num_threads` - 1 others. An error ends it all."""
+    ahead = enumerate(list(items))  # threads may share it: a step is one call into C
+    results: dict[int, _Result] = {}
+
+    def run() -> None:
+        try:
+            for i, item in ahead:
+                results[i] = work(item)
+        except BaseException:
+            list(ahead)  # leaves nothing to the others
+            raise
+
     if num_threads == 1:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(work, items))
+        run()
+    else:
+        with ThreadPoolExecutor(num_threads - 1) as pool:
+            others = [pool.submit(run) for _ in range(num_threads - 1)]
+            run()
+        for other in others:
+            other.result()
+    return [results[i] for i in range(len(results))]
