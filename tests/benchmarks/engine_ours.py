@@ -26,13 +26,13 @@ class Engine:
 
     def run(self, prompts: list[list[int]], **settings: Any) -> int:
         """Tokens sampled."""
-        results = self._llm.generate(prompts, _params(**settings), use_tqdm=False)
+        results = self._llm.generate(prompts, sampling_params(**settings), use_tqdm=False)
         return sum(len(sample.token_ids) for result in results for sample in result.outputs)
 
     def run_with_updates(self, prompts: list[list[int]], steps_between: int, **settings: Any) -> dict[str, Any]:
         """As `run`, with new weights after every `steps_between` steps; seconds of each update, and of all steps."""
         engine = self._llm.llm_engine
-        engine.add_requests(prompts, _params(**settings))
+        engine.add_requests(prompts, sampling_params(**settings))
         reports, num_steps, start = [], 0, time.perf_counter()
         while engine.has_unfinished_requests():
             engine.step()
@@ -56,7 +56,7 @@ class Engine:
         return ceilings.measure(self._directory, self._dtype, ceilings.Work(*work))._asdict()
 
 
-def _params(num_samples: int, num_sampled: int, logprobs: bool = True, top_p: float = 1.0) -> SamplingParams:
+def sampling_params(num_samples: int, num_sampled: int, logprobs: bool = True, top_p: float = 1.0) -> SamplingParams:
     return SamplingParams(
         n=num_samples,
         max_tokens=num_sampled,

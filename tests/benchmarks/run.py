@@ -20,6 +20,7 @@ from typing import Any
 import costs
 import host
 import memory
+import own_process
 import psutil
 import results
 import startup
@@ -117,6 +118,18 @@ def measure_host(run: Run) -> None:
         run.keep(f"host, {num_requests} requests", lambda n=num_requests: host.measure(n, run.rounds))
 
 
+def measure_own_process(run: Run) -> None:
+    for shape in ("S", "M"):
+        prompts, work = FreshPrompts(SHAPES[shape]["vocab_size"]), WORKS[shape][0]
+        with run.workers(shape, ["async"]) as workers:
+            ours, other = workers[throughput.OURS], workers["async"]
+            name = f"own process, {figure_name(shape, work)}"
+            run.keep(name, lambda o=ours, a=other, w=work, p=prompts: own_process.throughput(o, a, w, p, run.rounds))
+            if shape == "S":
+                run.keep("own process, 256 streams", lambda a=other, p=prompts: own_process.streams(a, p, run.rounds))
+                run.keep("own process, killed", lambda a=other, p=prompts: own_process.kills(a, p, run.rounds))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -124,6 +137,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "memory": measure_memory,
     "startup": measure_startup,
     "host": measure_host,
+    "own_process": measure_own_process,
 }
 
 
