@@ -15,7 +15,7 @@ SIGNATURES = {
     "LLM.update_weights": "self source * version kv reset_version",
     **{
         f"{owner}.{verb}": arguments
-        for owner in ("LLM", "LLMEngine", "RolloutPolicy")
+        for owner in ("AsyncLLM", "LLM", "LLMEngine", "RolloutPolicy")
         for verb, arguments in {
             "pause_generation": "self * mode clear_cache wait_for_inflight_requests",
             "resume_generation": "self",
@@ -26,6 +26,22 @@ SIGNATURES = {
             "is_sleeping": "self",
             "reset_prefix_cache": "self reset_running_requests",
         }.items()
+    },
+    "AsyncLLM.from_config": "config",
+    "AsyncLLM.generate": "self prompt sampling_params request_id * priority",
+    "AsyncLLM.abort": "self request_ids",
+    "AsyncLLM.score": "self prompt_token_ids completion_token_ids * temperature",
+    "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
+    **{
+        f"AsyncLLM.{name}": "self"
+        for name in (
+            "check_health",
+            "get_tokenizer",
+            "get_metrics",
+            "get_model_metadata",
+            "get_cache_usage",
+            "shutdown",
+        )
     },
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority",
