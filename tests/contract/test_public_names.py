@@ -32,17 +32,8 @@ SIGNATURES = {
     "AsyncLLM.abort": "self request_ids",
     "AsyncLLM.score": "self prompt_token_ids completion_token_ids * temperature",
     "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
-    **{
-        f"AsyncLLM.{name}": "self"
-        for name in (
-            "check_health",
-            "get_tokenizer",
-            "get_metrics",
-            "get_model_metadata",
-            "get_cache_usage",
-            "shutdown",
-        )
-    },
+    **{f"AsyncLLM.{name}": "self" for name in ("check_health", "get_tokenizer", "get_metrics", "get_model_metadata")},
+    **{f"AsyncLLM.{name}": "self" for name in ("get_cache_usage", "get_num_unfinished_requests", "shutdown")},
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority",
     "LLMEngine.step": "self",
