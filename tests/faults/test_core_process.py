@@ -134,13 +134,15 @@ def test_a_core_does_not_outlive_its_parent(checkpoint, number):
         assert_gone(int(pid), address, 1.5)
 
 
-def test_what_prevents_the_start_is_told_as_in_process(tmp_path):
+def test_what_prevents_the_start_is_told_as_in_process(tmp_path, checkpoint):
     start = time.monotonic()
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match="does-not-exist"):
         AsyncLLM(tmp_path / "does-not-exist", skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match="max_num_seq"):
         AsyncLLM("model", max_num_seq=3)
+    with pytest.raises(EngineDeadError, match="not ready within"):
+        AsyncLLM.from_config(EngineConfig(model=str(checkpoint), **OPTIONS), start_seconds=0.01)
     assert set(psutil.Process().children()) == before
     assert time.monotonic() - start < 60
 
