@@ -11,9 +11,12 @@ itself. Below the core only children (sequences) exist. Towards the front end a 
 chose, so that a step's message is columns of numbers.
 """
 
+from typing import Any, Literal, get_args
+
 import msgspec
 import numpy as np
 
+from rollout_engine.errors import WeightUpdateError
 from rollout_engine.outputs import FinishReason
 from rollout_engine.sampling_params import SamplingParams
 
@@ -156,3 +159,42 @@ class ModelRunnerOutput(msgspec.Struct):
     """Sample index -> why that sequence cannot go on (for example NaN logits); its token id is -1."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Index into `SchedulerOutput.scheduled` -> log-probs of that prompt, in the step that completes it."""
+
+
+UpdateMode = Literal["keep", "wait", "abort"]
+"""Of requests in flight when new weights come: go on under them, finish first, or end now."""
+KvMode = Literal["keep", "recompute"]
+"""Of their KV."""
+Staging = Literal["auto", "shadow", "inplace"]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": get_args(UpdateMode),
+    "kv": get_args(KvMode),
+    "staging": get_args(Staging),
+}
+
+
+class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a weight update is carried out: the arguments of `update_weights`, which explains them."""
+
+    mode: UpdateMode = "keep"
+    kv: KvMode = "keep"
+    staging: Staging = "auto"
+    reset_version: bool = False
+    allow_nonfinite: bool = False
+    timeout: float = 300.0
+    """Seconds."""
+
+    @classmethod
+    def checked(cls, **values: Any) -> "UpdateOptions":
+        """Raises `WeightUpdateError` naming the option that is not allowed."""
+        for name, allowed in _CHOICES.items():
+            if name in values and values[name] not in allowed:
+                names = ", ".join(map(repr, allowed))
+                raise WeightUpdateError(f"{name}={values[name]!r} is not allowed: must be one of {names}.")
+        try:
+            options = msgspec.convert(values, cls)
+        except msgspec.ValidationError as problem:
+            raise WeightUpdateError(f"update_weights: {problem}.") from None
+        if not 0 < options.timeout <= 1e6:
+            raise WeightUpdateError(f"timeout={options.timeout} is not allowed: must be seconds in (0, 1e6].")
+        return options

@@ -87,3 +87,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """How long generation could not step."""
     num_in_flight: int
     """Requests alive across the commit."""
+    staging: Literal["shadow", "inplace"] = "shadow"
+    """Whether the old weights could have served on until the commit."""
+    num_shadow_bytes: int = 0
+    """Bytes held beside the live weights, from this update to the next."""

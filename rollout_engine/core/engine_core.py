@@ -215,6 +215,15 @@ class EngineCore:
         """An update is under way; steps go on until `commit_version`."""
         self.lifecycle.begin_update()
 
+    def close_for_update(self, mode: PauseMode) -> EngineCoreOutputs:
+        """What is in flight ends now ("abort"; returns those ends), or is to finish ("wait"), and nothing new joins it
+        until `end_update`."""
+        self.lifecycle.close_for_update(mode, in_flight=self.num_in_flight > 0)
+        if mode == "abort":
+            self._abort_in_flight()
+            self._settle_if_draining()
+        return self._tell(EngineCoreOutputs(self.policy_version))
+
     def end_update(self, *, dirty: bool | None) -> None:
         """It has ended. `dirty`: False when complete, True when it left a mixture, None when weights are as before."""
         self.lifecycle.end_update(dirty=dirty)

@@ -53,6 +53,8 @@ class Lifecycle:
         self.sleep_wanted = 0
         """Level to fall asleep to once nothing drains; 0: none."""
         self.updating = False
+        self.closed_for_update = False
+        """Nothing new joins what is in flight before the update has ended."""
         self.dirty = False
         """The weights are incomplete; only a complete update clears this."""
         self.dead = False
@@ -81,7 +83,8 @@ class Lifecycle:
     @property
     def admits(self) -> bool:
         """Whether new requests join those in flight; otherwise they wait, or are turned away."""
-        return self.paused is None and not (self.sleep_wanted or self.asleep or self.dirty or self.dead)
+        closed = self.closed_for_update or self.sleep_wanted or self.asleep
+        return self.paused is None and not (closed or self.dirty or self.dead)
 
     def describe(self) -> str:
         """The state, and what is worth knowing of it, for messages."""
@@ -150,9 +153,20 @@ class Lifecycle:
 
     def end_update(self, *, dirty: bool | None) -> None:
         """Back to the state before. `dirty`: False after a complete update, None after one that changed nothing."""
-        self.updating = False
+        self.updating = self.closed_for_update = False
         if dirty is not None:
             self.dirty = dirty
+
+    def close_for_update(self, mode: PauseMode, *, in_flight: bool) -> None:
+        """Nothing new joins before the update has ended; what is in flight may step on."""
+        self._check_mode("update_weights", mode)
+        if mode == "wait" and in_flight and not self.can_step:
+            raise self._refused("update_weights", "requests in flight cannot finish now; use mode='abort' or 'keep'")
+        self.closed_for_update = True
+
+    def stop_for_update(self) -> None:
+        """The live weights are being overwritten: DIRTY, unless the update is completed."""
+        self.dirty = True
 
     def die(self) -> None:
         """The end; nothing leads out of it."""

@@ -1,10 +1,10 @@
 """A weight update is a transaction on the live model: all of it, or nothing.
 
-    begin(manifest) ──> stage(name, tensor) ... ──> verify() ──> commit()
-       refuse: nothing changed      into the shadow   complete,     live := shadow, version := v
-                                                      digests,
-                                                      finite,
-                                                      packed        abort() at any point before: the shadow is forgotten
+    begin(manifest) ──> stage(pairs) ... ──> verify() ──> commit(version)
+       refuse: nothing changed   into the shadow   complete,   live := shadow, version := v
+                                                   digests,
+                                                   finite,
+                                                   packed      abort() at any point before: the shadow is forgotten
 
 Until the first byte of `commit`, what steps compute with and the version are untouched whatever goes wrong. Should
 `commit` itself fail, `dirty` stays set and only a complete update clears it.
@@ -13,24 +13,20 @@ The shadow of a weight that steps read where it lies is a second plain copy; tha
 copy is its own plain storage, since only packing reads it. `verify` packs, beside the copies in use; `commit` copies
 the few plain weights and puts the new packed copies in place of the old, which the next update packs over. So from the
 first update on a linear is held three times: plain, packed, and packed for the next.
+
+An update in place has no shadow: the first staged byte sets `dirty`, and what came before it is gone.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 
-import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 
-from rollout_engine.errors import DirtyWeightsError, LifecycleError, as_weight_errors
+from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.coverage import Coverage
 from rollout_engine.model.packed_weights import PackedWeights
-from rollout_engine.outputs import UpdateReport
 from sync import errors
-from sync.base import WeightSource
 from sync.manifest import TensorSpec, WeightManifest, describe, dtype_name, first_names, total_digest
-from sync.transports import make_receiver, make_sender
 
 
 class WeightUpdater:
@@ -60,11 +56,13 @@ class WeightUpdater:
         self._overwritten = False
         """Plain weights that no step reads hold staged values."""
         self._open: WeightManifest | None = None
+        self._inplace = self._allow_nonfinite = False
+        """Of the open transaction."""
         self._staged: set[str] = set()
         self._verified = False
         self.version = version
         self.dirty = False
-        """The weights must not be used: a commit failed half-way, or they were released."""
+        """The weights must not be used: an update ended half-way, or is under way in place, or they were released."""
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""
@@ -75,12 +73,22 @@ class WeightUpdater:
 
         Raises `LifecycleError` while an update is being staged.
         """
-        if self._overwritten:
+        if self._overwritten or (self._open is not None and self._inplace):
             raise LifecycleError("digest: an update is open; commit or abort it first.")
         return self._live_digest(self._coverage.canonical())
 
-    def begin(self, manifest: WeightManifest, *, reset_version: bool = False) -> bool:
+    def begin(
+        self,
+        manifest: WeightManifest,
+        *,
+        reset_version: bool = False,
+        inplace: bool = False,
+        allow_nonfinite: bool = False,
+    ) -> bool:
         """Open a transaction; False when exactly these weights are live under this version already (nothing to do).
+
+        `inplace`: without a shadow; nothing may be computed from the first `stage` to the commit. `allow_nonfinite`:
+        take NaN and infinities.
 
         Raises `LifecycleError` when one is open, `ManifestMismatch` when names, shapes, dtypes or ties differ from the
         live weights, `StaleVersion` when the version does not move forward and `reset_version` is not set.
@@ -94,27 +102,31 @@ class WeightUpdater:
             return False
         self._check_version(manifest.version, reset_version)
         self._open, self._staged, self._verified = manifest, set(), False
+        self._inplace, self._allow_nonfinite = inplace, allow_nonfinite
         return True
 
-    def stage(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor of the manifest into the shadow. A name staged twice keeps the later values."""
-        spec = self._specs("stage").get(name)
-        if spec is None:
-            raise errors.ManifestMismatch(f"'{name}' is not in the manifest of the open update.")
-        came = (dtype_name(tensor.dtype), tuple(tensor.shape))
-        if came != (spec.dtype, spec.shape):
-            raise errors.ManifestMismatch(f"'{name}' came as {came}; the manifest says {(spec.dtype, spec.shape)}.")
-        self._verified = False
-        self._overwritten |= not self._packed.reads(self._live[name])
-        self._shadow_of(self._live[name]).copy_(tensor.detach())
-        self._staged.add(name)
+    def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors of the manifest into the shadow, as many as have come. A name staged twice keeps the later."""
+        specs = self._specs("stage")
+        for name, tensor in pairs:
+            spec = specs.get(name)
+            if spec is None:
+                raise errors.ManifestMismatch(f"'{name}' is not in the manifest of the open update.")
+            came = (dtype_name(tensor.dtype), tuple(tensor.shape))
+            if came != (spec.dtype, spec.shape):
+                raise errors.ManifestMismatch(f"'{name}' came as {came}; the manifest says {(spec.dtype, spec.shape)}.")
+            self._verified = False
+            self._make_room(self._live[name])
+            self._shadow_of(self._live[name]).copy_(tensor.detach())
+            self._staged.add(name)
 
-    def verify(self) -> None:
+    def verify(self) -> str:
         """Raise `ChecksumMismatch`, naming tensors, unless all arrived, unchanged and finite; then pack them.
 
-        Nothing that a step reads is touched, so steps may go on in another thread.
+        Returns the total digest of what is staged. Nothing that a step reads is touched, so steps may go on in another
+        thread.
         """
-        specs = self._specs("verify")
+        manifest, specs = self._opened("verify"), self._specs("verify")
         if absent := [name for name in specs if name not in self._staged]:
             raise errors.ChecksumMismatch(
                 f"{len(absent)} tensors of the manifest never arrived: {first_names(absent)}."
@@ -123,25 +135,30 @@ class WeightUpdater:
             arrived = self._shadow_of(self._live[name])
             if describe(name, arrived) != spec:
                 raise errors.ChecksumMismatch(f"'{name}' changed on the way: its digest is not the manifest's.")
-            if not _is_finite(arrived):
+            if not self._allow_nonfinite and not _is_finite(arrived):
                 raise errors.ChecksumMismatch(f"'{name}' has values that are NaN or infinite.")
         self._packed.pack(self._shadow_of)
         self._verified = True
+        return manifest.digest
 
-    def commit(self) -> str:
+    def commit(self, version: int | None = None) -> str:
         """Make the shadow live and return the digest of the live weights under the manifest's names.
 
-        Call it where no forward is running. Raises `LifecycleError` before `verify`; `DirtyWeightsError` when it fails
-        half-way, which leaves `dirty` set.
+        Call it where no forward is running. Raises `LifecycleError` before `verify`, or for a `version` that is not the
+        open one; `DirtyWeightsError` when it fails half-way, which leaves `dirty` set.
         """
-        manifest, specs = self._open, self._specs("commit")
-        if manifest is None or not self._verified:
+        manifest, specs = self._opened("commit"), self._specs("commit")
+        if not self._verified:
             raise LifecycleError("commit: the open update is not verified; call verify first.")
+        if version not in (None, manifest.version):
+            raise LifecycleError(f"commit: version {version} is not open, version {manifest.version} is.")
         self.dirty, self._overwritten = True, False
         try:
             copied = {name: self._live[name] for name in specs if self._packed.reads(self._live[name])}
             for view in copied.values():
-                view.copy_(self._shadow_of(view))
+                shadow = self._shadow_of(view)
+                if shadow is not view:
+                    view.copy_(shadow)
             self._packed.swap()
             digest = total_digest(describe(n, copied[n]) if n in copied else spec for n, spec in specs.items())
             if digest != manifest.digest:
@@ -155,7 +172,7 @@ class WeightUpdater:
         return digest
 
     def abort(self) -> None:
-        """Forget what was staged. No-op when nothing is open."""
+        """Forget what was staged. No-op when nothing is open. `dirty` stays set if that was in place."""
         self._open, self._staged, self._verified = None, set(), False
         if self._overwritten:
             self._packed.restore()
@@ -167,14 +184,37 @@ class WeightUpdater:
         self._shadow.clear()
         self.dirty |= forget
 
-    def _specs(self, verb: str) -> dict[str, TensorSpec]:
+    @property
+    def num_shadow_bytes(self) -> int:
+        """Bytes that updates hold beside the live weights now, from one update to the next."""
+        return sum(storage.nbytes() for storage in self._shadow.values()) + self._packed.num_spare_bytes
+
+    def num_bytes_to_shadow(self) -> int:
+        """Bytes that an update with a shadow takes beside what is held already."""
+        read = {view.data_ptr(): view for view in map(_whole, self._live.values()) if self._packed.reads(view)}
+        absent = [view.nbytes for address, view in read.items() if address not in self._shadow]
+        return sum(absent) + self._packed.num_bytes_to_spare
+
+    def _make_room(self, view: Tensor) -> None:
+        """Before a byte of `view`'s next values is written."""
+        if not self._inplace:
+            self._overwritten |= not self._packed.reads(view)
+        elif not self._staged:
+            self.dirty = True
+            self._shadow.clear()
+            self._packed.surrender()
+
+    def _opened(self, verb: str) -> WeightManifest:
         if self._open is None:
             raise LifecycleError(f"{verb}: no update is open; call begin first.")
-        return {spec.name: spec for spec in self._open.tensors}
+        return self._open
+
+    def _specs(self, verb: str) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self._opened(verb).tensors}
 
     def _shadow_of(self, view: Tensor) -> Tensor:
         """Where the next values of a live view are gathered; allocated once and used again by later updates."""
-        if not self._packed.reads(view):
+        if self._inplace or not self._packed.reads(view):
             return view
         live = view.untyped_storage()
         if live.data_ptr() not in self._shadow:
@@ -238,63 +278,9 @@ class WeightUpdater:
         return self._same_as.get(name, name)
 
 
-def update_from_source(
-    updater: WeightUpdater,
-    source: WeightSource,
-    *,
-    version: int | None = None,
-    reset_version: bool = False,
-    boundary: AbstractContextManager[object],
-    advance: Callable[[int], int],
-) -> UpdateReport:
-    """One whole update from a source in this process: begin, stage, verify, commit; or an error and nothing changed.
-
-    `version=None` is the live version + 1. The commit runs inside `boundary`, which keeps steps out; there
-    `advance(version)` tells the core and returns the number of requests in flight. Raises the weight errors of
-    `rollout_engine.errors`.
-    """
-    start = time.perf_counter()
-    sender = make_sender("inproc")
-    try:
-        with as_weight_errors():
-            manifest = sender.offer(source, updater.version + 1 if version is None else version, updater.metadata())
-        tensors = make_receiver("inproc", sender=sender).receive(manifest)
-        report = apply_update(
-            updater, manifest, tensors, reset_version=reset_version, boundary=boundary, advance=advance
-        )
-    finally:
-        sender.close()
-    return msgspec.structs.replace(report, seconds=time.perf_counter() - start)
-
-
-def apply_update(
-    updater: WeightUpdater,
-    manifest: WeightManifest,
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    reset_version: bool,
-    boundary: AbstractContextManager[object],
-    advance: Callable[[int], int],
-) -> UpdateReport:
-    """As `update_from_source`, of tensors on their way; none is asked for before the manifest is accepted."""
-    start = time.perf_counter()
-    with as_weight_errors():
-        if not updater.begin(manifest, reset_version=reset_version):
-            return UpdateReport(manifest.version, manifest.digest, 0, 0, time.perf_counter() - start, 0.0, 0)
-        try:
-            for name, tensor in tensors:
-                updater.stage(name, tensor)
-            updater.verify()
-            with boundary:
-                stalled = time.perf_counter()
-                digest = updater.commit()
-                num_in_flight = advance(manifest.version)
-                end = time.perf_counter()
-        finally:
-            updater.abort()
-    return UpdateReport(
-        manifest.version, digest, len(manifest.tensors), manifest.num_bytes, end - start, end - stalled, num_in_flight
-    )
+def _whole(view: Tensor) -> Tensor:
+    """uint8, the whole storage of a view."""
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import PauseMode, State
-from rollout_engine.errors import DirtyWeightsError, DrainTimeoutError, LifecycleError
-from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.errors import DrainTimeoutError, LifecycleError
+from rollout_engine.messages import EngineCoreOutputs, UpdateMode
 
 PAUSED_POLL_SECONDS = 0.05
 """How long a call in progress sleeps at a time while paused: a change wakes it at once, an interrupt within this."""
@@ -77,21 +77,21 @@ class LifecycleControl:
         with self._changed:
             return self._core.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
-    def wait_for_drain(self, timeout: float) -> None:
+    def wait_for_drain(self, timeout: float, verb: str = "wait_for_requests_to_drain") -> None:
         """See `LifecycleVerbs.wait_for_requests_to_drain`."""
         deadline = time.monotonic() + timeout
         while True:
             with self._changed:
                 lifecycle, num_in_flight = self._core.lifecycle, self._core.num_in_flight
-                lifecycle.require_alive("wait_for_requests_to_drain")
+                lifecycle.require_alive(verb)
                 if not num_in_flight:
                     return
                 if not lifecycle.can_step:
                     what = f"{num_in_flight} requests are frozen while the engine is {lifecycle.describe()}"
-                    raise LifecycleError(f"wait_for_requests_to_drain: {what}; let it run, or abort them.")
+                    raise LifecycleError(f"{verb}: {what}; let it run, or abort them.")
                 if time.monotonic() >= deadline:
                     what = f"{num_in_flight} requests are still in flight after {timeout:g} seconds"
-                    raise DrainTimeoutError(f"wait_for_requests_to_drain: {what}; they go on.")
+                    raise DrainTimeoutError(f"{verb}: {what}; they go on.")
                 self._step()
 
     def wait_until_steppable(self, timeout: float) -> None:
@@ -107,20 +107,24 @@ class LifecycleControl:
             self._core.lifecycle.require_clean("step")
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around one weight update: UPDATING, then the state before, or DIRTY if it broke off half-way."""
+    def updating(self, is_dirty: Callable[[], bool]) -> Iterator[None]:
+        """Around one weight update: UPDATING, then the state before, or DIRTY where `is_dirty` says so."""
         with self._changed:
             self._core.begin_update()
-        dirty: bool | None = None
         try:
             yield
-            dirty = False
-        except DirtyWeightsError:
-            dirty = True
-            raise
         finally:
             with self._change():
-                self._core.end_update(dirty=dirty)
+                self._core.end_update(dirty=is_dirty())
+
+    def settle(self, mode: UpdateMode, deadline: float) -> None:
+        """End or finish what is in flight, before an update; see `StepSide.settle`."""
+        if mode == "keep":
+            return
+        with self._change():
+            self._deliver(self._core.close_for_update(mode))
+        if mode == "wait":
+            self.wait_for_drain(deadline - time.monotonic(), "update_weights")
 
     def shutdown(self) -> None:
         """No verb works any more; whoever waits is told."""

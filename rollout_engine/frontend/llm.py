@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS, Lifec
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.weight_verbs import WeightVerbs
+from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
@@ -26,7 +28,7 @@ from sync.base import WeightSource
 Conversation = list[dict[str, Any]]
 
 
-class LLM(LifecycleVerbs):
+class LLM(LifecycleVerbs, WeightVerbs):
     """A model, ready to generate. Keyword arguments are `EngineConfig`'s.
 
     >>> with LLM("path/or/hub-id", max_num_seqs=64) as llm:
@@ -110,16 +112,9 @@ class LLM(LifecycleVerbs):
         """Log-probs of given completions under the live weights: per sequence float32 [len(completion)]."""
         return self.llm_engine.score(prompt_token_ids, completion_token_ids, temperature=temperature)
 
-    def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        version: int | None = None,
-        kv: Literal["keep", "recompute"] = "keep",
-        reset_version: bool = False,
-    ) -> UpdateReport:
-        """Replace the live weights, wholly or not at all; see `LLMEngine.update_weights`."""
-        return self.llm_engine.update_weights(source, version=version, kv=kv, reset_version=reset_version)
+    def apply_update(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """See `update_weights`."""
+        return self.llm_engine.apply_update(source, version, options)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer."""

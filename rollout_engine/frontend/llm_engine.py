@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
+from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.execution.executor import InlineExecutor
-from rollout_engine.execution.weights import update_from_source
+from rollout_engine.execution.weight_update import update_from_source
 from rollout_engine.execution.worker import ModelInfo
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
@@ -27,7 +26,8 @@ from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.scoring import score_pairs
 from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
-from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.frontend.weight_verbs import WeightVerbs
+from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateOptions
 from rollout_engine.metrics import CoreStats, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 
-class LLMEngine(LifecycleVerbs):
+class LLMEngine(LifecycleVerbs, WeightVerbs):
     """Synchronous stepping: every request added ends in exactly one finished `RequestOutput` of some `step()`.
 
     >>> engine = LLMEngine.from_config(EngineConfig(model="path/or/hub-id"))
@@ -231,36 +231,12 @@ class LLMEngine(LifecycleVerbs):
             self._require_open()
             return self._executor.metadata()
 
-    def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        version: int | None = None,
-        kv: Literal["keep", "recompute"] = "keep",
-        reset_version: bool = False,
-    ) -> UpdateReport:
-        """Replace the live weights between two steps, wholly or not at all; requests in flight go on.
-
-        Args:
-            source: nn.Module, dict, or iterator of (name, tensor); floating dtypes are cast to the engine's.
-            version: of the new weights, higher than the live one; None: one more than the live version.
-            kv: "keep": requests in flight go on over their old KV, and say so in `kv_min_version`. "recompute": they
-                compute it again under the new weights.
-            reset_version: allow any `version`, for a trainer that restarted.
-
-        Raises the weight errors of `rollout_engine.errors`; then the old weights serve on.
-        """
-        if kv not in ("keep", "recompute"):
-            raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
-        with self._control.updating():
-            return update_from_source(
-                self._executor.updater,
-                source,
-                version=version,
-                reset_version=reset_version,
-                boundary=self._lock,
-                advance=lambda committed: self._core.commit_version(committed, kv),
-            )
+    def apply_update(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """See `update_weights`."""
+        self._require_open()
+        with self._control.updating(lambda: self._executor.updater.dirty):
+            steps = _Steps(self._core, self._control, self._lock, options.kv)
+            return update_from_source(self._executor.updater, source, steps, options, version)
 
     def score(
         self,
@@ -334,6 +310,23 @@ class LLMEngine(LifecycleVerbs):
     def _require_open(self) -> None:
         if not self._release.alive:
             raise LifecycleError("The engine is shut down; make a new one.")
+
+
+class _Steps:
+    """The steps of one engine, for one update of its weights."""
+
+    def __init__(self, core: EngineCore, control: LifecycleControl, lock: threading.RLock, kv: KvMode) -> None:
+        self._core, self._lock, self._kv = core, lock, kv
+        self.settle = control.settle
+
+    def boundary(self) -> threading.RLock:
+        return self._lock
+
+    def stop(self) -> None:
+        self._core.lifecycle.stop_for_update()
+
+    def advance(self, version: int) -> int:
+        return self._core.commit_version(version, self._kv)
 
 
 def _release(executor: InlineExecutor) -> None:

@@ -69,6 +69,24 @@ class PackedWeights:
             group.install(operand, bias)
         self._next = []
 
+    def surrender(self) -> None:
+        """Give up the copies in use, to be packed over; nothing may run until `swap`."""
+        before = [group.packed for group in self._own]
+        self._room = [copy.panels for copy in before if copy is not None]
+        for group in self._groups:
+            group.unpack()
+
+    @property
+    def num_spare_bytes(self) -> int:
+        """Bytes of room for the next copies, beside those in use."""
+        return sum(panels.nbytes for panels in self._room)
+
+    @property
+    def num_bytes_to_spare(self) -> int:
+        """Bytes that `pack` will take for it."""
+        in_use = (group.packed for group in self._own)
+        return 0 if self._room else sum(copy.panels.nbytes for copy in in_use if copy is not None)
+
     def restore(self) -> None:
         """Write the values of the copies in use, if there are any, to the plain weights that no forward reads."""
         for group in self._own:

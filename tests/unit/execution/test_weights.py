@@ -1,7 +1,8 @@
 """A weight update happens wholly or not at all."""
 
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 
 from rollout_engine import errors
 from rollout_engine.errors import LifecycleError
-from rollout_engine.execution.weights import WeightUpdater, update_from_source
+from rollout_engine.execution import weight_update
+from rollout_engine.execution.weight_update import UpdateOptions, update_from_source
+from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.model.packed_weights import PackedWeights
 from rollout_engine.testing import tiny_model
 from sync.errors import ChecksumMismatch, ManifestMismatch, StaleVersion
@@ -29,6 +32,29 @@ class Packed(PackedWeights):
     def swap(self):
         self.num_swaps += 1
         self.at_swap()
+
+
+class Steps:
+    """Nothing steps; `trace` tells what was asked."""
+
+    def __init__(self, num_in_flight=5):
+        self.num_in_flight, self.trace = num_in_flight, []
+
+    @contextmanager
+    def boundary(self):
+        self.trace.append("enter")
+        yield
+        self.trace.append("leave")
+
+    def settle(self, mode, deadline):
+        self.trace.append(f"settle {mode}")
+
+    def stop(self):
+        self.trace.append("stop")
+
+    def advance(self, version):
+        self.trace.append(version)
+        return self.num_in_flight
 
 
 class Engine:
@@ -52,9 +78,8 @@ class Engine:
     def num_commits(self):
         return self.packed.num_swaps
 
-    def update(self, source, **options):
-        options = {"boundary": nullcontext(), "advance": lambda version: 5} | options
-        return update_from_source(self.updater, source, **options)
+    def update(self, source, version=None, steps=None, **options):
+        return update_from_source(self.updater, source, steps or Steps(), UpdateOptions.checked(**options), version)
 
     def state(self):
         return self.updater.digest(), self.updater.version, self.num_commits, self.updater.dirty
@@ -166,7 +191,7 @@ def test_a_tie_that_only_the_source_has_is_refused(engine):
     live = {"a": square, "b": square.clone()}
     updater = WeightUpdater(live, [], Packed())
     with pytest.raises(errors.ManifestMismatchError, match="b: tied to 'a' at the source, but not in the engine"):
-        update_from_source(updater, {"a": square, "b": square}, boundary=nullcontext(), advance=lambda version: 0)
+        update_from_source(updater, {"a": square, "b": square}, Steps(), UpdateOptions())
 
 
 def test_a_tied_tensor_may_be_sent_under_both_names(engine):
@@ -212,7 +237,7 @@ def test_an_update_can_be_aborted_at_any_point(engine):
     for num_staged in range(5):
         assert engine.updater.begin(manifest)
         for spec in manifest.tensors[:num_staged]:
-            engine.updater.stage(spec.name, sender.read(spec.name))
+            engine.updater.stage([(spec.name, sender.read(spec.name))])
         engine.updater.abort()
         assert engine.state() == before
     engine.updater.abort()
@@ -222,7 +247,7 @@ def test_an_incomplete_update_cannot_be_verified(engine):
     manifest, sender = offer(engine, weights())
     engine.updater.begin(manifest)
     for name in ("embed", "q"):
-        engine.updater.stage(name, sender.read(name))
+        engine.updater.stage([(name, sender.read(name))])
     with pytest.raises(ChecksumMismatch, match="2 tensors of the manifest never arrived: k, steps"):
         engine.updater.verify()
 
@@ -241,7 +266,7 @@ def test_one_flipped_bit_on_the_way_is_found(engine):
         tensor = sender.read(spec.name).clone()
         if spec.name == "k":
             tensor.view(torch.int32)[1, 3] ^= 1 << 7
-        engine.updater.stage(spec.name, tensor)
+        engine.updater.stage([(spec.name, tensor)])
     with pytest.raises(ChecksumMismatch, match="'k' changed on the way"):
         engine.updater.verify()
 
@@ -250,9 +275,9 @@ def test_what_is_staged_after_verify_must_be_verified_again(engine):
     manifest, sender = offer(engine, weights())
     engine.updater.begin(manifest)
     for spec in manifest.tensors:
-        engine.updater.stage(spec.name, sender.read(spec.name))
+        engine.updater.stage([(spec.name, sender.read(spec.name))])
     engine.updater.verify()
-    engine.updater.stage("k", torch.zeros(2, 4))
+    engine.updater.stage([("k", torch.zeros(2, 4))])
     with pytest.raises(LifecycleError, match="commit: the open update is not verified"):
         engine.updater.commit()
 
@@ -263,12 +288,12 @@ def test_what_is_staged_after_verify_must_be_verified_again(engine):
 def test_a_tensor_that_the_manifest_did_not_announce_is_refused(engine, name, tensor):
     engine.updater.begin(offer(engine, weights())[0])
     with pytest.raises(ManifestMismatch, match=f"'{name}'"):
-        engine.updater.stage(name, tensor)
+        engine.updater.stage([(name, tensor)])
 
 
 def test_verbs_out_of_order_are_refused(engine):
     manifest, _ = offer(engine, weights())
-    for verb in (lambda: engine.updater.stage("q", torch.ones(4, 4)), engine.updater.verify, engine.updater.commit):
+    for verb in (lambda: engine.updater.stage([("q", torch.ones(4, 4))]), engine.updater.verify, engine.updater.commit):
         with pytest.raises(LifecycleError, match="no update is open; call begin first"):
             verb()
     engine.updater.begin(manifest)
@@ -312,18 +337,99 @@ def test_a_commit_that_does_not_reach_live_storage_is_not_believed(engine):
 
 
 def test_commit_and_version_change_happen_inside_the_boundary(engine):
-    trace = []
+    steps = Steps()
+    engine.packed.at_swap = lambda: steps.trace.append("swap")
+    engine.update(weights(), steps=steps, mode="wait")
+    assert steps.trace == ["settle wait", "enter", "swap", 1, "leave"]
 
-    class Boundary(nullcontext):
-        def __enter__(self):
-            trace.append("stop")
 
-        def __exit__(self, *problem):
-            trace.append("go")
+def test_an_update_in_place_stops_steps_before_its_first_byte_and_holds_no_shadow(engine):
+    engine.update(weights())
+    steps = Steps()
+    steps.stop = lambda: steps.trace.append(("stop", engine.updater.dirty, float(engine.live["q"][0, 0])))
+    before = float(engine.live["q"][0, 0])
+    report = engine.update(weights(seed=30), steps=steps, staging="inplace", mode="abort")
+    assert steps.trace == ["settle abort", "enter", ("stop", False, before), "leave", "enter", 2, "leave"]
+    assert (report.staging, report.num_shadow_bytes, engine.updater.dirty) == ("inplace", 0, False)
+    assert all(torch.equal(engine.live[name], tensor) for name, tensor in weights(seed=30).items())
 
-    engine.packed.at_swap = lambda: trace.append("swap")
-    engine.update(weights(), boundary=Boundary(), advance=lambda version: trace.append(version) or 2)
-    assert trace == ["stop", "swap", 1, "go"]
+
+def test_an_update_in_place_that_fails_leaves_the_weights_dirty_until_a_complete_one(engine):
+    engine.update(weights())
+    nan = torch.full((2, 4), float("nan"))
+    with pytest.raises(
+        errors.DirtyWeightsError, match="version 2 in place failed: 'k' has values that are NaN"
+    ) as raised:
+        engine.update(weights(seed=30, k=nan), staging="inplace")
+    assert isinstance(raised.value.__cause__, ChecksumMismatch)
+    assert engine.updater.dirty and engine.updater.version == 1
+    with pytest.raises(errors.ChecksumError, match="'k' has values that are NaN"):
+        engine.update(weights(seed=30, k=nan))
+    assert engine.updater.dirty
+    assert engine.update(weights(seed=30)).staging == "inplace"  # there is nothing to protect
+    assert not engine.updater.dirty and engine.updater.version == 2
+
+
+def test_an_update_in_place_that_is_refused_before_its_first_byte_changes_nothing(engine):
+    engine.update(weights())
+    before = engine.state()
+    with pytest.raises(errors.ManifestMismatchError):
+        engine.update(weights(q=None), staging="inplace")
+    with pytest.raises(errors.StaleVersionError):
+        engine.update(weights(seed=30), version=0, staging="inplace")
+    assert engine.state() == before
+
+
+def test_an_update_is_in_place_where_no_shadow_fits(engine, monkeypatch):
+    assert engine.updater.num_bytes_to_shadow() == 4 * (20 + 24) + 8
+    monkeypatch.setattr(weight_update.psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    assert engine.update(weights()).staging == "inplace"
+    monkeypatch.undo()
+    report = engine.update(weights(seed=30))
+    assert (report.staging, report.num_shadow_bytes) == ("shadow", 4 * (20 + 24) + 8)
+    assert engine.updater.num_bytes_to_shadow() == 0
+
+
+def test_values_that_are_not_finite_are_taken_where_that_is_allowed(engine):
+    infinite = torch.tensor([[float("inf"), float("nan"), 0.0, 1.0]] * 2)
+    engine.update(weights(k=infinite), allow_nonfinite=True)
+    assert torch.equal(engine.live["k"].isfinite(), infinite.isfinite())
+    with pytest.raises(errors.ChecksumError, match="NaN or infinite"):
+        engine.update(weights(k=infinite), version=2)
+
+
+def test_weights_that_come_after_the_deadline_are_refused(engine):
+    before = engine.state()
+    with pytest.raises(errors.TransferTimeoutError, match="'embed' came after the deadline"):
+        engine.update(weights(), timeout=1e-9)
+    assert engine.state() == before
+
+
+@pytest.mark.parametrize(
+    "option,message",
+    [
+        ({"mode": "later"}, "mode='later' is not allowed: must be one of 'keep', 'wait', 'abort'"),
+        ({"kv": "flush"}, "kv='flush' is not allowed"),
+        ({"staging": "disk"}, "staging='disk' is not allowed"),
+        ({"timeout": 0}, "timeout=0.0 is not allowed"),
+        ({"timeout": float("nan")}, "timeout=nan is not allowed"),
+        ({"timeout": "1"}, "Expected `float`, got `str`"),
+        ({"reset_version": 1}, "Expected `bool`, got `int`"),
+    ],
+)
+def test_an_option_that_is_not_allowed_is_refused_by_name(engine, option, message):
+    with pytest.raises(errors.WeightUpdateError, match=message):
+        engine.update(weights(), **option)
+
+
+def test_verify_tells_the_digest_and_commit_takes_only_the_open_version(engine):
+    manifest, sender = offer(engine, weights())
+    engine.updater.begin(manifest)
+    engine.updater.stage((spec.name, sender.read(spec.name)) for spec in manifest.tensors)
+    assert engine.updater.verify() == manifest.digest
+    with pytest.raises(LifecycleError, match="version 2 is not open, version 1 is"):
+        engine.updater.commit(2)
+    assert engine.updater.commit(1) == manifest.digest
 
 
 def test_the_shadow_is_used_again(engine):
@@ -366,6 +472,6 @@ def test_a_hugging_face_model_updates_from_another_one(tie):
     aliases = [["model.embed_tokens.weight", "lm_head.weight"]] if tie else []
     updater = WeightUpdater(table, aliases, Packed())
     before = updater.digest()
-    update_from_source(updater, nn.Module.train(trainer), boundary=nullcontext(), advance=lambda version: 0)
+    update_from_source(updater, nn.Module.train(trainer), Steps(), UpdateOptions())
     assert updater.digest() != before
     assert all(torch.equal(tensor, table[name]) for name, tensor in trainer.state_dict().items())

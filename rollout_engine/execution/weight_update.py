@@ -1,0 +1,136 @@
+"""One whole weight update: from tensors on their way to the report, over `WeightUpdater`'s transaction.
+
+    shadow      begin  stage ... stage  verify   settle │ commit │
+                steps go on                     end in  └────────┘ between two steps
+    in place    begin  settle │ stage ... stage  verify  commit │
+                              └─────────── no steps ────────────┘
+
+`settle` is what becomes of requests in flight: nothing ("keep"), finish first ("wait"), or end now ("abort").
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import msgspec
+import psutil
+from torch import Tensor
+
+from rollout_engine.errors import DirtyWeightsError, as_weight_errors
+from rollout_engine.execution.weights import WeightUpdater
+from rollout_engine.messages import Staging, UpdateMode, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from sync.base import WeightSource
+from sync.errors import TransferTimeout
+from sync.manifest import WeightManifest
+from sync.transports import make_receiver, make_sender
+
+class StepSide(Protocol):
+    """What an update asks of whoever runs the steps."""
+
+    def boundary(self) -> AbstractContextManager[object]:
+        """Keeps steps out."""
+
+    def settle(self, mode: UpdateMode, deadline: float) -> None:
+        """End ("abort") or finish ("wait") what is in flight, and let nothing new in before the update has ended.
+
+        Raises `DrainTimeoutError` at `deadline` (`time.monotonic`).
+        """
+
+    def stop(self) -> None:
+        """No step before the update has ended. Called inside `boundary`."""
+
+    def advance(self, version: int) -> int:
+        """The weights are now `version`'s; returns the number of requests in flight. Called inside `boundary`."""
+
+
+def update_from_source(
+    updater: WeightUpdater, source: WeightSource, steps: StepSide, options: UpdateOptions, version: int | None = None
+) -> UpdateReport:
+    """One whole update from a source in this process, or an error and nothing changed.
+
+    `version=None` is the live version + 1. Raises the weight errors of `rollout_engine.errors`.
+    """
+    start = time.perf_counter()
+    sender = make_sender("inproc")
+    try:
+        with as_weight_errors():
+            manifest = sender.offer(source, updater.version + 1 if version is None else version, updater.metadata())
+        tensors = make_receiver("inproc", sender=sender).receive(manifest)
+        report = apply_update(updater, manifest, tensors, steps, options)
+    finally:
+        sender.close()
+    return msgspec.structs.replace(report, seconds=time.perf_counter() - start)
+
+
+def apply_update(
+    updater: WeightUpdater,
+    manifest: WeightManifest,
+    tensors: Iterable[tuple[str, Tensor]],
+    steps: StepSide,
+    options: UpdateOptions,
+) -> UpdateReport:
+    """One whole update of tensors on their way; none is asked for before the manifest is accepted.
+
+    Raises the weight errors; `DirtyWeightsError` where that leaves weights incomplete which were not before.
+    """
+    start, deadline, was_dirty = time.perf_counter(), time.monotonic() + options.timeout, updater.dirty
+    inplace = _in_place(updater, options.staging)
+    with as_weight_errors():
+        begun = updater.begin(
+            manifest,
+            reset_version=options.reset_version,
+            inplace=inplace,
+            allow_nonfinite=options.allow_nonfinite,
+        )
+        if not begun:
+            return UpdateReport(manifest.version, manifest.digest, 0, 0, time.perf_counter() - start, 0.0, 0)
+        try:
+            stalled = 0.0
+            if inplace:
+                steps.settle(options.mode, deadline)
+                with steps.boundary():
+                    stalled = time.perf_counter()
+                    steps.stop()
+            updater.stage(_until(deadline, tensors))
+            updater.verify()
+            if not inplace:
+                steps.settle(options.mode, deadline)
+            with steps.boundary():
+                stalled = stalled or time.perf_counter()
+                digest = updater.commit(manifest.version)
+                num_in_flight = steps.advance(manifest.version)
+                end = time.perf_counter()
+        except Exception as problem:
+            if updater.dirty and not was_dirty and not isinstance(problem, DirtyWeightsError):
+                what = f"The update to version {manifest.version} in place failed: {problem}"
+                raise DirtyWeightsError(f"{what} Live weights are a mixture: send them again.") from problem
+            raise
+        finally:
+            updater.abort()
+    return UpdateReport(
+        manifest.version,
+        digest,
+        len(manifest.tensors),
+        manifest.num_bytes,
+        end - start,
+        end - stalled,
+        num_in_flight,
+        "inplace" if inplace else "shadow",
+        updater.num_shadow_bytes,
+    )
+
+
+def _in_place(updater: WeightUpdater, staging: Staging) -> bool:
+    """ "auto": with a shadow, unless there is nothing to protect or no room for one."""
+    if staging != "auto":
+        return staging == "inplace"
+    return updater.dirty or updater.num_bytes_to_shadow() > psutil.virtual_memory().available
+
+
+def _until(deadline: float, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in pairs:
+        if time.monotonic() > deadline:
+            raise TransferTimeout(f"The weights did not arrive in time: '{name}' came after the deadline.")
+        yield name, tensor

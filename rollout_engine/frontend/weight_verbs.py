@@ -1,0 +1,60 @@
+"""The weight update that every synchronous engine and policy has."""
+
+from abc import ABC, abstractmethod
+
+from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from sync.base import WeightSource
+
+
+class WeightVerbs(ABC):
+    """`update_weights`, over an engine that carries updates out."""
+
+    @abstractmethod
+    def apply_update(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """`update_weights`, with options that were checked."""
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int | None = None,
+        mode: UpdateMode = "keep",
+        kv: KvMode = "keep",
+        staging: Staging = "auto",
+        reset_version: bool = False,
+        allow_nonfinite: bool = False,
+        timeout: float = 300,
+    ) -> UpdateReport:
+        """Replace the live weights between two steps, wholly or not at all.
+
+        Args:
+            source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
+                checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile.
+            version: of the new weights, higher than the live one; None: one more than the live version.
+            mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the
+                old ones (an engine in this process is stepped by this call, as others may). "abort": they end with the
+                tokens they have, and go on when resubmitted with these and their seed. New requests wait in the last
+                two.
+            kv: "keep": requests in flight go on over their old KV, and say so in `kv_min_version`. "recompute": they
+                compute it again under the new weights.
+            staging: "shadow": a copy beside the live weights, which serve until the commit. "inplace": over them, with
+                no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
+                "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
+            reset_version: allow any `version`, for a trainer that restarted.
+            allow_nonfinite: take NaN and infinities, which are refused otherwise.
+            timeout: seconds that the weights may take to arrive, and requests in flight to finish.
+
+        Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
+        nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
+        when requests do not finish in time.
+        """
+        options = UpdateOptions.checked(
+            mode=mode,
+            kv=kv,
+            staging=staging,
+            reset_version=reset_version,
+            allow_nonfinite=allow_nonfinite,
+            timeout=timeout,
+        )
+        return self.apply_update(source, version, options)
