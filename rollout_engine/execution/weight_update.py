@@ -26,6 +26,7 @@ from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
 from sync.transports import make_receiver, make_sender
 
+
 class StepSide(Protocol):
     """What an update asks of whoever runs the steps."""
 

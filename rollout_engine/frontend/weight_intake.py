@@ -7,11 +7,12 @@ from functools import partial
 import numpy as np
 
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.errors import LifecycleError, WeightUpdateError
+from rollout_engine.errors import LifecycleError
 from rollout_engine.execution.executor import InlineExecutor
-from rollout_engine.execution.weights import apply_update
+from rollout_engine.execution.weight_update import apply_update
 from rollout_engine.frontend.core_io import Do, Hold
 from rollout_engine.frontend.weight_transfer import WeightTransfer
+from rollout_engine.messages import UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.manifest import WeightManifest
 
@@ -27,16 +28,10 @@ class WeightIntake:
         self, client_index: int, manifest: WeightManifest, kv: str, reset_version: bool, timeout: float
     ) -> Future[bool]:
         """Open an update. Raises `LifecycleError` when one is open, or the weights are not there."""
-        if kv not in ("keep", "recompute"):
-            raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
+        options = UpdateOptions.checked(kv=kv, reset_version=reset_version, timeout=timeout)
         self._core.begin_update()
-        apply = partial(
-            apply_update,
-            self._executor.updater,
-            reset_version=reset_version,
-            boundary=Hold(self._inbox),
-            advance=lambda version: self._core.commit_version(version, kv),
-        )
+        steps = _Steps(self._core, self._inbox, kv)
+        apply = partial(apply_update, self._executor.updater, steps=steps, options=options)
         self._last = WeightTransfer(client_index, manifest, apply, self._end, timeout)
         return self._last.begun
 
@@ -73,3 +68,22 @@ class WeightIntake:
 
         self._inbox.put(Do(close))
         closed.result()
+
+
+class _Steps:
+    """The busy loop's steps, for one update."""
+
+    def __init__(self, core: EngineCore, inbox: "queue.SimpleQueue[Hold | Do]", kv: str) -> None:
+        self._core, self._inbox, self._kv = core, inbox, kv
+
+    def boundary(self) -> Hold:
+        return Hold(self._inbox)
+
+    def settle(self, mode: UpdateMode, deadline: float) -> None:
+        assert mode == "keep"
+
+    def stop(self) -> None:
+        self._core.lifecycle.stop_for_update()
+
+    def advance(self, version: int) -> int:
+        return self._core.commit_version(version, self._kv)

@@ -12,7 +12,7 @@ SIGNATURES = {
     "LLM.generate": "self prompts sampling_params * use_tqdm",
     "LLM.chat": "self messages sampling_params",
     "LLM.score": "self prompt_token_ids completion_token_ids * temperature",
-    "LLM.update_weights": "self source * version kv reset_version",
+    "LLM.update_weights": "self source * version mode kv staging reset_version timeout",
     **{
         f"{owner}.{verb}": arguments
         for owner in ("AsyncLLM", "LLM", "LLMEngine", "RolloutPolicy")
@@ -42,7 +42,7 @@ SIGNATURES = {
     "LLMEngine.get_num_unfinished_requests": "self",
     "LLMEngine.get_cache_usage": "self",
     "LLMEngine.get_model_metadata": "self",
-    "LLMEngine.update_weights": "self source * version kv reset_version",
+    "LLMEngine.update_weights": "self source * version mode kv staging reset_version timeout",
     "RolloutPolicy.rollout": "self prompts sampling_params * num_samples columns reward_fn seed layout",
     "RolloutPolicy.arollout": "self prompts sampling_params * num_samples columns reward_fn seed layout",
     "RolloutPolicy.score": "self batch temperature",

@@ -137,7 +137,7 @@ def test_it_sleeps_and_wakes_and_forgets_prefixes(engine, llm, last_of):
 def test_new_weights_serve_the_tokens_of_an_engine_that_was_given_them_in_process(
     engine, checkpoint, last_of, until_computing, assert_same, options
 ):
-    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, temperature=0.0)
+    params = SamplingParams(max_tokens=1500, ignore_eos=True, seed=3, temperature=0.0)
     short = SamplingParams(max_tokens=20, seed=5, logprobs=0)
 
     async def run():
