@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from works import SHAPES
 
 import sync
 from sync.manifest import WeightManifest, tensor_digest, torch_dtype
+from sync.threads import in_threads
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
@@ -92,7 +92,7 @@ def measure(transport: str, shape: str, rounds: int) -> dict[str, Any]:
     masters = {name: tensor.float() for name, tensor in weights.items()}
     metadata = {name: (SHAPES[shape]["dtype"], tuple(tensor.shape)) for name, tensor in weights.items()}
     elsewhere = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder, ThreadPoolExecutor(NUM_THREADS) as pool:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         sender_options, receiver_options = _options(transport, folder)
         engine = EngineProcess()
         engine.tell({"transport": transport, "options": receiver_options})
@@ -127,7 +127,7 @@ def measure(transport: str, shape: str, rounds: int) -> dict[str, Any]:
             push(2 * i + 2, weights, "push")
             push(2 * i + 3, masters, "push_from_float32")
             start = time.perf_counter()
-            list(pool.map(tensor_digest, weights.values()))
+            in_threads(tensor_digest, weights.values(), NUM_THREADS)
             note("digest_ms", time.perf_counter() - start)
         sender.close()
         engine.close()
