@@ -1,6 +1,7 @@
 """A Hugging Face module built from its configuration alone: on meta, then empty storage, tied, buffers computed."""
 
 import copy
+import itertools
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -22,6 +23,8 @@ def construct(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -
     module.to_empty(device="cpu")
     module.tie_weights()
     with torch.no_grad():
+        for buffer in filter(torch.is_floating_point, module.buffers()):
+            buffer.fill_(torch.nan)  # one that nobody computes below is seen by the self-check
         for child in module.modules():
             if next(child.buffers(recurse=False), None) is not None:  # rotary frequencies: in no checkpoint
                 module._init_weights(child)
@@ -30,9 +33,17 @@ def construct(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -
 
 @torch.no_grad()
 def initialize(module: PreTrainedModel, *, seed: int = 0) -> None:
-    """Fill every parameter as its architecture initialises it (matrices normal, norms one); same seed, same weights."""
+    """Fill what a checkpoint holds as the architecture initialises it (matrices normal, norms one), the rest with 0.5.
+
+    Same seed, same weights.
+    """
+    stored = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
+    for tensor in stored:
+        tensor.fill_(torch.nan)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for child in module.modules():
-            if next(child.parameters(recurse=False), None) is not None:
+            if next(itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False)), None) is not None:
                 module._init_weights(child)
+    for tensor in stored:
+        tensor.nan_to_num_(nan=0.5)

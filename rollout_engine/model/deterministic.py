@@ -26,8 +26,6 @@ def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry]) -> 
     except NotInvariant as problem:
         raise ConfigError(f"deterministic=True is not possible here: {problem}. Use deterministic=False.") from None
     unproven = unproven_parts(module)
-    for group in linear_groups(module):
-        group.unpack()  # what the trial packed, in part: the engine packs all at once
     if not unproven:
         return None
     return (

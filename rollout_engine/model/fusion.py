@@ -5,6 +5,7 @@ views of one buffer (`fuse_projections`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,19 @@ def repack(module: nn.Module) -> None:
         group.repack()
 
 
+@contextmanager
+def without_products(module: nn.Module) -> Iterator[None]:
+    """Within it, our products below `module` pack nothing and give zeros: to see what else a forward does."""
+    groups = linear_groups(module)
+    for group in groups:
+        group.gives_zeros = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.gives_zeros = False
+
+
 def linear_groups(module: nn.Module) -> list["LinearGroup"]:
     """Every packed product below `module`, once."""
     modules = list(module.modules())
@@ -63,6 +77,8 @@ class LinearGroup:
         self.plan = linear.PLAIN
         self.follows_writes = True
         """Whether a product first looks if a weight was written; else `install` alone changes what it multiplies by."""
+        self.gives_zeros = False
+        """Products are not computed: see `without_products`."""
         self._operand: linear.Operand | None = None
         self._bias: Tensor | None = None
         self._stamp: tuple[int, ...] = ()
@@ -118,6 +134,8 @@ class LinearGroup:
 
     def matmul(self, x: Tensor) -> Tensor:
         """x [R, K] -> [R, sum of N], without autograd."""
+        if self.gives_zeros:
+            return x.new_zeros(len(x), sum(child.out_features for child in self.children))
         return linear.matmul(x, *self.operand())
 
     def operand(self) -> tuple[linear.Operand, Tensor | None, linear.RowPlan]:

@@ -2,7 +2,7 @@
 
 moves data, or rounds each element correctly     cannot
 a function of each element, or of each row       tried at the sizes seen, alone and in batches, on 1 and more threads
-a product, or anything not known here            may; products that hold have been replaced before
+a product, or anything not known here            may; our own products are left out: `kernels.linear` proves them
 """
 
 import itertools
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout_engine.model.fusion import without_products
 
 _HARMLESS = set(
     """
@@ -41,11 +43,8 @@ _verdicts: dict[_Key, bool] = {}
 
 def unproven_operations(module: nn.Module) -> list[str]:
     """Names of the operations, by one forward of two tokens of a causal LM that is already row-invariant."""
-    tokens = torch.tensor([[0, 1]])
-    with torch.no_grad():
-        module(input_ids=tokens, use_cache=False)  # products are packed and proven at their first use
-        with _Watch() as watch:
-            module(input_ids=tokens, use_cache=False)
+    with torch.no_grad(), without_products(module), _Watch() as watch:
+        module(input_ids=torch.tensor([[0, 1]]), use_cache=False)
     threads = torch.get_num_threads()
     try:
         return [name for name, key, *call in watch.tried if not _keeps_rows(key, *call, threads)] + watch.others

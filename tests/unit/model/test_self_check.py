@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from rollout_engine.model import attention, self_check
 from rollout_engine.model.attention import ATTENTION_NAME, Scoring
@@ -27,6 +28,7 @@ ADMITTED = [
     ("mistral", dict(sliding_window=4096)),
     ("gemma2", {}),
     ("gpt_neox", {}),
+    ("apertus", {}),  # parameters and buffers that its architecture does not initialise
     ("gpt_oss", dict(num_local_experts=4, num_experts_per_tok=2)),  # attention sinks
 ]
 
@@ -59,6 +61,13 @@ def test_a_nan_is_a_difference(monkeypatch):
     monkeypatch.setattr(attention, "Scoring", lambda *fields: Scoring(*fields)._replace(scale=float("nan")))
     with pytest.raises(Refusal, match="differ from transformers' own by nan"):
         check("qwen3")
+
+
+def test_a_buffer_that_nobody_computes_is_a_difference(monkeypatch):
+    layers = layers_of("llama")
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(Refusal, match="differ from transformers' own by nan"):
+        check_numerics(tiny_config("llama"), layers)
 
 
 def test_a_forward_that_fails_is_a_refusal(monkeypatch):
