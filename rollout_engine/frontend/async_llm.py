@@ -17,7 +17,7 @@ from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.weight_transfer import send_weights
 from rollout_engine.frontend.wire import Health
-from rollout_engine.metrics import CoreMetrics, EngineMetrics
+from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from sync.base import WeightSource
@@ -37,20 +37,33 @@ class AsyncLLM:
     finished `RequestOutput` or one error; when the core dies, all open requests raise `EngineDeadError` at once.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **engine_kwargs: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
+    ) -> None:
         config = EngineConfig.from_kwargs(model=os.fspath(model), **engine_kwargs)
-        self.remote = RemoteEngine.start(config, hang_seconds=HANG_SECONDS, start_seconds=START_SECONDS)
+        self.remote = RemoteEngine.start(
+            config, hang_seconds=HANG_SECONDS, start_seconds=START_SECONDS, stat_loggers=stat_loggers
+        )
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, *, hang_seconds: float = HANG_SECONDS, start_seconds: float = START_SECONDS
+        cls,
+        config: EngineConfig,
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        start_seconds: float = START_SECONDS,
+        stat_loggers: Sequence[StatLogger] = (),
     ) -> Self:
         """Start a core and wait until its model is loaded. Raises `ConfigError` when it cannot be served.
 
         `hang_seconds`: a core that gives no sign of life for so long is killed. Long steps do not count: the core's
-        heartbeat has a thread of its own. `start_seconds`: how long loading may take.
+        heartbeat has a thread of its own. `start_seconds`: how long loading may take. `stat_loggers` as in
+        `LLMEngine.from_config`; they run in this process.
         """
-        return cls._over(RemoteEngine.start(config, hang_seconds=hang_seconds, start_seconds=start_seconds))
+        remote = RemoteEngine.start(
+            config, hang_seconds=hang_seconds, start_seconds=start_seconds, stat_loggers=stat_loggers
+        )
+        return cls._over(remote)
 
     @classmethod
     def connect(cls, address: str, *, hang_seconds: float = HANG_SECONDS) -> Self:
@@ -152,6 +165,10 @@ class AsyncLLM:
     async def get_metrics(self) -> EngineMetrics:
         """Counters and gauges of the core, timings of this client's requests."""
         return EngineMetrics(core=await self._call("get_core_metrics", CoreMetrics), requests=self.remote.streams.stats)
+
+    async def do_log_stats(self) -> None:
+        """Show the metrics to every stat logger now."""
+        await asyncio.to_thread(self.remote.stat_thread.write)
 
     async def score(
         self,

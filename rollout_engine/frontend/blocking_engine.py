@@ -13,7 +13,7 @@ from rollout_engine.errors import DrainTimeoutError, LifecycleError
 from rollout_engine.frontend.open_streams import Stream
 from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.weight_transfer import send_weights
-from rollout_engine.metrics import CoreMetrics, EngineMetrics
+from rollout_engine.metrics import EngineMetrics
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from sync.base import WeightSource
@@ -40,8 +40,7 @@ class BlockingEngine:
 
     def get_metrics(self) -> EngineMetrics:
         """Counters and gauges of the core, timings of this client's requests."""
-        core = self._remote.call("get_core_metrics", CoreMetrics).result()
-        return EngineMetrics(core=core, requests=self._remote.streams.stats)
+        return self._remote.get_metrics()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""

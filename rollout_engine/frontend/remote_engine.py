@@ -20,8 +20,11 @@ from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcesso
 from rollout_engine.frontend.lifeline import CoreProcess
 from rollout_engine.frontend.open_streams import OpenStreams, Stream
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.stat_loggers import all_loggers
+from rollout_engine.frontend.stat_thread import StatThread
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.wire import AddRequest, Ready
+from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
@@ -32,7 +35,9 @@ logger = logging.getLogger("rollout_engine")
 class RemoteEngine:
     """Prompts are tokenized and outputs put together here; the core computes. Made by `start` or `connect`."""
 
-    def __init__(self, client: CoreClient, ready: Ready, codec: TextCodec | None) -> None:
+    def __init__(
+        self, client: CoreClient, ready: Ready, codec: TextCodec | None, loggers: Sequence[StatLogger] = ()
+    ) -> None:
         self.client, self.ready = client, ready
         seed = ready.config.seed
         self.inputs = InputProcessor(
@@ -49,12 +54,23 @@ class RemoteEngine:
         self._admitting = threading.Lock()
         self._num_named = 0
         client.listen(self.streams.deliver, self.streams.fail_all)
-        self.shutdown = weakref.finalize(self, client.close)
+        self.stat_thread = StatThread(
+            loggers, _metrics_of(client, self.streams), self.streams.__len__, ready.config.log_interval
+        )
+        self.shutdown = weakref.finalize(self, _close, self.stat_thread, client)
         """Leave the core, or end it if it is ours. Calling it again is a no-op."""
 
     @classmethod
-    def start(cls, config: EngineConfig, *, hang_seconds: float, start_seconds: float) -> "RemoteEngine":
+    def start(
+        cls,
+        config: EngineConfig,
+        *,
+        hang_seconds: float,
+        start_seconds: float,
+        stat_loggers: Sequence[StatLogger] = (),
+    ) -> "RemoteEngine":
         """Over a new core, which ends with this engine. Raises `ConfigError`, `EngineDeadError`."""
+        loggers = all_loggers(stat_loggers, log_line=config.log_stats)
         process = CoreProcess(config, heartbeat_seconds=HEARTBEAT_SECONDS, max_backlog_bytes=MAX_BACKLOG_BYTES)
         try:
             codec = _load_codec(config)  # while the core loads the model
@@ -65,7 +81,7 @@ class RemoteEngine:
             process.end(kill=True)
             raise
         logger.info("%s, core process %d", ready.choices, ready.pid)
-        return cls(client, ready, codec)
+        return cls(client, ready, codec, loggers)
 
     @classmethod
     def connect(cls, address: str, *, hang_seconds: float) -> "RemoteEngine":
@@ -107,6 +123,10 @@ class RemoteEngine:
     def call(self, name: str, kind: Any = None, **arguments: Any) -> Future[Any]:
         """Call a utility of the core; the future gives its result as `kind`."""
         return self.client.call(name, kind, **arguments)
+
+    def get_metrics(self) -> EngineMetrics:
+        """Counters and gauges of the core, timings of this client's requests; blocks."""
+        return _metrics_of(self.client, self.streams)()
 
     def score(
         self, prompt_token_ids: Sequence[list[int]], completion_token_ids: Sequence[list[int]], temperature: float
@@ -157,6 +177,16 @@ class RemoteEngine:
     def _require_alive(self) -> None:
         if self.client.dead_error is not None:
             raise EngineDeadError(*self.client.dead_error.args)
+
+
+def _metrics_of(client: CoreClient, streams: OpenStreams) -> Callable[[], EngineMetrics]:
+    """Without a reference to the engine, which ends when nobody has one."""
+    return lambda: EngineMetrics(core=client.call("get_core_metrics", CoreMetrics).result(), requests=streams.stats)
+
+
+def _close(stat_thread: StatThread, client: CoreClient) -> None:
+    stat_thread.close()
+    client.close()
 
 
 def _load_codec(config: EngineConfig) -> TextCodec | None:

@@ -25,6 +25,21 @@ def long_params(**changes):
     return SamplingParams(**(dict(max_tokens=1500, ignore_eos=True, detokenize=False) | changes))
 
 
+class Recorder:
+    """A stat logger."""
+
+    is_closed = False
+
+    def attach(self, read):
+        self.read = read
+
+    def log(self, metrics, seconds):
+        self.last = metrics
+
+    def close(self):
+        self.is_closed = True
+
+
 async def anext_forever(generator):
     async for _ in generator:
         pass
@@ -215,13 +230,18 @@ def test_many_streams_leave_the_loop_free(shared, last_of):
 
 
 def test_it_leaves_nothing_behind(checkpoint, last_of, assert_gone, options):
-    engine = AsyncLLM(checkpoint, **options)
+    log = Recorder()
+    engine = AsyncLLM(checkpoint, stat_loggers=[log], **options)
+    asyncio.run(last_of(engine, "hello", SamplingParams(max_tokens=5, ignore_eos=True)))
+    asyncio.run(engine.do_log_stats())
+    assert log.read().core.counters.num_tokens_sampled == log.last.core.counters.num_tokens_sampled == 5
     address, pid = engine.address, engine.remote.ready.pid
     assert os.stat(address).st_mode & 0o777 == 0o700
     engine.shutdown()
     engine.shutdown()
     assert engine.errored and engine.is_stopped and not engine.is_running
     assert_gone(address, pid)
+    assert log.is_closed
     with pytest.raises(EngineDeadError, match="shut down"):
         asyncio.run(last_of(engine, "hello", None))
     with pytest.raises(EngineDeadError, match="shut down"):
