@@ -155,7 +155,7 @@ def test_new_weights_serve_the_tokens_of_an_engine_that_was_given_them_in_proces
     assert report.num_in_flight == 1 and back.version == engine.policy_version == 2
     assert_same(after, same)
     spans = during.outputs[0].version_spans
-    assert [span.policy_version for span in spans] == [0, 1] and spans[-1].end == 400
+    assert [span.policy_version for span in spans] == [0, 1] and spans[-1].end == 1500
 
 
 def test_refused_weights_change_nothing_and_the_next_ones_are_taken(engine, last_of, assert_same):
