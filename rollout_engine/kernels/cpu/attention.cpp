@@ -568,18 +568,20 @@ void write_sequence(const AttentionCall& c, const Sizes<T>& z, const Scratch& s,
 }
 
 template <typename T>
-void attend(const AttentionCall& c) {
+void attend(const AttentionCall& c, Team& team) {
     const Sizes<T> z(c);
     const AttentionPlan& p = *c.plan;
     const int64_t num_writes = (int64_t)p.num_sequences * c.num_kv_heads;
     const int64_t num_reads = (int64_t)p.num_items * c.num_kv_heads;
     const Scratch scratch(c.scratch + omp_get_thread_num() * Scratch(nullptr, z).bytes(), z);
     const TileScope tiles(uses_amx(z));
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < num_writes; i++) write_sequence<T>(c, z, scratch, i / c.num_kv_heads, i % c.num_kv_heads);
-#pragma omp for schedule(dynamic)
+    team.meet();
+#pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < num_reads; i++)
         attend_item<T>(c, z, scratch, p.items[i / c.num_kv_heads], i % c.num_kv_heads);
+    team.meet();
 }
 
 }  // namespace
@@ -593,9 +595,8 @@ int64_t attention_scratch(const AttentionCall* c) {
 }
 
 void attention(const AttentionCall* c) {
-#pragma omp parallel num_threads(c->num_threads) if (c->num_threads > 1)
-    attention_in_team(*c);
+    Team::run(c->num_threads, [&](Team& team) { attention_in_team(*c, team); });
 }
 }
 
-void attention_in_team(const AttentionCall& c) { c.half ? attend<bf16>(c) : attend<float>(c); }
+void attention_in_team(const AttentionCall& c, Team& team) { c.half ? attend<bf16>(c, team) : attend<float>(c, team); }

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "team.h"
+
 // Rows that are computed together.
 struct AttentionItem {
     int32_t first_member, num_members;  // in `members`
@@ -42,5 +44,5 @@ struct AttentionCall {
 // Bytes of scratch a thread needs.
 extern "C" int64_t attention_scratch(const AttentionCall* call);
 
-// Called by every thread of an OpenMP team with the same call; returns once all of `out` is there.
-void attention_in_team(const AttentionCall& call);
+// Called by every thread of a team with the same call; returns once all of `out` is there.
+void attention_in_team(const AttentionCall& call, Team& team);

@@ -5,8 +5,6 @@
 //
 // Every value is rounded where the Hugging Face modules round it. Threads meet after every step of a layer; bits do not
 // depend on their number.
-#include <omp.h>
-
 #include <algorithm>
 
 #include "attention.h"
@@ -93,6 +91,7 @@ template <typename T>
 struct Worker {
     const DecoderCall& c;
     const Buffers<T> b;
+    Team& team;
 
     void run() const {
         const T* delta = nullptr;
@@ -110,13 +109,14 @@ struct Worker {
   private:
     // hidden += delta; normed = norm(hidden).
     void add_and_norm(const T* delta, const Norm* norm) const {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < c.num_tokens; row++) {
             T* x = (T*)c.hidden + row * c.hidden_size;
             if (delta) rows::add_row(x, delta + row * c.hidden_size, c.hidden_size);
             if (norm)
                 rows::norm_row(x, (const T*)norm->weight, b.normed + row * c.hidden_size, c.hidden_size, norm->epsilon);
         }
+        team.meet();
     }
 
     void attention(const DecoderLayer& layer) const {
@@ -129,7 +129,7 @@ struct Worker {
         a.q_token = a.k_token = a.v_token = size, a.q_head = a.k_head = a.dk, a.v_head = a.dv;
         a.cos = c.cos, a.sin = c.sin, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads;
-        attention_in_team(a);
+        attention_in_team(a, team);
         multiply(layer.out, b.attended, b.delta, c.num_tokens, a.num_heads * a.dv, c.hidden_size);
     }
 
@@ -137,25 +137,26 @@ struct Worker {
     void mlp(const DecoderLayer& layer, int64_t first, int64_t count) const {
         const int64_t size = c.intermediate_size, start = first * c.hidden_size;
         multiply(layer.gate_up, b.normed + start, b.gate_up, count, c.hidden_size, 2 * size);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++) {
             const T* gate = b.gate_up + row * 2 * size;
             rows::activate_row(gate, gate + size, b.activated + row * size, size);
         }
+        team.meet();
         multiply(layer.down, b.activated, b.delta + start, count, size, c.hidden_size);
     }
 
     void multiply(const Product& p, const T* x, T* out, int64_t count, int64_t in_features, int64_t out_features) const {
         gemm_in_team({(const char*)x, p.packed, p.bias, (char*)out, b.staging, count, in_features, out_features,
-                      c.is_bf16, c.num_threads});
+                      c.is_bf16, c.num_threads},
+                     team);
     }
 };
 
 template <typename T>
 void run(const DecoderCall& c) {
     const Buffers<T> buffers(c.memory, c);
-#pragma omp parallel num_threads(c.num_threads) if (c.num_threads > 1)
-    Worker<T>{c, buffers}.run();
+    Team::run(c.num_threads, [&](Team& team) { Worker<T>{c, buffers, team}.run(); });
 }
 
 }  // namespace

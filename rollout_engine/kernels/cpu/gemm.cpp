@@ -168,28 +168,30 @@ void vector_panel(const Call& call, const char* x, int64_t stride, int64_t panel
 }
 
 // An odd number of bfloat16 leaves half a unit at the end of a row: rows are copied to where they can be read whole.
-void stage_rows(const Call& call) {
+void stage_rows(const Call& call, Team& team) {
     const int64_t row_bytes = 2 * call.in_features;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < call.rows; ++row) {
         char* out = call.staging + row * (row_bytes + 2);
         std::memcpy(out, call.x + row * row_bytes, row_bytes);
         std::memset(out + row_bytes, 0, 2);
     }
+    team.meet();
 }
 
-void run_on_vectors(const Call& call) {
+void run_on_vectors(const Call& call, Team& team) {
     const bool staged = call.is_bf16 && call.in_features % 2;
-    if (staged) stage_rows(call);
+    if (staged) stage_rows(call, team);
     const char* x = staged ? call.staging : call.x;
     const int64_t stride = 4 * whole_units(call.in_features, call.is_bf16);
     const Cut cut = cut_of(call, 1);
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t part = 0; part < cut.parts; ++part)
         for (int64_t panel = 0; panel < cut.panels; ++panel) {
             const int64_t begin = part * cut.rows_a_part;
             vector_panel(call, x, stride, panel, begin, std::min(begin + cut.rows_a_part, call.rows));
         }
+    team.meet();
 }
 
 // ---- AMX: bfloat16
@@ -268,24 +270,26 @@ void stage_tile(const Call& call, int64_t tile) {
     }
 }
 
-void run_on_tiles(const Call& call) {
+void run_on_tiles(const Call& call, Team& team) {
     static const amx::Config config;
     const Cut cut = cut_of(call, 2 * TILE_ROWS);
     const int64_t tiles = divided_up(call.rows, TILE_ROWS);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t tile = 0; tile < tiles; ++tile) stage_tile(call, tile);
+    team.meet();
     _tile_loadconfig(&config);
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t part = 0; part < cut.parts; ++part)
         for (int64_t panel = 0; panel < cut.panels; ++panel) {
             const int64_t begin = part * cut.rows_a_part, end = std::min(begin + cut.rows_a_part, call.rows);
             tile_panel(call, panel, panel + 1 == cut.panels, begin, end);
         }
     _tile_release();
+    team.meet();
 }
 
 #else
-void run_on_tiles(const Call&) {}
+void run_on_tiles(const Call&, Team&) {}
 #endif
 
 // ---- packing
@@ -366,16 +370,14 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
 }
 
 void gemm_run(const Call* call) {
-    const int threads = useful_threads(*call);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    gemm_in_team(*call);
+    Team::run(useful_threads(*call), [&](Team& team) { gemm_in_team(*call, team); });
 }
 }
 
-void gemm_in_team(const GemmCall& call) {
+void gemm_in_team(const GemmCall& call, Team& team) {
     if (call.rows == 0) return;
     if (call.is_bf16 && amx::granted())
-        run_on_tiles(call);
+        run_on_tiles(call, team);
     else
-        run_on_vectors(call);
+        run_on_vectors(call, team);
 }

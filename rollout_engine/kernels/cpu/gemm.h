@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "team.h"
+
 // One product; `Call` of gemm.py.
 struct GemmCall {
     const char* x;          // [rows, in_features]
@@ -19,5 +21,5 @@ inline int64_t gemm_staging_bytes(int64_t rows, int64_t in_features, bool is_bf1
     return is_bf16 ? (rows + 15) / 16 * 16 * ((in_features + 31) / 32 * 32) * 2 : 0;
 }
 
-// Called by every thread of an OpenMP team with the same call; returns once the whole product is there.
-void gemm_in_team(const GemmCall& call);
+// Called by every thread of a team with the same call; returns once the whole product is there.
+void gemm_in_team(const GemmCall& call, Team& team);
