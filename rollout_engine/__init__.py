@@ -22,6 +22,7 @@ _NAMES = {
         "LifecycleError",
         "ManifestMismatchError",
         "RPCError",
+        "RPCTimeoutError",
         "RequestError",
         "RetryableError",
         "RewardError",

@@ -58,6 +58,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     logits_processors: tuple[str, ...] = ()
     """Classes "package.module:Class" that edit logits, in this order; imported where the model runs. See
     `model.logits_processors`."""
+    worker_extensions: tuple[str, ...] = ()
+    """Classes "package.module:Class" whose methods `collective_rpc` calls, beside the stock ones; imported where the
+    model runs. See `worker_ext.base`."""
     log_stats: bool = True
     """Log a line of statistics every `log_interval` seconds while there is work, and when it is done."""
     log_interval: Annotated[float, msgspec.Meta(gt=0)] = 10.0

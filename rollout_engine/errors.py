@@ -10,7 +10,8 @@ RolloutEngineError
 │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
 ├── EngineGenerateError            one request failed, the engine lives
 ├── EngineDeadError                the engine's process is gone
-├── RPCError                       a call failed inside the engine's process, the engine lives
+├── RPCError                       a call by name was refused, or failed where the model runs; the engine lives
+│   └── RPCTimeoutError (TimeoutError)
 └── RewardError                    a reward function failed, the engine lives
 """
 
@@ -91,11 +92,18 @@ class EngineDeadError(RolloutEngineError):
 
 
 class RPCError(RolloutEngineError):
-    """A call met something unforeseen in the engine's process, which lives on. `traceback` is the other side's."""
+    """A call was refused, or met something unforeseen where it ran; the engine lives on.
 
-    def __init__(self, message: str, *, method: str = "", traceback: str = "") -> None:
+    `method` was called; it failed on worker `rank`, with `traceback` there. Refused, or outside any worker: rank None.
+    """
+
+    def __init__(self, message: str, *, method: str = "", rank: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
-        self.method, self.traceback = method, traceback
+        self.method, self.rank, self.traceback = method, rank, traceback
+
+
+class RPCTimeoutError(RPCError, TimeoutError):
+    """A call had not ended at its deadline. One that had not begun never will; one that had goes on to its end."""
 
 
 class RewardError(RolloutEngineError):

@@ -23,6 +23,7 @@ from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.frontend.worker_calls import Calls, WorkerVerbs
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.rewards import RewardFunction
@@ -35,7 +36,7 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 
-class RolloutPolicy(LifecycleVerbs):
+class RolloutPolicy(LifecycleVerbs, WorkerVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)
@@ -187,6 +188,10 @@ class RolloutPolicy(LifecycleVerbs):
     @property
     def lifecycle_control(self) -> LifecycleControl | RemoteControl:
         return self.engine.lifecycle_control
+
+    @property
+    def worker_calls(self) -> Calls:
+        return self.engine.worker_calls
 
     @property
     def policy_version(self) -> int:

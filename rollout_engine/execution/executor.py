@@ -1,6 +1,10 @@
 """The executor in the caller's own process: no sockets, no spawn."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import numpy as np
+from torch import nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
@@ -33,14 +37,27 @@ class InlineExecutor:
     def updater(self) -> WeightUpdater:
         return self.worker.updater
 
+    @property
+    def dirty(self) -> bool:
+        """Whether the weights must not be used."""
+        return self.updater.dirty
+
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        if self.updater.dirty:
+        if self.dirty:
             raise DirtyWeightsError("A weight update failed half-way: send a complete one before generating again.")
         return self.worker.runner.execute(work)
 
     def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
         return self.worker.score(sequences, num_prompt, temperature)
+
+    def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Result of an extension's method on every rank, in order. Raises as `Extensions.call`."""
+        return [self.worker.extensions.call(method, args, kwargs)]
+
+    def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
+        """Result of `fn` for the model of every rank. Raises as `Worker.apply_model`."""
+        return [self.worker.apply_model(fn)]
 
     def release_kv(self) -> None:
         self.worker.release_kv()
@@ -62,4 +79,6 @@ class InlineExecutor:
 
     def shutdown(self) -> None:
         """Drop the model and the KV pool."""
+        if self._worker is not None:
+            self._worker.extensions.close()
         self._worker = None

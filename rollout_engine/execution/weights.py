@@ -17,7 +17,7 @@ first update on a linear is held three times: plain, packed, and packed for the 
 An update in place has no shadow: the first staged byte sets `dirty`, and what came before it is gone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -76,6 +76,23 @@ class WeightUpdater:
         if self._overwritten or (self._open is not None and self._inplace):
             raise LifecycleError("digest: an update is open; commit or abort it first.")
         return self._live_digest(self._coverage.canonical())
+
+    def live(self, verb: str) -> dict[str, Tensor]:
+        """The module's own names and their live values, tied weights once; not to be written.
+
+        Raises, naming `verb`, where values may not be live ones: `LifecycleError` while an update is open,
+        `DirtyWeightsError` when `dirty`.
+        """
+        if self._open is not None:
+            raise LifecycleError(f"{verb}: an update is open; commit or abort it first.")
+        if self.dirty:
+            raise DirtyWeightsError(f"{verb}: the live weights are incomplete. Send a complete update first.")
+        return {name: self._live[name] for name in self._coverage.canonical()}
+
+    def copies(self) -> Iterator[Tensor]:
+        """What an update or a linear holds beside the plain weights, as far as it exists now."""
+        yield from self._packed.tensors()
+        yield from (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in self._shadow.values())
 
     def begin(
         self,

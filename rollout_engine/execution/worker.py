@@ -1,13 +1,18 @@
 """One device's share of the engine: the model, its KV pool, its weights."""
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import torch
+from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError
+from rollout_engine.errors import ConfigError, DirtyWeightsError
+from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.kv_size import bytes_per_block, cap_model_len, size_pool
 from rollout_engine.execution.scoring import score
 from rollout_engine.execution.weights import WeightUpdater
@@ -17,8 +22,9 @@ from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.loader import LoadedModel, load_model
 from rollout_engine.model.logits_processors import load_processors
 from rollout_engine.model.packed_weights import PackedWeights
-from rollout_engine.model.residence import release_derived, release_weights
+from rollout_engine.model.residence import release_derived, release_weights, resident_bytes
 from rollout_engine.model.runner import ModelRunner
+from sync.manifest import first_names
 
 logger = logging.getLogger("rollout_engine")
 
@@ -37,11 +43,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    """Loads the model, sizes the KV pool, and owns `runner` (steps) and `updater` (weights)."""
+    """Loads the model, sizes the KV pool, and owns `runner` (steps), `updater` (weights) and `extensions` (calls).
+
+    To extensions it is a `worker_ext.base.WorkerLike`.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        table = ExtensionTable.load(config.worker_extensions)
         loaded = load_model(config)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         self._deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
@@ -69,8 +79,65 @@ class Worker:
             dtype=str(loaded.dtype).removeprefix("torch."),
             choices=self._choices(config, loaded, num_blocks),
         )
+        self.extensions = Extensions(table, self)
 
-    def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
+    @property
+    def rank(self) -> int:
+        """Of this worker among those of one engine."""
+        return 0
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face module that serves."""
+        return self.runner.model.module
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.info.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence."""
+        return self.info.max_model_len
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Views by the module's names, tied ones once. Raises as `WeightUpdater.live`."""
+        return self.updater.live("live_weights")
+
+    def block_tables(self) -> dict[str, list[int]]:
+        """Sequence id -> KV blocks, of every sequence whose state the runner holds."""
+        return self.runner.block_tables()
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all)."""
+        return {
+            "weights": resident_bytes(self._weights),
+            "derived": resident_bytes(self.updater.copies()),
+            "kv_cache": resident_bytes(self.runner.model.kv.tensors()),
+            "process": psutil.Process().memory_info().rss,
+        }
+
+    def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
+        """See `PagedModel.watch_layers`."""
+        return self.runner.model.watch_layers(watcher)
+
+    def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
+        """Result of `fn(module)`, which may read weights but not write them.
+
+        Raises `LifecycleError` and `DirtyWeightsError` where there are none to read; `DirtyWeightsError` too after
+        `fn` has written some, which `updater.dirty` then says.
+        """
+        weights = self.live_weights()
+        before = {name: tensor._version for name, tensor in weights.items()}
+        result = fn(self.module)
+        if written := [name for name, tensor in weights.items() if tensor._version != before[name]]:
+            self.updater.dirty = True
+            advice = "Send a complete update: weights change by update_weights alone."
+            raise DirtyWeightsError(f"apply_model: the function has written to {first_names(written)}. {advice}")
+        return result
+
+    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
         module = self.runner.model.module
         return score(module, sequences, num_prompt, temperature=temperature, vocab_size=self.info.vocab_size)

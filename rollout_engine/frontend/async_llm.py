@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -15,8 +15,10 @@ from rollout_engine.errors import DrainTimeoutError, EngineDeadError
 from rollout_engine.frontend.open_streams import LoopWaker
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.remote_engine import RemoteEngine
+from rollout_engine.frontend.rpc_wire import ask
 from rollout_engine.frontend.weight_transfer import send_weights
 from rollout_engine.frontend.wire import Health
+from rollout_engine.frontend.worker_calls import checked_call, timed_out
 from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
@@ -205,6 +207,27 @@ class AsyncLLM:
         )
         self.remote.streams.policy_version = report.version
         return report
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of a worker extension on every rank, between two steps; see `LLMEngine.collective_rpc`.
+
+        Arguments and results are numbers, text, lists, dicts, arrays and tensors: these travel without a copy, structs
+        arrive as dicts and tuples as lists. `RPCError` names what cannot travel.
+        """
+        call = checked_call(method, timeout, args, kwargs)
+        result = asyncio.wrap_future(ask(self.remote.client, *call, timeout))
+        try:
+            if not (await asyncio.wait([result], timeout=timeout))[0]:
+                raise timed_out(method, timeout or 0.0, begun=None)
+        finally:
+            result.cancel()
+        return result.result()
 
     async def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight."""

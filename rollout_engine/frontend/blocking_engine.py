@@ -1,18 +1,21 @@
 """An engine whose core is another process, for plain threads: what `RolloutPolicy` asks of an engine in process."""
 
 import queue
-from collections.abc import Iterable, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, wait
 from typing import Any
 
 import numpy as np
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.core.lifecycle import PauseMode
 from rollout_engine.errors import DrainTimeoutError, LifecycleError
 from rollout_engine.frontend.open_streams import Stream
 from rollout_engine.frontend.remote_engine import RemoteEngine
+from rollout_engine.frontend.rpc_wire import ask
 from rollout_engine.frontend.weight_transfer import send_weights
+from rollout_engine.frontend.worker_calls import checked_call, timed_out
 from rollout_engine.metrics import EngineMetrics
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
@@ -28,6 +31,8 @@ class BlockingEngine:
         self._remote = remote
         self.lifecycle_control = RemoteControl(remote)
         """Pause, sleep and what belongs to them."""
+        self.worker_calls = RemoteCalls(remote)
+        """Methods of worker extensions."""
 
     @property
     def policy_version(self) -> int:
@@ -121,6 +126,29 @@ class RemoteControl:
             raise DrainTimeoutError(f"wait_for_requests_to_drain: {what}; they go on.") from None
         except CancelledError:
             raise LifecycleError("wait_for_requests_to_drain: the call was cancelled.") from None
+
+
+class RemoteCalls:
+    """What carries out the verbs of `WorkerVerbs`, in the core's process."""
+
+    def __init__(self, remote: RemoteEngine) -> None:
+        self._remote = remote
+
+    def collective_rpc(
+        self, method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> list[Any]:
+        """See `AsyncLLM.collective_rpc`."""
+        result = ask(self._remote.client, *checked_call(method, timeout, args, kwargs), timeout)
+        done, _ = wait([result], timeout)
+        if not done:
+            result.cancel()
+            raise timed_out(method, timeout or 0.0, begun=None)
+        return result.result()
+
+    def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
+        """Not possible: `LifecycleError`."""
+        advice = "call a method of a worker extension by collective_rpc, or use an engine in this process"
+        raise LifecycleError(f"apply_model: functions do not cross processes; {advice}.")
 
 
 class SharedStreams:

@@ -67,7 +67,7 @@ class CoreClient:
         self._process, self._hang_seconds, self._owner = process, hang_seconds, os.getpid()
         self._encoder, self._decoder = Encoder(), Decoder[ToClient](ToClient)
         self._outbox: deque[Any] = deque()
-        self._calls: dict[int, tuple[str, Any, Future[Any]]] = {}
+        self._calls: dict[int, tuple[str, Callable[[Reply], Any], Future[Any]]] = {}
         self._lock = threading.Lock()
         """Over `_calls` and `dead_error`: no call is entered once the dead ones were told."""
         self._numbers = itertools.count()
@@ -133,17 +133,17 @@ class CoreClient:
         Raises `TypeError`, before a byte is sent, for an argument that has no place on the wire.
         """
         packed = pack(arguments)
-        return self.ask(name, kind, lambda number: Call(number, name, packed))
+        return self.ask(name, lambda reply: unpack(reply.result, kind), lambda number: Call(number, name, packed))
 
-    def ask(self, name: str, kind: Any, make: Callable[[int], Any]) -> Future[Any]:
-        """Send `make(number)`, whose `Reply` resolves the future."""
+    def ask(self, name: str, read: Callable[[Reply], Any], make: Callable[[int], Any]) -> Future[Any]:
+        """Send `make(number)`; what `read` makes of its `Reply` resolves the future."""
         future: Future[Any] = Future()
         with self._lock:
             if self.dead_error is not None:
                 future.set_exception(self.dead_error)
                 return future
             number = next(self._numbers)
-            self._calls[number] = (name, kind, future)
+            self._calls[number] = (name, read, future)
         self._outbox.append(make(number))
         self._wake()
         return future
@@ -255,13 +255,13 @@ class CoreClient:
 
     def _resolve(self, reply: Reply) -> None:
         with self._lock:
-            name, kind, future = self._calls.pop(reply.number, ("", None, Future()))
+            name, read, future = self._calls.pop(reply.number, ("", _ignore, Future()))
         if not future.set_running_or_notify_cancel():
             return
         try:
             if reply.failure is not None:
                 raise reply.failure.as_error(name)
-            future.set_result(unpack(reply.result, kind))
+            future.set_result(read(reply))
         except Exception as error:
             future.set_exception(error)
 

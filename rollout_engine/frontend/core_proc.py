@@ -26,6 +26,7 @@ from rollout_engine.frontend.core_io import ClientLeft, CoreIO, Do, FromClient, 
 from rollout_engine.frontend.core_utilities import CoreUtilities
 from rollout_engine.frontend.lifeline import CoreSettings, Lifeline, address_in, config_digest, lock_directory
 from rollout_engine.frontend.llm_engine import core_config, describe_choices
+from rollout_engine.frontend.rpc_wire import answer
 from rollout_engine.frontend.weight_intake import WeightIntake
 from rollout_engine.frontend.wire import (
     PROTOCOL,
@@ -36,6 +37,7 @@ from rollout_engine.frontend.wire import (
     Ready,
     Refused,
     Reply,
+    RpcCall,
     WeightData,
     failure_of,
     pack,
@@ -49,7 +51,7 @@ class EngineCoreProc:
     """Turns what clients send into calls on an `EngineCore`, and its outputs into messages to them."""
 
     def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreIO) -> None:
-        self._core, self._io = core, io
+        self._core, self._executor, self._io = core, executor, io
         self._weights = WeightIntake(core, executor, io.inbox)
         self._utilities = CoreUtilities(core, executor, io.stats, self._weights, self._deliver)
         self._num_outputs: dict[int, int] = {}
@@ -94,6 +96,8 @@ class EngineCoreProc:
                 item.released.wait()
             case Do(action):
                 action()
+            case FromClient(client_index, RpcCall() as call):
+                self._io.send(client_index, self._rpc(call))
             case ClientLeft(client_index):
                 self._weights.leave(client_index)
                 self._abort(ids_of_client(client_index, self._core.unfinished_request_ids))
@@ -121,6 +125,12 @@ class EngineCoreProc:
             result.add_done_callback(lambda future: self._reply(client_index, call.number, future))
         else:
             self._io.send(client_index, Reply(call.number, pack(result)))
+
+    def _rpc(self, call: RpcCall) -> Reply:
+        try:
+            return answer(call, self._executor.collective_rpc)
+        except Exception as error:
+            return Reply(call.number, failure=_failure(error))
 
     def _reply(self, client_index: int, number: int, future: Future[Any]) -> None:
         error = future.exception()

@@ -19,6 +19,7 @@ from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.weight_verbs import WeightVerbs
+from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
@@ -28,7 +29,7 @@ from sync.base import WeightSource
 Conversation = list[dict[str, Any]]
 
 
-class LLM(LifecycleVerbs, WeightVerbs):
+class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     """A model, ready to generate. Keyword arguments are `EngineConfig`'s.
 
     >>> with LLM("path/or/hub-id", max_num_seqs=64) as llm:
@@ -52,6 +53,10 @@ class LLM(LifecycleVerbs, WeightVerbs):
     @property
     def lifecycle_control(self) -> LifecycleControl:
         return self.llm_engine.lifecycle_control
+
+    @property
+    def worker_calls(self) -> WorkerCalls:
+        return self.llm_engine.worker_calls
 
     @property
     def policy_version(self) -> int:

@@ -27,6 +27,7 @@ from rollout_engine.frontend.scoring import score_pairs
 from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.weight_verbs import WeightVerbs
+from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
 from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateOptions
 from rollout_engine.metrics import CoreStats, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
@@ -36,7 +37,7 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 
-class LLMEngine(LifecycleVerbs, WeightVerbs):
+class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     """Synchronous stepping: every request added ends in exactly one finished `RequestOutput` of some `step()`.
 
     >>> engine = LLMEngine.from_config(EngineConfig(model="path/or/hub-id"))
@@ -65,6 +66,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs):
         self._log = StatLog(stat_loggers, self.get_metrics, log_interval)
         self._lock = threading.RLock()
         self._control = LifecycleControl(core, self._lock, step=self._step_for_others, deliver=self._deliver)
+        self._calls = WorkerCalls(core, executor, self._control, self._lock)
         self._ready: list[RequestOutput] = []
         """Results of aborts and results handed back, for the next step to return."""
         self._num_named = 0
@@ -99,6 +101,10 @@ class LLMEngine(LifecycleVerbs, WeightVerbs):
     @property
     def lifecycle_control(self) -> LifecycleControl:
         return self._control
+
+    @property
+    def worker_calls(self) -> WorkerCalls:
+        return self._calls
 
     @property
     def policy_version(self) -> int:

@@ -24,7 +24,7 @@ from rollout_engine.errors import (
     as_weight_errors,
 )
 from rollout_engine.frontend.core_client import CoreClient
-from rollout_engine.frontend.wire import WeightData
+from rollout_engine.frontend.wire import Reply, WeightData
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
 from sync.errors import ChecksumMismatch, TransferTimeout
@@ -76,11 +76,15 @@ def _send_pieces(client: CoreClient, tensors: Iterator[torch.Tensor], timeout: f
         data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.zeros(0, np.uint8)
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
-            unanswered.append(client.ask("weights", None, lambda number, piece=piece: WeightData(number, piece)))
+            unanswered.append(client.ask("weights", _nothing, lambda number, piece=piece: WeightData(number, piece)))
             if len(unanswered) == _WINDOW and not _answered(unanswered.popleft(), timeout):
                 return
     while unanswered and _answered(unanswered.popleft(), timeout):
         pass
+
+
+def _nothing(_: Reply) -> None:
+    """Bytes are acknowledged, no more."""
 
 
 def _answered(piece: Future[Any], timeout: float) -> bool:

@@ -1,6 +1,6 @@
 """What crosses between a client and the core's process, and how it becomes frames: both ends in one file.
 
-    client ──> core    Hello  AddRequest  Abort  Call  WeightData  Goodbye
+    client ──> core    Hello  AddRequest  Abort  Call  RpcCall  WeightData  Goodbye
     core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Farewell
 
 A message is one zmq multipart: first the tagged struct as msgpack, then the bytes of its large arrays, untouched. An
@@ -47,9 +47,14 @@ class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=
     field: str = ""
     bound: str = ""
     traceback: str = ""
+    method: str = ""
+    rank: int | None = None
 
     def as_error(self, method: str = "") -> RolloutEngineError:
         """The same error on this end. `method` is the call that failed, if it was one."""
+        if self.kind in ("RPCError", "RPCTimeoutError"):
+            where = dict(method=self.method, rank=self.rank, traceback=self.traceback)
+            return _ERRORS[self.kind](self.message, **where)
         if self.kind == "RequestError":
             return RequestError(self.message, field=self.field, bound=self.bound)
         if self.kind in _ERRORS:
@@ -103,6 +108,19 @@ class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
     """msgpack map, of the types that the utility declares (`pack`)."""
 
 
+class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True):
+    """Call a method of the workers' extensions. Answered by the `Reply` with the same number, one result per rank."""
+
+    number: int
+    method: str
+    arguments: msgspec.Raw
+    """[positional, by name], as `rpc_wire` packs them."""
+    arrays: list[np.ndarray]
+    """uint8 each: of `arguments`."""
+    deadline: float | None = None
+    """Not to begin after it: seconds on the system's monotonic clock."""
+
+
 class WeightData(msgspec.Struct, frozen=True, tag="weights", forbid_unknown_fields=True):
     """The next bytes of the open weight transfer, in manifest order. Answered as a call."""
 
@@ -143,6 +161,8 @@ class Reply(msgspec.Struct, frozen=True, tag="reply", forbid_unknown_fields=True
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
     failure: Failure | None = None
+    arrays: list[np.ndarray] = []
+    """Of the result of an `RpcCall`."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
@@ -184,7 +204,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     io: IoStats
 
 
-ToCore = Hello | AddRequest | Abort | Call | WeightData | Goodbye
+ToCore = Hello | AddRequest | Abort | Call | RpcCall | WeightData | Goodbye
 ToClient = Welcome | Outputs | Refused | Reply | Rejected | Heartbeat | Farewell
 Message = TypeVar("Message")
 
@@ -264,6 +284,8 @@ def unpack(raw: Frame | msgspec.Raw, kind: Any) -> Any:
 def failure_of(error: BaseException, traceback: str = "") -> Failure:
     """How `error` travels."""
     kind = type(error).__name__
+    if isinstance(error, RPCError):
+        return Failure(kind, str(error), traceback=error.traceback, method=error.method, rank=error.rank)
     known = _ERRORS.get(kind) is type(error)
     field, bound = getattr(error, "field", ""), getattr(error, "bound", "")
     is_request = isinstance(error, RequestError)

@@ -40,6 +40,23 @@ def give_back(tensors: Iterable[Tensor]) -> None:
             raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
 
 
+def resident_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of CPU tensors' storages that take memory now, each storage once. Other systems than Linux: all bytes."""
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(_resident(address, storage.nbytes()) for address, storage in storages.items())
+
+
+def _resident(address: int, num_bytes: int) -> int:
+    """Parts of a page at either end count if that page is resident."""
+    if sys.platform != "linux" or num_bytes == 0:
+        return num_bytes
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = np.zeros(-(-(address + num_bytes - start) // mmap.PAGESIZE), dtype=np.uint8)
+    if _libc().mincore(start, address + num_bytes - start, pages.ctypes.data) != 0:
+        raise OSError(ctypes.get_errno(), "mincore failed")
+    return min(int((pages & 1).sum()) * mmap.PAGESIZE, num_bytes)
+
+
 def trim() -> None:
     """Have the allocator return what it keeps for later, where it can (glibc)."""
     if hasattr(_libc(), "malloc_trim"):
@@ -51,4 +68,5 @@ def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "madvise"):
         library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     return library

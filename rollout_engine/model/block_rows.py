@@ -12,6 +12,7 @@ class BlockRows:
         self.matrix = np.zeros((64, 64), np.int32)
         """[rows, blocks]; what lies beyond a sequence's own blocks means nothing."""
         self._row_of: dict[str, int] = {}
+        self._num_blocks: dict[str, int] = {}
         self._free = list(range(64))[::-1]
 
     def learn(self, scheduled: list[ScheduledSequence]) -> None:
@@ -23,12 +24,18 @@ class BlockRows:
                 if end > self.matrix.shape[1]:
                     self.matrix = np.pad(self.matrix, ((0, 0), (0, end)))
                 self.matrix[row, start:end] = sequence.block_ids
+                self._num_blocks[sequence.request_id] = end
 
     def forget(self, request_id: str) -> None:
         """Its row is free for another. An unknown id is a no-op."""
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+            self._num_blocks.pop(request_id, None)
+
+    def tables(self) -> dict[str, list[int]]:
+        """Every sequence's own blocks, by its id."""
+        return {name: self.matrix[row, : self._num_blocks.get(name, 0)].tolist() for name, row in self._row_of.items()}
 
     def starts(self, scheduled: list[ScheduledSequence]) -> np.ndarray:
         """Where in the flattened `matrix` each table begins, int64 [len(scheduled)]."""

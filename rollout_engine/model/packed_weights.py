@@ -87,6 +87,12 @@ class PackedWeights:
         in_use = (group.packed for group in self._own)
         return 0 if self._room else sum(copy.panels.nbytes for copy in in_use if copy is not None)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Of our own kernel: all copies, and room for copies, that exist now."""
+        operands = [*(group.packed for group in self._own), *(operand for operand, _ in self._next)]
+        yield from (operand.panels for operand in operands if isinstance(operand, gemm.PackedWeight))
+        yield from self._room
+
     def restore(self) -> None:
         """Write the values of the copies in use, if there are any, to the plain weights that no forward reads."""
         for group in self._own:

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from rollout_engine.kernels.memory import give_back, trim
+from rollout_engine.kernels.memory import give_back, resident_bytes, trim
 from rollout_engine.model.packed_weights import PackedWeights
+
+__all__ = ["release_derived", "release_weights", "resident_bytes"]
 
 
 def release_derived(packed: PackedWeights) -> None:

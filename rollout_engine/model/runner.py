@@ -39,6 +39,10 @@ class ModelRunner:
         """Sequences whose state is held; 0 when idle."""
         return len(self._sequences)
 
+    def block_tables(self) -> dict[str, list[int]]:
+        """Sequence id -> KV blocks, of every sequence whose state is held."""
+        return self._blocks.tables()
+
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens and draw one token per sample task."""
         self._note_changes(work)

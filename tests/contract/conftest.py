@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rollout_engine", "sync")
+PACKAGES = ("rollout_engine", "sync", "worker_ext")
 
 
 class Import(NamedTuple):

@@ -14,17 +14,18 @@ FLOOR_8 = tuple(
     for name in ("policy", "rewards", "rollout_batch", "rollout_plan", "rollout_run", "testing")
 )
 FLOOR_9 = ("rollout_engine.__main__", "rollout_engine.cli")
-EVERYTHING = ("rollout_engine", "sync")
+EVERYTHING = ("rollout_engine", "sync", "worker_ext")
 
 # Package or module -> what of ours it may import, besides itself. The longest matching name on either side counts.
 MAY_IMPORT = {
     "sync": (),
+    "worker_ext": ("sync",),
     "rollout_engine.kernels": (),
     **{module: (*FLOOR_2, "sync.errors") for module in FLOOR_2},
     "rollout_engine.core": FLOOR_2,
     "rollout_engine.model": (*FLOOR_2, "rollout_engine.kernels"),
     "rollout_engine.exact": (*FLOOR_2, "rollout_engine.kernels", "rollout_engine.model"),
-    "rollout_engine.execution": (*FLOOR_2, "rollout_engine.model", "rollout_engine.exact", "sync"),
+    "rollout_engine.execution": (*FLOOR_2, "rollout_engine.model", "rollout_engine.exact", "sync", "worker_ext"),
     "rollout_engine.frontend": (*FLOOR_2, "rollout_engine.core", "sync"),
     # The files that see both the brain and what runs the model.
     **{

@@ -1,0 +1,185 @@
+"""The methods of a worker's extensions by name: one table built at start-up, typed arguments, typed results.
+
+    names, entry points ──> ExtensionTable.load ──> Extensions(table, worker).call(name, args, kwargs)
+                            clash: ConfigError      other types: RPCError
+
+Nothing else of a worker can be reached: a name that is not in the table does not exist, whatever it is.
+"""
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, get_origin, get_type_hints
+
+import msgspec
+
+from rollout_engine.errors import ConfigError, RolloutEngineError, RPCError, as_weight_errors, unknown_name
+from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc
+from worker_ext.inspect import InspectExtension
+from worker_ext.memory import MemoryExtension
+from worker_ext.score import ScoreExtension
+
+ENTRY_POINTS = "rollout_engine.worker_extensions"
+STOCK: tuple[type[WorkerExtension], ...] = (InspectExtension, MemoryExtension, ScoreExtension)
+
+
+class Method(NamedTuple):
+    """One name that can be called."""
+
+    owner: type[WorkerExtension]
+    arguments: type[msgspec.Struct]
+    result: Any
+    """Annotation of what it returns."""
+
+
+class ExtensionTable:
+    """Every method of some extension classes. Raises `ConfigError` where one cannot be called, or two clash."""
+
+    def __init__(self, classes: Iterable[type[WorkerExtension]]) -> None:
+        self.classes = list(dict.fromkeys(classes))
+        self.methods: dict[str, Method] = {}
+        for owner in self.classes:
+            for name, method in _methods_of(owner):
+                self._add(owner, name, method)
+
+    @classmethod
+    def load(cls, names: Sequence[str]) -> "ExtensionTable":
+        """Of the stock extensions, those that packages have registered, and "package.module:Class" of `names`."""
+        entries = entry_points(group=ENTRY_POINTS)
+        registered = [_checked(f"{entry.name} = {entry.value}", entry.load) for entry in entries]
+        return cls([*STOCK, *registered, *(_checked(name, partial(_imported, name)) for name in names)])
+
+    def _add(self, owner: type[WorkerExtension], name: str, method: Any) -> None:
+        where = f"worker extension {owner.__module__}:{owner.__qualname__}: method '{name}'"
+        if name.startswith("_"):
+            raise ConfigError(f"{where} is private: a method that is called by name needs a public one.")
+        if name in RESERVED:
+            raise ConfigError(f"{where} is reserved: that name means something else to an engine. Choose another.")
+        if name in self.methods:
+            other = self.methods[name].owner
+            raise ConfigError(f"{where} clashes with that of {other.__module__}:{other.__qualname__}. Rename one.")
+        try:
+            self.methods[name] = Method(owner, *_signature_of(method))
+        except (TypeError, NameError) as problem:
+            raise ConfigError(f"{where} cannot be called by name: {problem}.") from problem
+
+
+class Extensions:
+    """One instance of each class of a table, for one worker. Not for several threads at once."""
+
+    def __init__(self, table: ExtensionTable, worker: WorkerLike) -> None:
+        self._methods, self._rank = table.methods, worker.rank
+        self._instances: dict[type[WorkerExtension], WorkerExtension] = {}
+        for kind in table.classes:
+            self._instances[kind] = _made(kind, worker)
+
+    def call(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Result of a method. Nothing runs unless name and arguments are in the table: `RPCError` says what is wrong.
+
+        Our own errors are raised as they are, a transport's as the public one of its meaning, any other as an
+        `RPCError` with rank and traceback.
+        """
+        method = self._methods.get(name)
+        if method is None:
+            raise RPCError(unknown_name("method of worker extensions", str(name)[:80], self._methods), method=str(name))
+        arguments = self._bind(name, method, args, kwargs or {})
+        try:
+            with as_weight_errors():
+                value = getattr(self._instances[method.owner], name)(**arguments)
+            return msgspec.convert(value, method.result, dec_hook=_same)
+        except RolloutEngineError:
+            raise
+        except Exception as error:
+            what = f"{name} failed on rank {self._rank}: {type(error).__name__}: {error}"
+            trace = "".join(traceback.format_exception(error))
+            raise RPCError(what, method=name, rank=self._rank, traceback=trace) from error
+
+    def close(self) -> None:
+        """Let every extension go, the last one first."""
+        while self._instances:
+            self._instances.popitem()[1].close()
+
+    def _bind(self, name: str, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        fields = method.arguments.__struct_fields__
+        if len(args) > len(fields):
+            raise RPCError(f"{name}: takes {len(fields)} arguments, {len(args)} came.", method=name)
+        given = dict(zip(fields, args, strict=False))
+        for key, value in kwargs.items():
+            if key in given:
+                raise RPCError(f"{name}: argument '{key}' came twice.", method=name)
+            if key not in fields:
+                raise RPCError(f"{name}: {unknown_name('argument', str(key)[:80], fields)}", method=name)
+            given[key] = value
+        try:
+            checked = msgspec.convert(given, method.arguments, strict=True, dec_hook=_same)
+        except msgspec.ValidationError as problem:
+            raise RPCError(f"{name}: {problem}.", method=name) from None
+        return {field: getattr(checked, field) for field in fields}
+
+
+def _methods_of(owner: type[WorkerExtension]) -> list[tuple[str, Any]]:
+    return [(name, method) for name, method in inspect.getmembers(owner) if is_rpc(method)]
+
+
+def _signature_of(method: Any) -> tuple[type[msgspec.Struct], Any]:
+    """Struct of the arguments and annotation of the result. Raises `TypeError` for what cannot be checked."""
+    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+        raise TypeError("it is a coroutine or a generator, and the engine would have to wait for it")
+    parameters = list(inspect.signature(method).parameters.values())[1:]  # without self
+    hints = get_type_hints(method)
+    for parameter in parameters:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"argument '{parameter}' has no name, or stands for several")
+        if parameter.name not in hints:
+            raise TypeError(f"argument '{parameter.name}' is not annotated")
+    if "return" not in hints:
+        raise TypeError("its result is not annotated (None for none)")
+    fields = [
+        (p.name, hints[p.name]) if p.default is p.empty else (p.name, hints[p.name], p.default) for p in parameters
+    ]
+    arguments = msgspec.defstruct(method.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    for kind in (arguments, hints["return"]):
+        msgspec.msgpack.Decoder(kind)  # raises where no value can be of that kind
+    return arguments, hints["return"]
+
+
+def _same(kind: Any, value: Any) -> Any:
+    """Arrays, tensors and what else msgspec does not know: passed as they are, if they are of that class."""
+    kind = get_origin(kind) or kind
+    if not isinstance(value, kind):
+        raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
+    return value
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    if not (module and attribute.isidentifier()):
+        raise ValueError("must be of the form 'package.module:Class'")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _checked(name: str, load: Callable[[], Any]) -> type[WorkerExtension]:
+    try:
+        found = load()
+    except Exception as problem:  # whatever the user's module does when it is loaded
+        raise ConfigError(
+            f"worker_extensions: '{name}' cannot be loaded: {type(problem).__name__}: {problem}."
+        ) from problem
+    if not (isinstance(found, type) and issubclass(found, WorkerExtension)):
+        raise ConfigError(f"worker_extensions: '{name}' is no subclass of worker_ext.base.WorkerExtension.")
+    return found
+
+
+def _made(kind: type[WorkerExtension], worker: WorkerLike) -> WorkerExtension:
+    try:
+        return kind(worker)
+    except RolloutEngineError:
+        raise
+    except Exception as problem:
+        where = f"{kind.__module__}:{kind.__qualname__}"
+        raise ConfigError(
+            f"worker_extensions: '{where}' cannot be made: {type(problem).__name__}: {problem}."
+        ) from problem

@@ -1,0 +1,104 @@
+"""Methods of a worker that are called from outside by name: subclass `WorkerExtension`, mark them with `@rpc`.
+
+    class LargestWeights(WorkerExtension):
+        @rpc
+        def largest_weights(self, count: int = 3) -> dict[str, float]:
+            norms = {name: tensor.norm().item() for name, tensor in self.worker.live_weights().items()}
+            return dict(sorted(norms.items(), key=lambda item: -item[1])[:count])
+
+    engine = LLM(path, worker_extensions=["my_package.weights:LargestWeights"])
+    engine.collective_rpc("largest_weights", kwargs={"count": 5})     # one result per rank
+
+Every argument and the result are annotated, with types that msgspec knows, `torch.Tensor` or `numpy.ndarray`: that is
+what a call is checked against. A call runs between two steps, never inside one. Arrays cross processes without a copy,
+so return none that changes afterwards; structs arrive as dicts and tuples as lists.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_MARK = "_is_rpc"
+
+
+class WorkerLike(Protocol):
+    """The worker as an extension sees it."""
+
+    @property
+    def rank(self) -> int:
+        """Of this worker among those of one engine, from 0."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face module that serves. Read its structure; values are for `live_weights`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence."""
+        ...
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        """Every weight under the module's name, tied ones once, as views not to be written.
+
+        Raises where they have no values: while an update is open, and after one that failed half-way or a sleep that
+        forgot them.
+        """
+        ...
+
+    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
+        """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
+        ...
+
+    def block_tables(self) -> dict[str, list[int]]:
+        """Sequence id -> KV blocks, of every sequence that has begun and not been forgotten."""
+        ...
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all)."""
+        ...
+
+    def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
+        """Call `watcher(layer, hidden)` with the output [T, H] of every decoder layer, in steps and scores alike.
+
+        Returns what ends it. The tensor is to be read at once and not kept. Compiled layers run as modules meanwhile:
+        more slowly, and to the same bits.
+        """
+        ...
+
+
+class WorkerExtension:
+    """Base of extensions. One is made per worker once its model is loaded; calls come one at a time."""
+
+    def __init__(self, worker: WorkerLike) -> None:
+        self.worker = worker
+
+    def close(self) -> None:
+        """The worker ends: let go of what you hold."""
+
+
+RESERVED = frozenset(
+    "abort add_request apply_model close collective_rpc execute generate pause_generation reset_prefix_cache "
+    "resume_generation score shutdown sleep step update_weights wake_up worker".split()
+)
+"""Names that mean something else: verbs of the engine, and what `WorkerExtension` itself has."""
+
+
+def rpc(method: _Method) -> _Method:
+    """Mark a method of a `WorkerExtension` as one that can be called by name."""
+    setattr(method, _MARK, True)
+    return method
+
+
+def is_rpc(method: object) -> bool:
+    """Whether it is marked."""
+    return getattr(method, _MARK, False) is True

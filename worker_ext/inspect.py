@@ -1,0 +1,37 @@
+"""Look into a worker: digests and norms of its live weights, KV block tables."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sync.manifest import first_names, tensor_digest
+from worker_ext.base import WorkerExtension, rpc
+
+
+class InspectExtension(WorkerExtension):
+    """Reads, changes nothing. `names`: of the module's own naming; None for all."""
+
+    @rpc
+    def get_tensor_digests(self, names: list[str] | None = None) -> dict[str, str]:
+        """Name -> xxh3-128 of the values, as a weight manifest has it."""
+        return {name: tensor_digest(tensor) for name, tensor in self._chosen(names).items()}
+
+    @rpc
+    def get_weight_norms(self, names: list[str] | None = None) -> dict[str, float]:
+        """Name -> Euclidean norm, summed in float64."""
+        norms = torch.linalg.vector_norm
+        return {n: norms(t, dtype=torch.float64).item() for n, t in self._chosen(names).items()}
+
+    @rpc
+    def get_block_tables(self) -> dict[str, list[int]]:
+        """Sequence id -> KV blocks, in the order of its tokens."""
+        return self.worker.block_tables()
+
+    def _chosen(self, names: list[str] | None) -> Mapping[str, Tensor]:
+        live = self.worker.live_weights()
+        if names is None:
+            return live
+        if unknown := [name for name in names if name not in live]:
+            raise KeyError(f"{len(unknown)} names are not among the module's weights: {first_names(unknown)}")
+        return {name: live[name] for name in names}
