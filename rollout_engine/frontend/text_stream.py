@@ -89,6 +89,8 @@ class WindowStream:
         self._pending.append(token_id)
         text = self._pending_text()
         num_bad = len(text) - len(text.rstrip(REPLACEMENT))
+        if num_bad and self._ends_in_spelt_replacement():
+            num_bad = 0
         end = len(text) - min(num_bad, _MAX_HELD)
         new = text[self._num_returned : end]
         self._num_returned = max(self._num_returned, end)
@@ -105,6 +107,12 @@ class WindowStream:
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         return self._decode(self._pending)  # a bad byte spoiled the whole run it continues
+
+    def _ends_in_spelt_replacement(self) -> bool:
+        """Whether the last character is a U+FFFD that its own three byte tokens spell: a good character like any."""
+        last = self._pending[-3:]
+        alone = [self._decode([token_id]) for token_id in last]
+        return alone == [REPLACEMENT] * 3 and self._decode(last) == REPLACEMENT
 
     def _ends_in_bad_bytes(self, num_bad: int) -> bool:
         last = self._decode(self._pending[-_MAX_HELD:])

@@ -117,6 +117,15 @@ def test_sentencepiece_stream_survives_any_ids(ids, skip):
     assert len(_good(text)) >= len(_good(full_decode(SENTENCEPIECE, ids, skip)))
 
 
+@pytest.mark.parametrize("text", [f"{REPLACEMENT}\U00010000", f"a{REPLACEMENT}{REPLACEMENT}é", f"{REPLACEMENT} x"])
+def test_a_replacement_character_that_the_model_spells_is_a_character(text):
+    assert (
+        stream_decode(SENTENCEPIECE, byte_run(text), True)[0]
+        == text
+        == full_decode(SENTENCEPIECE, byte_run(text), True)
+    )
+
+
 def test_characters_before_a_bad_byte_stay():
     ids = [*byte_run("é"), FIRST_BYTE + 0xFF, FIRST_WORD + 1]
     assert stream_decode(SENTENCEPIECE, ids, True)[0] == f"é{REPLACEMENT} he"
