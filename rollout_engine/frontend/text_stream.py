@@ -104,9 +104,15 @@ class WindowStream:
         if not self._pending:
             return ""
         text = self._decode(self._context + self._pending)
-        if text.startswith(self._context_text):
+        if text.startswith(self._context_text) and not self._is_spoiled(text):
             return text[len(self._context_text) :]
         return self._decode(self._pending)  # a bad byte spoiled the whole run it continues
+
+    def _is_spoiled(self, text: str) -> bool:
+        """Whether a U+FFFD that ends the context has become three bad bytes in `text`."""
+        if not self._context_text.endswith(REPLACEMENT):
+            return False
+        return _num_leading(text[len(self._context_text) :]) > _num_leading(self._decode(self._pending))
 
     def _ends_in_spelt_replacement(self) -> bool:
         """Whether the last character is a U+FFFD that its own three byte tokens spell: a good character like any."""
@@ -122,6 +128,10 @@ class WindowStream:
         self._context, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         self._context_text = self._decode(self._context)
         self._num_returned = 0
+
+
+def _num_leading(text: str) -> int:
+    return len(text) - len(text.lstrip(REPLACEMENT))
 
 
 def _bytes_of(token: str) -> bytes:
