@@ -66,6 +66,9 @@ def _for_rollout(params: Any, num_samples: int | None, seed: int | None, index: 
         raise RequestError.for_field("num_samples", num_samples, f"equal to n={params.n}, or one of the two left out")
     if seed is not None and params.seed is not None:
         raise RequestError.for_field("seed", seed, f"absent when SamplingParams has seed={params.seed}")
+    if params.prompt_logprobs is not None:
+        hint = "A rollout holds log-probs of sampled tokens; `score` or `LLM.generate` give those of prompts."
+        raise RequestError.for_field("prompt_logprobs", params.prompt_logprobs, "absent in a rollout", hint)
     changes: dict[str, Any] = {"output_kind": "final_only", "logprobs": params.logprobs or 0}
     if num_samples is not None:
         changes["n"] = num_samples
