@@ -1,17 +1,18 @@
 """What an engine counts and times, as plain numbers; and the loggers that are shown them."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import accumulate
 from typing import Protocol
 
 import msgspec
 
-from rollout_engine.outputs import FinishReason
+from rollout_engine.outputs import FinishReason, UpdateReport
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _TOKENS = tuple(float(2**i) for i in range(18))
+_VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
 
 class Histogram(msgspec.Struct):
@@ -50,6 +51,32 @@ class Histogram(msgspec.Struct):
         return next(reached, float("inf")) if wanted else 0.0
 
 
+class UpdateStats(msgspec.Struct):
+    """Weight updates that were begun, since start."""
+
+    seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
+    """Of complete updates, from begin to commit. One that finds its weights live already is complete at once."""
+    stall_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
+    """Of complete updates: how long generation could not step."""
+    num_bytes: int = 0
+    """Of the weights that complete updates brought."""
+    failures: dict[str, int] = {}
+    """Name of the error's class -> updates that raised it. Replaced, never changed: other threads read it."""
+
+    def count(self, update: Callable[[], UpdateReport]) -> UpdateReport:
+        """Carry an update out, and count how it ends."""
+        try:
+            report = update()
+        except Exception as error:
+            kind = type(error).__name__
+            self.failures = {**self.failures, kind: self.failures.get(kind, 0) + 1}
+            raise
+        self.seconds.observe(report.seconds)
+        self.stall_seconds.observe(report.stall_seconds)
+        self.num_bytes += report.num_bytes
+        return report
+
+
 class CoreStats(msgspec.Struct):
     """What the engine core has counted since start."""
 
@@ -59,24 +86,32 @@ class CoreStats(msgspec.Struct):
     num_tokens_computed: int = 0
     num_prompt_tokens_computed: int = 0
     num_tokens_sampled: int = 0
+    num_recomputed_tokens: int = 0
+    """Tokens computed again: preemption, `kv="recompute"` or a reset had taken their KV."""
+    num_looked_up_tokens: int = 0
+    """Tokens of sequences that were looked up in the prefix cache when they were given their place."""
     num_cached_tokens: int = 0
-    """Tokens not computed because the prefix cache held them."""
+    """Those of them not computed because the cache held them: under the live version, since no other matches."""
     num_preemptions: int = 0
     """Running sequences that lost their blocks."""
     num_references_dropped: int = 0
     """Forked sequences that lost their blocks while they waited."""
     num_block_copies: int = 0
-    num_pauses: int = 0
     last_pause_seconds: float = 0.0
     """From the call of the last pause until it was complete."""
-    pause_seconds: float = 0.0
-    """Sum over all pauses of the same."""
+    pause_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
+    """The same of all pauses."""
+    updates: UpdateStats = msgspec.field(default_factory=UpdateStats)
 
     def add_pause(self, seconds: float) -> None:
         """A pause took `seconds` to complete."""
-        self.num_pauses += 1
         self.last_pause_seconds = seconds
-        self.pause_seconds += seconds
+        self.pause_seconds.observe(seconds)
+
+
+def staleness(live_version: int, policy_versions: Collection[int]) -> int:
+    """Versions from the oldest of a sample's tokens to the live one; 0 after a version was set back."""
+    return max(live_version - min(policy_versions), 0)
 
 
 class RequestStats(msgspec.Struct):
@@ -98,6 +133,10 @@ class RequestStats(msgspec.Struct):
     """Per request."""
     generation_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
     """Per request, all samples."""
+    staleness: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_VERSIONS))
+    """Per sample with tokens, at its end."""
+    rollout_staleness: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_VERSIONS))
+    """The same when `RolloutPolicy` hands the sample out: what the trainer gets."""
 
 
 class CoreMetrics(msgspec.Struct):

@@ -4,7 +4,9 @@ import asyncio
 import itertools
 import logging
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from typing import Any, Self
@@ -24,7 +26,7 @@ from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.worker_calls import Calls, WorkerVerbs
-from rollout_engine.metrics import EngineMetrics, StatLogger
+from rollout_engine.metrics import EngineMetrics, StatLogger, staleness
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.rewards import RewardFunction
 from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
@@ -65,6 +67,7 @@ class RolloutPolicy(LifecycleVerbs, WorkerVerbs):
             self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
             self._shared = SharedEngine(self.engine)
         self._pad_token_id = _pad_token_id(self.engine)
+        self._counting = threading.Lock()
 
     @classmethod
     def from_pretrained(
@@ -214,6 +217,7 @@ class RolloutPolicy(LifecycleVerbs, WorkerVerbs):
         self.shutdown()
 
     def _batch(self, groups: list[Group], plan: RolloutPlan, layout: Layout) -> TensorDict:
+        self._count_staleness(groups)
         rewards = [group.rewards for group in groups if group.rewards is not None]
         return rollout_batch(
             [group.output for group in groups],
@@ -223,6 +227,14 @@ class RolloutPolicy(LifecycleVerbs, WorkerVerbs):
             rewards=rewards or None,
             layout=layout,
         )
+
+    def _count_staleness(self, groups: list[Group]) -> None:
+        live, histogram = self.policy_version, self.engine.request_stats.rollout_staleness
+        samples = [sample for group in groups for sample in group.output.outputs if sample.version_spans]
+        ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in samples)
+        with self._counting:
+            for age, times in ages.items():
+                histogram.observe(age, times)
 
 
 def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:

@@ -16,7 +16,8 @@ class BlockTables:
         self._block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache()
-        self._caching = enable_prefix_caching
+        self.caching = enable_prefix_caching
+        """Whether full blocks are published and found again."""
 
     @property
     def num_free(self) -> int:
@@ -49,7 +50,7 @@ class BlockTables:
 
     def attach_prefix(self, sequence: Sequence) -> None:
         """Start `sequence` on the known blocks of its prefix; at least one token is left to compute."""
-        if not self._caching:
+        if not self.caching:
             return
         assert not sequence.block_ids, f"{sequence.sequence_id} already has blocks"
         for index in range((sequence.num_tokens - 1) // self._block_size):
@@ -67,7 +68,7 @@ class BlockTables:
     def publish(self, sequence: Sequence) -> None:
         """Make its newly filled blocks findable, unless some of its KV is older than the current version."""
         num_full = sequence.num_computed_tokens // self._block_size
-        if len(sequence.prefix) == num_full or not self._caching or sequence.kv_min_version != self.policy_version:
+        if len(sequence.prefix) == num_full or not self.caching or sequence.kv_min_version != self.policy_version:
             return
         for index in range(len(sequence.prefix), num_full):
             identity = self._identify(sequence, index)

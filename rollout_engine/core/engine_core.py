@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from copy import copy
+from copy import deepcopy
 
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.door import CoreConfig, check_request
@@ -89,7 +89,7 @@ class EngineCore:
             cache_usage=self._tables.usage,
             policy_version=self.policy_version,
             state=self.lifecycle.state,
-            counters=copy(self.stats),
+            counters=deepcopy(self.stats),
         )
 
     def has_unfinished_requests(self) -> bool:

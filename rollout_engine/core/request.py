@@ -50,6 +50,7 @@ class Sequence:
         "kv_min_version",
         "max_num_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_prompt_tokens",
         "num_sent_blocks",
         "num_writable_tokens",
@@ -78,6 +79,8 @@ class Sequence:
         self.token_ids = source.prompt_token_ids
         """Prompt and sampled tokens. The prompt's own list until the first token is appended."""
         self.num_computed_tokens = 0
+        self.num_lost_tokens = 0
+        """Tokens from the start on whose KV was computed once, and then given up."""
         self.block_ids: list[int] = []
         self.num_writable_tokens = 0
         """Positions from num_computed_tokens up to here have a block of their own."""

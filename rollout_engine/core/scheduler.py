@@ -88,6 +88,9 @@ class Scheduler:
         prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
         if prompt_left > 0:
             self.stats.num_prompt_tokens_computed += min(num_tokens, prompt_left)
+        lost_left = sequence.num_lost_tokens - sequence.num_computed_tokens
+        if lost_left > 0:
+            self.stats.num_recomputed_tokens += min(num_tokens, lost_left)
         self.stats.num_tokens_computed += num_tokens
         sequence.num_computed_tokens += num_tokens
         if sequence.kv_min_version is None:
@@ -169,7 +172,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Move to `running` if all its tokens fit beside the others. It takes blocks from none that runs."""
         came_without_blocks = sequence.queue is self.waiting
-        if came_without_blocks and not sequence.scores_prompt:
+        looks_up = came_without_blocks and self.tables.caching and not sequence.scores_prompt
+        if looks_up:
             self.tables.attach_prefix(sequence)
         while self.tables.num_missing(sequence, sequence.num_tokens) > self.tables.num_free:
             if self.running or not self.parked or self.parked[-1] is sequence:
@@ -180,7 +184,7 @@ class Scheduler:
             self._drop_references()
         self._move(sequence, self.running)
         if came_without_blocks:
-            self._count_cached(sequence)
+            self._count_cached(sequence, looks_up)
         return True
 
     def _assign(self, work: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
@@ -235,6 +239,7 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         """Back to `waiting`, without blocks and unknown to the runner, its tokens kept."""
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
         self.tables.release(sequence)
         self._forget(sequence)
         self._move(sequence, self.waiting)
@@ -248,7 +253,9 @@ class Scheduler:
         taken, self._forgotten = self._forgotten, []
         return taken
 
-    def _count_cached(self, sequence: Sequence) -> None:
+    def _count_cached(self, sequence: Sequence, looked_up: bool) -> None:
+        if looked_up:
+            self.stats.num_looked_up_tokens += sequence.num_tokens
         self.stats.num_cached_tokens += sequence.num_computed_tokens
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed_tokens

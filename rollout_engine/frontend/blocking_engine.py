@@ -16,7 +16,7 @@ from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.rpc_wire import ask
 from rollout_engine.frontend.weight_transfer import send_weights
 from rollout_engine.frontend.worker_calls import checked_call, timed_out
-from rollout_engine.metrics import EngineMetrics
+from rollout_engine.metrics import EngineMetrics, RequestStats
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from sync.base import WeightSource
@@ -42,6 +42,11 @@ class BlockingEngine:
     def require_running(self, verb: str) -> None:
         """Raise, naming `verb`, unless a request added now is computed without another call."""
         self._remote.call("require_running", verb=verb).result()
+
+    @property
+    def request_stats(self) -> RequestStats:
+        """Timings of this client's requests, as they are filled in."""
+        return self._remote.streams.stats
 
     def get_metrics(self) -> EngineMetrics:
         """Counters and gauges of the core, timings of this client's requests."""

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -29,7 +30,7 @@ from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
 from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateOptions
-from rollout_engine.metrics import CoreStats, EngineMetrics, StatLogger
+from rollout_engine.metrics import CoreStats, EngineMetrics, RequestStats, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from sync.base import WeightSource
@@ -211,6 +212,11 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         return self._core.cache_usage()
 
     @property
+    def request_stats(self) -> RequestStats:
+        """Timings of requests, as they are filled in."""
+        return self._outputs.stats
+
+    @property
     def stats(self) -> CoreStats:
         """Counters since start-up."""
         return self._core.stats
@@ -242,7 +248,8 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._require_open()
         with self._control.updating(lambda: self._executor.updater.dirty):
             steps = _Steps(self._core, self._control, self._lock, options.kv)
-            return update_from_source(self._executor.updater, source, steps, options, version)
+            update = partial(update_from_source, self._executor.updater, source, steps, options, version)
+            return self._core.stats.updates.count(update)
 
     def score(
         self,

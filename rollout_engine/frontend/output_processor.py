@@ -77,11 +77,11 @@ class OutputProcessor:
         changed = self._append(outputs)
         stopped = [sequence for sequence in changed if self._live[sequence].read_text()]
         for sequence in stopped:
-            self._end(sequence)
+            self._end(sequence, outputs.policy_version)
         for end in outputs.ended:
             if end.sequence in self._live:  # not discarded, nor ended by a stop string before
                 self._live[end.sequence].finish(end)
-                self._end(end.sequence)
+                self._end(end.sequence, outputs.policy_version)
                 changed.append(end.sequence)
         names = [self._owners[sequence].sequence_id(sequence) for sequence in stopped]
         return self._mark(changed), names
@@ -117,10 +117,10 @@ class OutputProcessor:
                     live[sequence].append_top(ids, values)
         return watched
 
-    def _end(self, sequence: int) -> None:
+    def _end(self, sequence: int, live_version: int) -> None:
         request, sample = self._owners[sequence], self._live.pop(sequence)
         request.num_live -= 1
-        self._timer.ended(sequence, sample.finish_reason)
+        self._timer.ended(sequence, sample.finish_reason, sample.policy_versions, live_version)
         if request.num_live == 0:
             num_generated = sum(sample.num_tokens for sample in request.samples)
             self._timer.finished(request.metrics, request.num_prompt_tokens, num_generated)

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
-from rollout_engine.metrics import RequestStats
+from rollout_engine.metrics import RequestStats, staleness
 from rollout_engine.outputs import FinishReason, RequestMetrics
 
 
@@ -31,11 +31,13 @@ class RequestTimer:
                 self.stats.inter_token_seconds.observe(now - last, times)
         self._last_token.update(dict.fromkeys(sequences, now))
 
-    def ended(self, sequence: int, reason: FinishReason | None) -> None:
-        """A sequence will gain no more tokens."""
+    def ended(self, sequence: int, reason: FinishReason | None, policy_versions: set[int], live_version: int) -> None:
+        """A sequence will gain no more tokens. `policy_versions` made those that it has."""
         self._last_token.pop(sequence, None)
         assert reason is not None, "ended without a reason"
         self.stats.finished[reason] += 1
+        if policy_versions:
+            self.stats.staleness.observe(staleness(live_version, policy_versions))
 
     def finished(self, metrics: RequestMetrics, num_prompt_tokens: int, num_generation_tokens: int) -> None:
         """The last sample of a request has ended."""

@@ -40,6 +40,11 @@ class Sample:
         self._num_read = self._num_summed = self._num_rendered_tokens = self._num_rendered_chars = 0
 
     @property
+    def policy_versions(self) -> set[int]:
+        """Those that sampled its tokens."""
+        return {policy_version for _, policy_version, _ in self._spans}
+
+    @property
     def num_tokens(self) -> int:
         """Sampled so far."""
         return len(self._token_ids)

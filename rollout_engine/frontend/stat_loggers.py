@@ -165,6 +165,12 @@ class _EngineCollector(Collector):
             family = HistogramMetricFamily(f"rollout_engine_{name}", text, labels=["engine"])
             family.add_metric([self._engine], _buckets(histogram), histogram.sum)
             yield family
+        failures = CounterMetricFamily(
+            "rollout_engine_update_failures", "Weight updates that raised an error.", labels=["engine", "error"]
+        )
+        for kind, count in metrics.core.counters.updates.failures.items():
+            failures.add_metric([self._engine, kind], count)
+        yield failures
 
 
 def _gauges(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
@@ -187,15 +193,16 @@ def _counters(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
         ("tokens_computed", "Tokens put through the model.", core.num_tokens_computed),
         ("prompt_tokens_computed", "Prompt tokens put through the model.", core.num_prompt_tokens_computed),
         ("tokens_sampled", "Tokens sampled.", core.num_tokens_sampled),
-        ("tokens_cached", "Tokens found in the prefix cache.", core.num_cached_tokens),
+        ("tokens_recomputed", "Tokens computed again, after their KV was given up.", core.num_recomputed_tokens),
+        ("tokens_looked_up", "Tokens of sequences looked up in the prefix cache.", core.num_looked_up_tokens),
+        ("tokens_cached", "Those of them found there, under the live version.", core.num_cached_tokens),
         ("preemptions", "Running sequences that lost their blocks.", core.num_preemptions),
-        ("pauses", "Pauses that are complete.", core.num_pauses),
-        ("pause_seconds", "Until they were, from the call.", core.pause_seconds),
+        ("update_bytes", "Bytes of the weights that complete updates brought.", core.updates.num_bytes),
     ]
 
 
 def _histograms(metrics: EngineMetrics) -> list[tuple[str, str, Histogram]]:
-    requests = metrics.requests
+    requests, core = metrics.requests, metrics.core.counters
     return [
         ("queue_seconds", "From arrival to the first step.", requests.queue_seconds),
         ("time_to_first_token_seconds", "From arrival.", requests.time_to_first_token_seconds),
@@ -203,6 +210,11 @@ def _histograms(metrics: EngineMetrics) -> list[tuple[str, str, Histogram]]:
         ("request_seconds", "From arrival to the end of the last sample.", requests.request_seconds),
         ("request_prompt_tokens", "Prompt tokens of a request.", requests.prompt_tokens),
         ("request_generation_tokens", "Sampled tokens of a request.", requests.generation_tokens),
+        ("staleness_versions", "Live version - oldest of a sample, at its end.", requests.staleness),
+        ("rollout_staleness_versions", "The same when a rollout is handed out.", requests.rollout_staleness),
+        ("pause_seconds", "From a pause's call until it was complete.", core.pause_seconds),
+        ("update_seconds", "Complete weight updates.", core.updates.seconds),
+        ("update_stall_seconds", "How long steps stood still for one.", core.updates.stall_seconds),
     ]
 
 

@@ -1,6 +1,7 @@
 """The weight updates that clients send to a core's process: one at a time, each on a thread of its own."""
 
 import queue
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -15,6 +16,7 @@ from rollout_engine.frontend.weight_transfer import WeightTransfer
 from rollout_engine.messages import UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.manifest import WeightManifest
+from sync.source import NamedTensor
 
 
 class WeightIntake:
@@ -31,7 +33,11 @@ class WeightIntake:
         options = UpdateOptions.checked(kv=kv, reset_version=reset_version, timeout=timeout)
         self._core.begin_update()
         steps = _Steps(self._core, self._inbox, kv)
-        apply = partial(apply_update, self._executor.updater, steps=steps, options=options)
+
+        def apply(manifest: WeightManifest, tensors: Iterator[NamedTensor]) -> UpdateReport:
+            update = partial(apply_update, self._executor.updater, manifest, tensors, steps, options)
+            return self._core.stats.updates.count(update)
+
         self._last = WeightTransfer(client_index, manifest, apply, self._end, timeout)
         return self._last.begun
 

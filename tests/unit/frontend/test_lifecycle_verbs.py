@@ -52,7 +52,7 @@ def test_abort_returns_what_requests_have(engine, drain):
     for _ in range(4):
         engine.step()
     engine.pause_generation()
-    assert engine.is_paused() and engine.stats.num_pauses == 1
+    assert engine.is_paused() and engine.stats.pause_seconds.count == 1
     (output,) = drain(engine)
     assert (output.finished, output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == (True, "abort", 4)
     engine.resume_generation()
@@ -92,7 +92,7 @@ def test_pausing_measures_its_latency(engine):
     assert first >= 6 * 0.002
     engine.pause_generation(mode="keep")
     assert engine.stats.last_pause_seconds < first
-    assert engine.stats.pause_seconds == pytest.approx(first + engine.stats.last_pause_seconds)
+    assert engine.stats.pause_seconds.sum == pytest.approx(first + engine.stats.last_pause_seconds)
     engine.step()
 
 
