@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ SHORT = ["--learning-rate", "1e-4", "--steps", "12"]
 def load(name: str):
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where an engine looks for an extension
     spec.loader.exec_module(module)
     return module
 
@@ -26,7 +29,7 @@ def short_run(tmp_path_factory):
     return out, load("grpo").main([*SHORT, "--warm-up-steps", "300", "--out", str(out)])
 
 
-@pytest.mark.parametrize("name", ["generate", "rollout"])
+@pytest.mark.parametrize("name", ["generate", "rollout", "worker_extension"])
 def test_short_examples_are_short(name):
     assert (EXAMPLES / f"{name}.py").read_text().count("\n") < 50
 
@@ -36,6 +39,12 @@ def test_generate_prints_every_prompt(capsys):
     example.main([])
     printed = capsys.readouterr().out
     assert all(prompt in printed for prompt in example.PROMPTS)
+
+
+def test_worker_extension_prints_a_norm_for_every_layer(capsys):
+    load("worker_extension").main([])
+    norms = re.findall(r"layer +\d: mean norm +([0-9.]+)\n", capsys.readouterr().out)
+    assert len(norms) >= 2 and all(float(norm) > 0 for norm in norms)
 
 
 def test_rollout_agrees_with_the_trainer_before_and_after_an_update(capsys):

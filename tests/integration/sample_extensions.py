@@ -1,0 +1,61 @@
+"""Worker extensions of a user, for the tests: found by name in any process that has this folder on its path."""
+
+import os
+import time
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_ext.base import WorkerExtension, rpc
+
+
+class Range(msgspec.Struct):
+    start: int
+    stop: int
+
+
+class Sample(WorkerExtension):
+    def __init__(self, worker):
+        super().__init__(worker)
+        self.calls = 0
+
+    @rpc
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    @rpc
+    def pid(self) -> int:
+        return os.getpid()
+
+    @rpc
+    def double(self, array: np.ndarray, tensor: Tensor | None = None) -> dict[str, np.ndarray | None]:
+        return {"array": array * 2, "tensor": None if tensor is None else (tensor.float() * 2).numpy()}
+
+    @rpc
+    def add_in_place(self, array: np.ndarray, tensor: Tensor) -> Tensor:
+        return tensor.add_(torch.from_numpy(array))
+
+    @rpc
+    def numbers(self, within: Range, step: int = 1) -> list[int]:
+        return list(range(within.start, within.stop, step))
+
+    @rpc
+    def middle(self, within: Range) -> Range:
+        center = (within.start + within.stop) // 2
+        return Range(center, center + 1)
+
+    @rpc
+    def nap(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.count()
+
+    @rpc
+    def fail(self) -> None:
+        raise KeyError("of the extension")
+
+    @rpc
+    def unsendable(self) -> object:
+        return self
