@@ -34,6 +34,8 @@ _STALE_SECONDS = 60.0
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_ADDRESS_BYTES = 100
 """Of a unix socket, less than the system's limit."""
+_SPIN_COUNT = "1000"
+"""How often an idle thread of OpenMP looks for work before it sleeps: about 20 microseconds, not milliseconds."""
 _END_SECONDS = 5.0
 """How long a core that was told to end may take before it is killed."""
 
@@ -116,7 +118,7 @@ class CoreProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": _python_path()},
+                env=_environment(),
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )
         self.lifeline = Lifeline(ours)
@@ -200,6 +202,14 @@ def _is_unlocked(directory: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def _environment() -> dict[str, str]:
+    """The core's. Its idle threads spin only briefly: the parent wants their cores, to read outputs."""
+    environment = os.environ | {"PYTHONPATH": _python_path()}
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    return environment
 
 
 def _python_path() -> str:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError, SamplingParams
-from rollout_engine.frontend.lifeline import lock_directory, sweep_stale_directories
+from rollout_engine.frontend.lifeline import CoreProcess, lock_directory, sweep_stale_directories
 from rollout_engine.testing import tiny_checkpoint
 
 OPTIONS = dict(num_kv_blocks=512, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True)
@@ -166,3 +166,22 @@ def test_only_directories_of_dead_engines_are_swept(tmp_path):
     sweep_stale_directories(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "rollout-engine-live", "rollout-engine-new"]
     os.close(held)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_idle_threads_of_a_core_spin_briefly_unless_the_user_says_otherwise(checkpoint, monkeypatch, wishes, spins):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in wishes.items():
+        monkeypatch.setenv(name, value)
+    process = CoreProcess(
+        EngineConfig(model=str(checkpoint), **OPTIONS), heartbeat_seconds=0.5, max_backlog_bytes=1 << 20
+    )
+    try:
+        environment = psutil.Process(process.pid).environ()
+    finally:
+        process.end(kill=True)
+    assert environment.get("GOMP_SPINCOUNT") == spins
+    assert wishes.items() <= environment.items()
