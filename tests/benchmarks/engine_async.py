@@ -2,10 +2,14 @@
 
 import asyncio
 import os
+import random
 import signal
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 from engine_ours import sampling_params
+from streaming import replay
 from works import KV_POOL_BYTES
 
 from rollout_engine import AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
@@ -37,6 +41,10 @@ class Engine:
 
         return sum(len(sample.token_ids) for result in asyncio.run(run()) for sample in result.outputs)
 
+    def stream(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """See `streaming.replay`."""
+        return asyncio.run(replay(requests, self._generate))
+
     def gaps(self, prompts: list[list[int]], num_sampled: int) -> list[float]:
         """Milliseconds by which a timer of 1 ms comes late, sorted, while every prompt streams token by token."""
 
@@ -55,6 +63,34 @@ class Engine:
             return sorted(late)
 
         return asyncio.run(run())
+
+    def pauses(self, prompts: list[list[int]], num_pauses: int) -> list[tuple[float, float]]:
+        """(milliseconds of a pause with "keep", milliseconds of a step just before it), while every prompt streams."""
+
+        async def run() -> list[tuple[float, float]]:
+            params = SamplingParams(max_tokens=800, ignore_eos=True, detokenize=False, logprobs=0)
+            tasks = [asyncio.create_task(self._last(prompt, params)) for prompt in prompts]
+            while (await self._engine.get_metrics()).core.num_running < len(prompts):
+                await asyncio.sleep(_TICK_SECONDS)
+            measured = [await self._pause() for _ in range(num_pauses)]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return measured
+
+        return asyncio.run(run())
+
+    async def _pause(self) -> tuple[float, float]:
+        first, start = (await self._engine.check_health()).num_steps, time.perf_counter()
+        await asyncio.sleep(random.uniform(0.1, 0.2))  # to come at any point of a step
+        last, paused = (await self._engine.check_health()).num_steps, time.perf_counter()
+        step = (paused - start) / (last - first)
+        await asyncio.sleep(random.uniform(0.0, step))
+        start = time.perf_counter()
+        await self._engine.pause_generation(mode="keep")
+        seconds = time.perf_counter() - start
+        await self._engine.resume_generation()
+        return 1000 * seconds, 1000 * step
 
     def kill(self, prompts: list[list[int]]) -> float:
         """Milliseconds from SIGKILL of the core until the last open request has raised; a new core is started."""
@@ -75,6 +111,13 @@ class Engine:
         self._engine.shutdown()
         self._engine = self._make()
         return milliseconds
+
+    async def _generate(self, prompt: list[int], num_sampled: int) -> AsyncIterator[int]:
+        params = SamplingParams(
+            max_tokens=num_sampled, logprobs=0, ignore_eos=True, detokenize=False, output_kind="delta"
+        )
+        async for output in self._engine.generate(prompt, params):
+            yield len(output.outputs[0].token_ids)
 
     async def _last(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
         return [output async for output in self._engine.generate(prompt, params)][-1]

@@ -42,6 +42,23 @@ def streams(own_process: Worker, prompts: FreshPrompts, rounds: int) -> dict[str
     return {"p50_ms": _at(late, 0.5), "p99_ms": _at(late, 0.99), "max_ms": round(late[-1], 2), "ticks": len(late)}
 
 
+def pauses(own_process: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
+    """What a pause with "keep" takes beyond the step in progress, milliseconds, while 64 requests stream."""
+    pairs = [
+        pair
+        for _ in range(rounds)
+        for pair in own_process.ask("pauses", prompts=prompts.draw(64, 16), num_pauses=8)["answer"]
+    ]
+    beyond = sorted(took - step for took, step in pairs)
+    return {
+        "step_ms": round(statistics.median(step for _, step in pairs), 2),
+        "p50_ms": round(statistics.median(took for took, _ in pairs), 2),
+        "max_ms": round(max(took for took, _ in pairs), 2),
+        "beyond_step_max_ms": round(beyond[-1], 2),
+        "pauses": len(pairs),
+    }
+
+
 def kills(own_process: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
     """Milliseconds until every one of 64 open requests knows that its core was killed."""
     told = [own_process.ask("kill", prompts=prompts.draw(64, 16))["answer"] for _ in range(rounds)]

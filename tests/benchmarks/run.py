@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import arrivals
 import costs
 import host
 import memory
@@ -52,10 +53,16 @@ class Run:
     @contextlib.contextmanager
     def workers(self, shape: str, peers: list[str]) -> Iterator[dict[str, Worker]]:
         """Ours and `peers`, started one after the other; ended together."""
+        with self.only(shape, [throughput.OURS, *peers]) as started:
+            yield started
+
+    @contextlib.contextmanager
+    def only(self, shape: str, names: list[str]) -> Iterator[dict[str, Worker]]:
+        """As `workers`, without ours unless named."""
         with contextlib.ExitStack() as stack:
             started = {}
-            for name in (throughput.OURS, *peers):
-                python = {"python": self._vllm_python} if name == "vllm" else {}
+            for name in names:
+                python = {"python": self._vllm_python} if name.startswith("vllm") else {}
                 started[name] = Worker(name, self.directory(shape), SHAPES[shape]["dtype"], **python)
                 stack.callback(started[name].close)
             yield started
@@ -125,9 +132,18 @@ def measure_own_process(run: Run) -> None:
             ours, other = workers[throughput.OURS], workers["async"]
             name = f"own process, {figure_name(shape, work)}"
             run.keep(name, lambda o=ours, a=other, w=work, p=prompts: own_process.throughput(o, a, w, p, run.rounds))
+            run.keep(f"pause, {shape}", lambda a=other, p=prompts: own_process.pauses(a, p, run.rounds))
             if shape == "S":
                 run.keep("own process, 256 streams", lambda a=other, p=prompts: own_process.streams(a, p, run.rounds))
                 run.keep("own process, killed", lambda a=other, p=prompts: own_process.kills(a, p, run.rounds))
+
+
+def measure_arrivals(run: Run) -> None:
+    prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
+    peers = ["vllm_async"] if "vllm" in run.peers else []
+    with run.only("M", ["async", *peers]) as workers:
+        name = f"arrivals, M, {arrivals.NUM_REQUESTS} requests"
+        run.keep(name, lambda: arrivals.measure(workers, prompts, run.rounds))
 
 
 PARTS: dict[str, Callable[[Run], None]] = {
@@ -138,6 +154,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "startup": measure_startup,
     "host": measure_host,
     "own_process": measure_own_process,
+    "arrivals": measure_arrivals,
 }
 
 

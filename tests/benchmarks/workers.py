@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, engine: str, directory: Path, dtype: str, *, python: str = sys.executable) -> None:
         self.engine = engine
-        environment = os.environ | (_vllm_tuning(Path(python).parents[1]) if engine == "vllm" else _our_path())
+        environment = os.environ | (_vllm_tuning(Path(python).parents[1]) if engine.startswith("vllm") else _our_path())
         command = [python, str(HERE / "workers.py"), engine, str(directory), dtype]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
