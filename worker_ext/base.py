@@ -48,7 +48,7 @@ class WorkerLike(Protocol):
         ...
 
     def live_weights(self) -> Mapping[str, Tensor]:
-        """Every weight under the module's name, tied ones once, as views not to be written.
+        """Every weight under the module's name, tied ones once; not to be written. Each is read when it is asked for.
 
         Raises where they have no values: while an update is open, and after one that failed half-way or a sleep that
         forgot them.

@@ -103,6 +103,7 @@ def apply_update(
                 digest = updater.commit(manifest.version)
                 num_in_flight = steps.advance(manifest.version)
                 end = time.perf_counter()
+            num_shadow_bytes = updater.num_shadow_bytes
         except Exception as problem:
             if updater.dirty and not was_dirty and not isinstance(problem, DirtyWeightsError):
                 what = f"The update to version {manifest.version} in place failed: {problem}"
@@ -119,7 +120,7 @@ def apply_update(
         end - stalled,
         num_in_flight,
         "inplace" if inplace else "shadow",
-        updater.num_shadow_bytes,
+        num_shadow_bytes,
     )
 
 

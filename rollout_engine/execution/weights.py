@@ -9,15 +9,15 @@
 Until the first byte of `commit`, what steps compute with and the version are untouched whatever goes wrong. Should
 `commit` itself fail, `dirty` stays set and only a complete update clears it.
 
-The shadow of a weight that steps read where it lies is a second plain copy; that of a linear which runs from a packed
-copy is its own plain storage, since only packing reads it. `verify` packs, beside the copies in use; `commit` copies
-the few plain weights and puts the new packed copies in place of the old, which the next update packs over. So from the
-first update on a linear is held three times: plain, packed, and packed for the next.
+The shadow of a weight that steps read where it lies is a second plain copy. A linear which runs from a packed copy has
+no plain one: its next values are gathered where they will be packed. `verify` packs them there, beside the copies in
+use; `commit` copies the few plain weights and lets the packed copies change places. So a linear is held once, and
+during an update twice.
 
 An update in place has no shadow: the first staged byte sets `dirty`, and what came before it is gone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -27,6 +27,24 @@ from rollout_engine.execution.coverage import Coverage
 from rollout_engine.model.packed_weights import PackedWeights
 from sync import errors
 from sync.manifest import TensorSpec, WeightManifest, describe, dtype_name, first_names, total_digest
+
+
+class LiveValues(Mapping[str, Tensor]):
+    """Names and their values, each read when it is asked for."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class WeightUpdater:
@@ -47,14 +65,13 @@ class WeightUpdater:
         *,
         version: int = 0,
     ) -> None:
-        self._live = {name: view.detach() for name, view in targets.items()}
         self._same_as = {name: group[0] for group in map(list, aliases) for name in group}
-        self._coverage = Coverage(self._live)
+        self._coverage = Coverage(targets)
+        self._live = packed.take_over({name: view.detach() for name, view in targets.items()})
+        """Those that `packed` holds are on meta."""
         self._packed = packed
         self._shadow: dict[int, UntypedStorage] = {}
         """By the address of the live storage."""
-        self._overwritten = False
-        """Plain weights that no step reads hold staged values."""
         self._open: WeightManifest | None = None
         self._inplace = self._allow_nonfinite = False
         """Of the open transaction."""
@@ -71,13 +88,13 @@ class WeightUpdater:
     def digest(self) -> str:
         """xxh3-128 of the live weights under the module's own names; tied weights count once.
 
-        Raises `LifecycleError` while an update is being staged.
+        Raises `LifecycleError` when they were released.
         """
-        if self._overwritten or (self._open is not None and self._inplace):
+        if self._open is not None and self._inplace:
             raise LifecycleError("digest: an update is open; commit or abort it first.")
         return self._live_digest(self._coverage.canonical())
 
-    def live(self, verb: str) -> dict[str, Tensor]:
+    def live(self, verb: str) -> Mapping[str, Tensor]:
         """The module's own names and their live values, tied weights once; not to be written.
 
         Raises, naming `verb`, where values may not be live ones: `LifecycleError` while an update is open,
@@ -87,11 +104,18 @@ class WeightUpdater:
             raise LifecycleError(f"{verb}: an update is open; commit or abort it first.")
         if self.dirty:
             raise DirtyWeightsError(f"{verb}: the live weights are incomplete. Send a complete update first.")
-        return {name: self._live[name] for name in self._coverage.canonical()}
+        return LiveValues(self._coverage.canonical(), self.values)
+
+    def values(self, name: str) -> Tensor:
+        """The live values of a name, to be read only: a view where steps read them, else a copy.
+
+        Raises `LifecycleError` when they were released.
+        """
+        return self._packed.plain(name) if self._packed.holds(name) else self._live[name]
 
     def copies(self) -> Iterator[Tensor]:
-        """What an update or a linear holds beside the plain weights, as far as it exists now."""
-        yield from self._packed.tensors()
+        """What an update or a linear holds beside the live weights, as far as it exists now."""
+        yield from self._packed.copies()
         yield from (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in self._shadow.values())
 
     def begin(
@@ -133,8 +157,8 @@ class WeightUpdater:
             if came != (spec.dtype, spec.shape):
                 raise errors.ManifestMismatch(f"'{name}' came as {came}; the manifest says {(spec.dtype, spec.shape)}.")
             self._verified = False
-            self._make_room(self._live[name])
-            self._shadow_of(self._live[name]).copy_(tensor.detach())
+            self._give_up_live()
+            self._next_of(name).copy_(tensor.detach())
             self._staged.add(name)
 
     def verify(self) -> str:
@@ -149,7 +173,7 @@ class WeightUpdater:
                 f"{len(absent)} tensors of the manifest never arrived: {first_names(absent)}."
             )
         for name, spec in specs.items():
-            arrived = self._shadow_of(self._live[name])
+            arrived = self._next_of(name)
             if describe(name, arrived) != spec:
                 raise errors.ChecksumMismatch(f"'{name}' changed on the way: its digest is not the manifest's.")
             if not self._allow_nonfinite and not _is_finite(arrived):
@@ -169,9 +193,9 @@ class WeightUpdater:
             raise LifecycleError("commit: the open update is not verified; call verify first.")
         if version not in (None, manifest.version):
             raise LifecycleError(f"commit: version {version} is not open, version {manifest.version} is.")
-        self.dirty, self._overwritten = True, False
+        self.dirty = True
         try:
-            copied = {name: self._live[name] for name in specs if self._packed.reads(self._live[name])}
+            copied = {name: self._live[name] for name in specs if not self._packed.holds(name)}
             for view in copied.values():
                 shadow = self._shadow_of(view)
                 if shadow is not view:
@@ -191,9 +215,7 @@ class WeightUpdater:
     def abort(self) -> None:
         """Forget what was staged. No-op when nothing is open. `dirty` stays set if that was in place."""
         self._open, self._staged, self._verified = None, set(), False
-        if self._overwritten:
-            self._packed.restore()
-            self._overwritten = False
+        self._packed.settle()
 
     def release(self, *, forget: bool) -> None:
         """Free the shadow, which the next update makes again. `forget`: the live weights lose their values too."""
@@ -203,20 +225,19 @@ class WeightUpdater:
 
     @property
     def num_shadow_bytes(self) -> int:
-        """Bytes that updates hold beside the live weights now, from one update to the next."""
+        """Bytes that updates hold beside the live weights now."""
         return sum(storage.nbytes() for storage in self._shadow.values()) + self._packed.num_spare_bytes
 
     def num_bytes_to_shadow(self) -> int:
         """Bytes that an update with a shadow takes beside what is held already."""
-        read = {view.data_ptr(): view for view in map(_whole, self._live.values()) if self._packed.reads(view)}
+        plain = [view for name, view in self._live.items() if not self._packed.holds(name)]
+        read = {view.data_ptr(): view for view in map(_whole, plain)}
         absent = [view.nbytes for address, view in read.items() if address not in self._shadow]
         return sum(absent) + self._packed.num_bytes_to_spare
 
-    def _make_room(self, view: Tensor) -> None:
-        """Before a byte of `view`'s next values is written."""
-        if not self._inplace:
-            self._overwritten |= not self._packed.reads(view)
-        elif not self._staged:
+    def _give_up_live(self) -> None:
+        """Before the first byte of an update in place is written."""
+        if self._inplace and not self._staged:
             self.dirty = True
             self._shadow.clear()
             self._packed.surrender()
@@ -229,9 +250,13 @@ class WeightUpdater:
     def _specs(self, verb: str) -> dict[str, TensorSpec]:
         return {spec.name: spec for spec in self._opened(verb).tensors}
 
+    def _next_of(self, name: str) -> Tensor:
+        """Where the next values of a name are gathered."""
+        return self._packed.staging(name) if self._packed.holds(name) else self._shadow_of(self._live[name])
+
     def _shadow_of(self, view: Tensor) -> Tensor:
-        """Where the next values of a live view are gathered; allocated once and used again by later updates."""
-        if self._inplace or not self._packed.reads(view):
+        """The shadow of a plain live view; allocated once and used again by later updates."""
+        if self._inplace:
             return view
         live = view.untyped_storage()
         if live.data_ptr() not in self._shadow:
@@ -240,7 +265,7 @@ class WeightUpdater:
         return torch.empty(0, dtype=view.dtype).set_(storage, view.storage_offset(), view.shape, view.stride())
 
     def _live_digest(self, names: Iterable[str]) -> str:
-        return total_digest(describe(name, self._live[name]) for name in names)
+        return total_digest(describe(name, self.values(name)) for name in names)
 
     def _check_names(self, manifest: WeightManifest) -> None:
         names = [spec.name for spec in manifest.tensors]

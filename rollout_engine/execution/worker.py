@@ -1,7 +1,7 @@
 """One device's share of the engine: the model, its KV pool, its weights."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from rollout_engine.model.forward import PagedModel
 from rollout_engine.model.loader import LoadedModel, load_model
 from rollout_engine.model.logits_processors import load_processors
 from rollout_engine.model.packed_weights import PackedWeights
-from rollout_engine.model.residence import release_derived, release_weights, resident_bytes
+from rollout_engine.model.residence import release_derived, release_weights, resident_bytes, return_freed
 from rollout_engine.model.runner import ModelRunner
 from sync.manifest import first_names
 
@@ -68,8 +68,10 @@ class Worker:
             compiled=obstacle is None,
         )
         self.runner = ModelRunner(model, vocab_size=loaded.vocab_size, processors=processors)
-        self._weights = list(loaded.targets.values())
         self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._packed)
+        self._weights = [view for name, view in loaded.targets.items() if not self._packed.holds(name)]
+        loaded = loaded._replace(targets={})
+        return_freed()  # what was packed has lost its plain values
         self.info = ModelInfo(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -101,8 +103,8 @@ class Worker:
         """Most tokens of one sequence."""
         return self.info.max_model_len
 
-    def live_weights(self) -> dict[str, Tensor]:
-        """Views by the module's names, tied ones once. Raises as `WeightUpdater.live`."""
+    def live_weights(self) -> Mapping[str, Tensor]:
+        """Values by the module's names, tied ones once. Raises as `WeightUpdater.live`."""
         return self.updater.live("live_weights")
 
     def block_tables(self) -> dict[str, list[int]]:
@@ -112,7 +114,7 @@ class Worker:
     def memory_usage(self) -> dict[str, int]:
         """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all)."""
         return {
-            "weights": resident_bytes(self._weights),
+            "weights": resident_bytes([*self._weights, *self._packed.panels]),
             "derived": resident_bytes(self.updater.copies()),
             "kv_cache": resident_bytes(self.runner.model.kv.tensors()),
             "process": psutil.Process().memory_info().rss,
@@ -128,9 +130,11 @@ class Worker:
         Raises `LifecycleError` and `DirtyWeightsError` where there are none to read; `DirtyWeightsError` too after
         `fn` has written some, which `updater.dirty` then says.
         """
-        weights = self.live_weights()
-        before = {name: tensor._version for name, tensor in weights.items()}
-        result = fn(self.module)
+        self.updater.live("apply_model")
+        with self._packed.readable():
+            weights = self.module.state_dict(keep_vars=True)
+            before = {name: tensor._version for name, tensor in weights.items()}
+            result = fn(self.module)
         if written := [name for name, tensor in weights.items() if tensor._version != before[name]]:
             self.updater.dirty = True
             advice = "Send a complete update: weights change by update_weights alone."
@@ -147,16 +151,16 @@ class Worker:
         self.runner.model.kv.release()
 
     def release_weights(self, *, forget: bool) -> None:
-        """Free packed copies and the shadow of updates; with `forget` the weights too."""
+        """Free copies of weights and the shadow of updates; with `forget` the weights too."""
         self.updater.release(forget=forget)
         if self.runner.model.decoder is not None:
             self.runner.model.decoder.release()
-        release_derived(self._packed)
+        release_derived(self._packed, forget=forget)
         if forget:
             release_weights(self._weights)
 
     def restore_weights(self) -> None:
-        """Pack the weights again."""
+        """Make the copies again that `release_weights` freed."""
         self._packed.make()
 
     def _choices(self, config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:

@@ -6,7 +6,6 @@ Which modules are built that way is found by their parts; that they compute noth
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels import linear
@@ -15,6 +14,7 @@ from rollout_engine.kernels.cpu.decoder import Decoder, LayerWeights, Norm, Prod
 from rollout_engine.kernels.scoring import Scoring
 from rollout_engine.model.fusion import LinearGroup, RowInvariantLinear, linear_groups
 from rollout_engine.model.geometry import LayerGeometry
+from rollout_engine.model.packed_embedding import PackedEmbedding
 from rollout_engine.model.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -44,7 +44,7 @@ class DecoderStack:
     def forward(self, token_ids: Tensor, positions: Tensor, plan: attention.Plan, rows: Tensor) -> Tensor:
         """token_ids and positions int64 [T] -> logits [len(rows), V] of these rows; KV is written as `plan` says."""
         decoder, parts = self._current(), self._parts
-        hidden = torch.index_select(parts.embedding.weight, 0, token_ids)
+        hidden = parts.embedding(token_ids)
         cos, sin = parts.rotary(hidden[None], position_ids=positions[None])
         decoder.run(hidden, cos[0], sin[0], plan)
         logits: Tensor = parts.head(parts.norm(hidden[rows]))
@@ -82,7 +82,7 @@ def _parts_of(module: nn.Module, geometry: Sequence[LayerGeometry]) -> _Parts:
         children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{type(base).__name__} has other parts"
     )
     head = module.get_output_embeddings()
-    _demand(type(children["embed_tokens"]) is nn.Embedding, "its embedding is more than a table")
+    _demand(type(children["embed_tokens"]) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
     _demand(type(head) is RowInvariantLinear, "its head is not ours")
     layers = list(children["layers"])
     _demand(len(layers) == len(geometry), "its layers are not all the same")

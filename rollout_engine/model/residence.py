@@ -7,12 +7,17 @@ from torch import Tensor
 from rollout_engine.kernels.memory import give_back, resident_bytes, trim
 from rollout_engine.model.packed_weights import PackedWeights
 
-__all__ = ["release_derived", "release_weights", "resident_bytes"]
+__all__ = ["release_derived", "release_weights", "resident_bytes", "return_freed"]
 
 
-def release_derived(packed: PackedWeights) -> None:
-    """Free every packed copy of a model's weights."""
-    packed.release()
+def release_derived(packed: PackedWeights, *, forget: bool) -> None:
+    """Free what can be made again of a model's packed weights; with `forget` all of them."""
+    packed.release(forget=forget)
+    return_freed()
+
+
+def return_freed() -> None:
+    """Have memory that was let go in small pieces return to the system."""
     trim()
 
 

@@ -3,7 +3,8 @@
 python tests/benchmarks/memory.py DIRECTORY DTYPE PROMPTS SAMPLES PROMPT_TOKENS SAMPLED_TOKENS
 
 In a process of its own: import torch and transformers, note the size; load, run the work, note the peak. The weights
-and a KV pool just large enough for the work are taken off; packed copies of weights are not.
+and a KV pool just large enough for the work are taken off; packed copies of weights are not. Then again after updates;
+the peak is that before them.
 """
 
 import json
@@ -49,18 +50,32 @@ def _run(directory: str, dtype: str, work: Work) -> dict[str, float]:
         for _ in range(2):
             llm.generate(prompts.draw(work.num_prompts, work.num_prompt_tokens), params, use_tqdm=False)
         after = psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        for _ in range(2):
+            llm.update_weights(_source(config, dims.dtype))
+            llm.generate(prompts.draw(work.num_prompts, work.num_prompt_tokens), params, use_tqdm=False)
+        after_update = psutil.Process().memory_info().rss
     num_embeddings = 1 if config.tie_word_embeddings else 2
     weights = (sum(map(math.prod, dims.layers)) + num_embeddings * math.prod(dims.head)) * dims.dtype.itemsize
     pool = num_blocks * _BLOCK * dims.kv_bytes_per_token
     taken_off = _BASELINE_BYTES + weights + pool
     return {
         "beyond_mb": round((after - taken_off) / 1e6, 1),
+        "after_update_beyond_mb": round((after_update - taken_off) / 1e6, 1),
         "peak_beyond_mb": round((peak - taken_off) / 1e6, 1),
         "baseline_mb": round(_BASELINE_BYTES / 1e6, 1),
         "weights_mb": round(weights / 1e6, 1),
         "kv_pool_mb": round(pool / 1e6, 1),
     }
+
+
+def _source(config: transformers.PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights that take no memory: each is one number, over and over."""
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    state = module.state_dict(keep_vars=True)
+    numbers = {id(tensor): torch.tensor(0.01, dtype=dtype) for tensor in state.values()}
+    return {name: numbers[id(tensor)].expand(tensor.shape) for name, tensor in state.items()}
 
 
 if __name__ == "__main__":

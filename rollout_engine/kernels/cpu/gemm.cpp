@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include <omp.h>
 
@@ -309,12 +310,11 @@ void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
     for (int i = 0; i < 16; ++i) std::memcpy(out + i * PANEL, &block[i], sizeof(vec::I));
 }
 
-// Sixteen columns from `first` on.
-void pack_half(const char* weight, int64_t row_bytes, int64_t out_features, int64_t units, int64_t first,
-               int32_t* out) {
-    const int64_t columns = std::clamp<int64_t>(out_features - first, 0, 16);
+// Sixteen columns, of which `columns` exist: rows of `row_bytes`, `stride` bytes apart, from `weight` on.
+void pack_half(const char* weight, int64_t stride, int64_t row_bytes, int64_t columns, int64_t units, int32_t* out) {
+    columns = std::clamp<int64_t>(columns, 0, 16);
     const int32_t* rows[16];
-    for (int64_t n = 0; n < columns; ++n) rows[n] = reinterpret_cast<const int32_t*>(weight + (first + n) * row_bytes);
+    for (int64_t n = 0; n < columns; ++n) rows[n] = reinterpret_cast<const int32_t*>(weight + n * stride);
     int64_t unit = 0;
     if (columns == 16)
         for (; (unit + UNIT_BLOCK) * 4 <= row_bytes; unit += UNIT_BLOCK) pack_block(rows, unit, out + unit * PANEL);
@@ -363,9 +363,30 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
     const int64_t panels = divided_up(out_features, PANEL);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t panel = 0; panel < panels; ++panel) {
-        int32_t* out = packed + panel * units * PANEL;
-        pack_half(weight, row_bytes, out_features, units, panel * PANEL, out);
-        pack_half(weight, row_bytes, out_features, units, panel * PANEL + 16, out + 16);
+        const int64_t first = panel * PANEL, columns = out_features - first;
+        int32_t* out = packed + first * units;
+        pack_half(weight + first * row_bytes, row_bytes, row_bytes, columns, units, out);
+        pack_half(weight + (first + 16) * row_bytes, row_bytes, row_bytes, columns - 16, units, out + 16);
+    }
+}
+
+// The same where the weight lies in `packed` itself, its rows `units` apart: 32 of them are the bytes of one panel.
+void gemm_pack_in_place(int32_t* packed, int64_t out_features, int64_t in_features, int32_t is_bf16,
+                        int32_t num_threads) {
+    const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
+    const int64_t panels = divided_up(out_features, PANEL);
+#pragma omp parallel num_threads(num_threads)
+    {
+        std::vector<int32_t> rows(PANEL * units);
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < panels; ++panel) {
+            const int64_t columns = out_features - panel * PANEL;
+            int32_t* out = packed + panel * PANEL * units;
+            std::memcpy(rows.data(), out, 4 * rows.size());
+            const char* weight = reinterpret_cast<const char*>(rows.data());
+            pack_half(weight, 4 * units, row_bytes, columns, units, out);
+            pack_half(weight + 16 * 4 * units, 4 * units, row_bytes, columns - 16, units, out + 16);
+        }
     }
 }
 

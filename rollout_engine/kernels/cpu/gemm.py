@@ -55,12 +55,20 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def empty_panels(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Room for the packed copies of `weights`: one piece of memory, on large pages where the system grants them."""
-    sizes = [(-(-len(weight) // PANEL), _units(weight.shape[1], weight.dtype), PANEL) for weight in weights]
+    """Room for the packed copies of `weights`: one piece of memory, on large pages where the system grants them.
+
+    Only their shapes and dtypes are looked at.
+    """
+    sizes = [panels_shape(weight) for weight in weights]
     lengths = [math.prod(size) for size in sizes]
     memory = torch.empty(sum(lengths), dtype=torch.int32)
     _library().gemm_ask_for_large_pages(memory.data_ptr(), memory.nbytes)
     return [part.view(size) for part, size in zip(memory.split(lengths), sizes, strict=True)]
+
+
+def panels_shape(weight: Tensor) -> tuple[int, int, int]:
+    """Shape of the panels of `weight` [N, K]."""
+    return -(-len(weight) // PANEL), _units(weight.shape[1], weight.dtype), PANEL
 
 
 def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
@@ -68,6 +76,7 @@ def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
 
     `panels`: where to, of `empty_panels`; None: fresh memory.
     """
+    assert weight.is_cpu, "a weight without values is packed"
     weight = weight.contiguous()
     out_features, in_features = weight.shape
     if panels is None:
@@ -79,10 +88,31 @@ def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
     return PackedWeight(panels, out_features, in_features, weight.dtype)
 
 
-def unpack(packed: PackedWeight, like: Tensor) -> Tensor:
-    """The weight that `pack` was given, bit for bit; it had the shape [N, K] and dtype of `like`."""
-    rows = packed.panels.transpose(1, 2).contiguous().view(-1, packed.panels.shape[1])
-    return rows.view(like.dtype)[: len(like), : like.shape[1]]
+def pack_in_place(panels: Tensor, like: Tensor) -> PackedWeight:
+    """Pack the weight of the shape [N, K] and dtype of `like` that lies in `rows_of(panels, like.dtype)[:N, :K]`."""
+    out_features, in_features = like.shape
+    is_bf16 = like.dtype == torch.bfloat16
+    _library().gemm_pack_in_place(panels.data_ptr(), out_features, in_features, is_bf16, torch.get_num_threads())
+    return PackedWeight(panels, out_features, in_features, like.dtype)
+
+
+def rows_of(panels: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of panels as rows of `dtype` [N rounded up to 32, K rounded up to 64 bytes]: a panel is 32 of them."""
+    return panels.view(-1, panels.shape[1]).view(dtype)
+
+
+def unpack(packed: PackedWeight, out: Tensor | None = None) -> Tensor:
+    """The weight [N, K] that was packed, bit for bit. `out`: other panels, whose `rows_of` it shall be."""
+    if out is None:
+        out = torch.empty_like(packed.panels)
+    out.view(-1, PANEL, packed.panels.shape[1]).copy_(packed.panels.transpose(1, 2))
+    return rows_of(out, packed.dtype)[: packed.out_features, : packed.in_features]
+
+
+def select_rows(packed: PackedWeight, indices: Tensor) -> Tensor:
+    """Rows `indices` int64 [...] of the weight: [..., K]."""
+    units = packed.panels[indices // PANEL, :, indices % PANEL]
+    return units.contiguous().view(packed.dtype)[..., : packed.in_features]
 
 
 def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -122,7 +152,9 @@ def _library() -> ctypes.CDLL:
     assert library is not None, "ask `serves` first"
     library.gemm_level.argtypes, library.gemm_level.restype = (c_int32,), c_int32
     library.gemm_pack.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32)
+    library.gemm_pack_in_place.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_int32)
     library.gemm_ask_for_large_pages.argtypes = (c_void_p, c_int64)
     library.gemm_run.argtypes = (c_void_p,)
-    library.gemm_pack.restype = library.gemm_run.restype = library.gemm_ask_for_large_pages.restype = None
+    for name in ("pack", "pack_in_place", "run", "ask_for_large_pages"):
+        getattr(library, f"gemm_{name}").restype = None
     return library

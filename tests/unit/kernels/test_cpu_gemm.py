@@ -108,7 +108,7 @@ def test_a_slow_instruction_set_asks_the_library_first(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_packed_weight_gives_its_weight_back(dtype, shape):
     weight = torch.randn(shape).to(dtype)
-    assert torch.equal(gemm.unpack(gemm.pack(weight), weight), weight)
+    assert torch.equal(gemm.unpack(gemm.pack(weight)), weight)
 
 
 @needs_compiler
@@ -119,4 +119,27 @@ def test_weights_are_packed_into_one_piece_of_memory():
     packed = [gemm.pack(weight, room) for weight, room in zip(weights, rooms, strict=True)]
     for weight, copy, room in zip(weights, packed, rooms, strict=True):
         assert copy.panels is room
-        assert torch.equal(gemm.unpack(copy, weight), weight)
+        assert torch.equal(gemm.unpack(copy), weight)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_gathered_among_panels_is_packed_where_it_lies(dtype, shape):
+    weight = torch.randn(shape).to(dtype)
+    (room,) = gemm.empty_panels([weight])
+    room.fill_(-1)  # of what was there before, nothing may stay
+    gemm.rows_of(room, dtype)[: shape[0], : shape[1]].copy_(weight)
+    packed = gemm.pack_in_place(room, weight.to("meta"))
+    assert packed.panels is room
+    assert torch.equal(room, gemm.pack(weight).panels)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_single_rows_can_be_read_from_a_packed_weight(dtype, shape):
+    weight = torch.randn(shape).to(dtype)
+    indices = torch.randint(shape[0], (3, 5))
+    assert torch.equal(gemm.select_rows(gemm.pack(weight), indices), weight[indices])
+    assert gemm.select_rows(gemm.pack(weight), indices[:0]).shape == (0, 5, shape[1])

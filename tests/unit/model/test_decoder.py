@@ -148,10 +148,15 @@ def test_released_packed_weights_are_freed_and_come_back():
     chunk = [SequenceChunk([5, 6, 7], 0, [0])]
     before = ours.forward(chunk, [2])
     panels = weakref.ref(module.model.layers[0].mlp.down_proj._group.operand()[0].panels)
+    views = packed.take_over(dict(module.state_dict()))
+    values = {name: packed.plain(name) for name in filter(packed.holds, views)}
     ours.decoder.release()
-    release_derived(packed)
+    release_derived(packed, forget=True)
     assert panels() is None
-    packed.make()
+    for name, value in values.items():
+        packed.staging(name).copy_(value)
+    packed.pack(lambda parameter: parameter)
+    packed.swap()
     assert torch.equal(ours.forward(chunk, [2]), before)
 
 
@@ -159,11 +164,12 @@ def test_swapped_weights_are_seen_and_weights_being_gathered_are_not():
     module, geometry = prepared("qwen3")
     packed = PackedWeights(module)
     ours, theirs = paged(module, geometry, compiled=True), paged(module, geometry)
+    views = packed.take_over(dict(module.state_dict()))
     chunk = [SequenceChunk([5, 6, 7], 0, [0])]
     before = ours.forward(chunk, [2])
-    with torch.no_grad():
-        module.model.layers[0].mlp.up_proj.weight.mul_(2)
-    packed.pack(lambda weight: weight)
+    for name in filter(packed.holds, views):
+        packed.staging(name).copy_(packed.plain(name) * 2)
+    packed.pack(lambda parameter: parameter)
     assert torch.equal(ours.forward(chunk, [2]), before)
     packed.swap()
     after = ours.forward(chunk, [2])
