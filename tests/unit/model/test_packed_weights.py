@@ -149,8 +149,24 @@ def test_a_parameter_that_exists_packed_alone_cannot_be_read():
     assert not module.model.norm.weight.is_meta
     assert module.lm_head.weight is module.model.embed_tokens.weight
     for weight in (module.lm_head.weight, module.model.layers[0].self_attn.k_proj.weight):
-        with pytest.raises((RuntimeError, NotImplementedError)):
+        with pytest.raises(RuntimeError, match="meta"):
             weight.sum().item()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind,changes", KINDS)
+def test_parameters_can_be_made_readable_for_a_while(kind, changes):
+    served, expected = Served(kind, **changes), dict(tiny_model(kind, **changes).state_dict())
+    before = served.logits()
+    with served.packed.readable():
+        assert equal(dict(served.module.state_dict()), expected)
+        assert list(served.module.state_dict()) == list(expected)
+        tied = served.module.lm_head.weight is served.module.model.embed_tokens.weight
+        assert tied == changes.get("tie_word_embeddings", False)
+        with torch.no_grad():
+            served.module.lm_head.weight.zero_()
+    assert served.module.lm_head.weight.is_meta
+    assert torch.equal(served.logits(), before) and equal(served.values(), expected)
 
 
 @needs_compiler
