@@ -22,7 +22,7 @@ from rollout_engine import (
     RPCTimeoutError,
     SamplingParams,
 )
-from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing import tiny_checkpoint, tiny_model
 from sync.manifest import describe
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ def test_the_stock_extensions_answer_everywhere(call, llm):
     assert call("get_block_tables") == [{}]
     (usage,) = call("get_memory_usage")
     assert usage.keys() == {"weights", "derived", "kv_cache", "process"}
-    assert usage["weights"] > 0 and usage["derived"] > 0 and usage["process"] > usage["weights"]
+    assert usage["weights"] > 0 and usage["derived"] >= 0 and usage["process"] > usage["weights"]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,7 @@ def test_block_tables_grow_with_the_sequences_and_end_with_them(llm):
 def test_memory_falls_asleep_and_wakes_up(checkpoint):
     with LLM(checkpoint, **OPTIONS) as llm:
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8), use_tqdm=False)
+        llm.update_weights(tiny_model(seed=1))
         (awake,) = llm.collective_rpc("get_memory_usage")
         assert all(awake.values())
         llm.sleep()
