@@ -183,6 +183,8 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allow_nonfinite: bool = False
     timeout: float = 300.0
     """Seconds."""
+    transport: str | None = None
+    """None: the engine's own choice."""
 
     @classmethod
     def checked(cls, **values: Any) -> "UpdateOptions":

@@ -25,7 +25,9 @@ from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import Calls, WorkerVerbs
+from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import EngineMetrics, StatLogger, staleness
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.rewards import RewardFunction
@@ -38,7 +40,7 @@ from sync.base import WeightSource
 logger = logging.getLogger("rollout_engine")
 
 
-class RolloutPolicy(LifecycleVerbs, WorkerVerbs):
+class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)
@@ -181,12 +183,9 @@ class RolloutPolicy(LifecycleVerbs, WorkerVerbs):
             logprobs[place][first:] = torch.from_numpy(np.asarray(result))
         return logprobs.masked_fill_(~assistant, 0.0)
 
-    def update_weights(self, source: WeightSource, **options: Any) -> UpdateReport:
-        """Replace the live weights, wholly or not at all; rollouts in flight go on under the new ones.
-
-        `source` is an nn.Module, a dict or an iterator of (name, tensor); options as in `LLMEngine.update_weights`.
-        """
-        return self.engine.update_weights(source, **options)
+    def apply_update(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """See `update_weights`."""
+        return self.engine.apply_update(source, version, options)
 
     @property
     def lifecycle_control(self) -> LifecycleControl | RemoteControl:

@@ -11,7 +11,7 @@ from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.token_columns import fill_columns
-from rollout_engine.errors import RequestError, RetryableError, WeightUpdateError
+from rollout_engine.errors import LifecycleError, RequestError, RetryableError, WeightUpdateError
 from rollout_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -79,6 +79,14 @@ class EngineCore:
     def num_in_flight(self) -> int:
         """Unfinished requests without those that wait for resume or wake-up."""
         return len(self._requests) - len(self._held)
+
+    def num_draining(self, verb: str) -> int:
+        """Requests in flight, which steps will finish. Raises `LifecycleError`, naming `verb`, when they are frozen."""
+        self.lifecycle.require_alive(verb)
+        if self.num_in_flight and not self.lifecycle.can_step:
+            what = f"{self.num_in_flight} requests are frozen while the engine is {self.lifecycle.describe()}"
+            raise LifecycleError(f"{verb}: {what}; let it run, or abort them.")
+        return self.num_in_flight
 
     def metrics(self) -> CoreMetrics:
         """Counters and gauges of now."""

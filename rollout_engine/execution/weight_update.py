@@ -8,9 +8,11 @@
 `settle` is what becomes of requests in flight: nothing ("keep"), finish first ("wait"), or end now ("abort").
 """
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -21,9 +23,10 @@ from rollout_engine.errors import DirtyWeightsError, as_weight_errors
 from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.messages import Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
-from sync.base import WeightSource
+from sync.base import Metadata, WeightSource
 from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
+from sync.published import checked_manifest, is_store, lease_current
 from sync.transports import make_receiver, make_sender
 
 
@@ -51,9 +54,15 @@ def update_from_source(
 ) -> UpdateReport:
     """One whole update from a source in this process, or an error and nothing changed.
 
-    `version=None` is the live version + 1. Raises the weight errors of `rollout_engine.errors`.
+    `version=None` is a published store's own, else the live version + 1. Raises the weight errors.
     """
     start = time.perf_counter()
+    if isinstance(source, str | os.PathLike) and is_store(Path(source)):
+        published = _published(Path(source))
+        version = published.version if version is None else version
+        if version == published.version and _fits(published, updater.metadata()):
+            tensors = make_receiver("store", directory=source).receive(published)
+            return apply_update(updater, published, tensors, steps, options)
     sender = make_sender("inproc")
     try:
         with as_weight_errors():
@@ -122,6 +131,16 @@ def apply_update(
         "inplace" if inplace else "shadow",
         num_shadow_bytes,
     )
+
+
+def _published(store: Path) -> WeightManifest:
+    with as_weight_errors():
+        return checked_manifest(lease_current(store))
+
+
+def _fits(manifest: WeightManifest, metadata: Metadata) -> bool:
+    """Whether nothing has to be cast."""
+    return all(spec.name not in metadata or spec.dtype == metadata[spec.name][0] for spec in manifest.tensors)
 
 
 def _in_place(updater: WeightUpdater, staging: Staging) -> bool:

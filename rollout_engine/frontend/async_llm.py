@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +16,9 @@ from rollout_engine.frontend.open_streams import LoopWaker
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.rpc_wire import ask
-from rollout_engine.frontend.weight_transfer import send_weights
 from rollout_engine.frontend.wire import Health
 from rollout_engine.frontend.worker_calls import checked_call, timed_out
+from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
@@ -187,26 +187,29 @@ class AsyncLLM:
         source: WeightSource,
         *,
         version: int | None = None,
-        kv: Literal["keep", "recompute"] = "keep",
+        mode: UpdateMode = "keep",
+        kv: KvMode = "keep",
+        staging: Staging = "auto",
+        transport: str | None = None,
         reset_version: bool = False,
+        allow_nonfinite: bool = False,
         timeout: float = 300,
     ) -> UpdateReport:
-        """Replace the live weights between two steps, wholly or not at all; requests in flight go on meanwhile.
+        """Replace the live weights between two steps, wholly or not at all; see `LLMEngine.update_weights`.
 
-        `source` is read in a thread and its tensors must keep their values until this returns. Arguments and errors as
-        in `LLMEngine.update_weights`, and `TransferTimeoutError` when one answer takes longer than `timeout` seconds.
+        `source` is read in a thread and its tensors must keep their values until this returns; a path is read by the
+        core. `transport` is how the weights reach the core: "shm" (shared memory, the default), "store" or "gloo".
         """
-        report = await asyncio.to_thread(
-            send_weights,
-            self.remote.client,
-            source,
-            version=version,
+        options = UpdateOptions.checked(
+            mode=mode,
             kv=kv,
+            staging=staging,
+            transport=transport,
             reset_version=reset_version,
+            allow_nonfinite=allow_nonfinite,
             timeout=timeout,
         )
-        self.remote.streams.policy_version = report.version
-        return report
+        return await asyncio.to_thread(self.remote.update_weights, source, version, options)
 
     async def collective_rpc(
         self,

@@ -14,8 +14,9 @@ from rollout_engine.errors import DrainTimeoutError, LifecycleError
 from rollout_engine.frontend.open_streams import Stream
 from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.rpc_wire import ask
-from rollout_engine.frontend.weight_transfer import send_weights
+from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import checked_call, timed_out
+from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import EngineMetrics, RequestStats
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ from sync.base import WeightSource
 _POLL_SECONDS = 0.05
 
 
-class BlockingEngine:
+class BlockingEngine(WeightVerbs):
     """The verbs of `LLMEngine` that do not step, each a call to the core that blocks until it answers."""
 
     def __init__(self, remote: RemoteEngine) -> None:
@@ -66,20 +67,9 @@ class BlockingEngine:
         """As `LLMEngine.score`."""
         return self._remote.score(prompt_token_ids, completion_token_ids, temperature).result()
 
-    def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        version: int | None = None,
-        kv: str = "keep",
-        reset_version: bool = False,
-        timeout: float = 300,
-    ) -> UpdateReport:
-        """As `AsyncLLM.update_weights`."""
-        client = self._remote.client
-        report = send_weights(client, source, version=version, kv=kv, reset_version=reset_version, timeout=timeout)
-        self._remote.streams.policy_version = report.version
-        return report
+    def apply_update(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """See `update_weights`."""
+        return self._remote.update_weights(source, version, options)
 
     def shutdown(self) -> None:
         """End the core, or leave it if it is another engine's."""

@@ -27,6 +27,7 @@ from rollout_engine.frontend.core_utilities import CoreUtilities
 from rollout_engine.frontend.lifeline import CoreSettings, Lifeline, address_in, config_digest, lock_directory
 from rollout_engine.frontend.llm_engine import core_config, describe_choices
 from rollout_engine.frontend.rpc_wire import answer
+from rollout_engine.frontend.weight_ends import remove_directories
 from rollout_engine.frontend.weight_intake import WeightIntake
 from rollout_engine.frontend.wire import (
     PROTOCOL,
@@ -38,7 +39,6 @@ from rollout_engine.frontend.wire import (
     Refused,
     Reply,
     RpcCall,
-    WeightData,
     failure_of,
     pack,
 )
@@ -50,9 +50,9 @@ logger = logging.getLogger("rollout_engine")
 class EngineCoreProc:
     """Turns what clients send into calls on an `EngineCore`, and its outputs into messages to them."""
 
-    def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreIO) -> None:
-        self._core, self._executor, self._io = core, executor, io
-        self._weights = WeightIntake(core, executor, io.inbox)
+    def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreIO, directory: str) -> None:
+        self._core, self._executor, self._io, self._directory = core, executor, io, directory
+        self._weights = WeightIntake(core, executor, io.inbox, self._deliver)
         self._utilities = CoreUtilities(core, executor, io.stats, self._weights, self._deliver)
         self._num_outputs: dict[int, int] = {}
         self._stop_reason: str | None = None
@@ -88,9 +88,6 @@ class EngineCoreProc:
                 self._abort([inner_id(client_index, request_id) for request_id in request_ids])
             case FromClient(client_index, Call() as call):
                 self._call(client_index, call)
-            case FromClient(client_index, WeightData(number, data)):
-                copied = self._weights.feed(client_index, data)
-                copied.add_done_callback(lambda future: self._reply(client_index, number, future))
             case Hold():
                 item.reached.set()
                 item.released.wait()
@@ -100,6 +97,7 @@ class EngineCoreProc:
                 self._io.send(client_index, self._rpc(call))
             case ClientLeft(client_index):
                 self._weights.leave(client_index)
+                remove_directories(self._directory, client_index)
                 self._abort(ids_of_client(client_index, self._core.unfinished_request_ids))
                 self._num_outputs.pop(client_index, None)
             case Stop(reason):
@@ -174,7 +172,7 @@ def serve(lifeline: Lifeline) -> int:
         return 1
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not walk it between steps
-    proc = EngineCoreProc(core, executor, io)
+    proc = EngineCoreProc(core, executor, io, settings.directory)
     _stop_on_signals(io)
     io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _vanish(settings.directory))
     lifeline.write(_ready(settings, core, executor))
@@ -189,6 +187,7 @@ def _run(proc: EngineCoreProc, io: CoreIO, directory: str) -> int:
         logger.critical("the core failed and ends", exc_info=error)
         reason, status = f"it failed: {type(error).__name__}: {error}", 1
     io.close(reason)
+    remove_directories(directory)
     shutil.rmtree(directory, ignore_errors=True)
     return status
 
@@ -225,6 +224,7 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -
 
 def _vanish(directory: str) -> None:
     """The parent is dead and the busy loop stuck in a long step: there is nobody to wait for."""
+    remove_directories(directory)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 

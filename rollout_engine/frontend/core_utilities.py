@@ -14,13 +14,14 @@ import msgspec
 import numpy as np
 
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.errors import LifecycleError, RequestError, unknown_name
+from rollout_engine.errors import RequestError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.frontend.input_processor import InputProcessor
 from rollout_engine.frontend.scoring import score_pairs
+from rollout_engine.frontend.weight_ends import Meeting
 from rollout_engine.frontend.weight_intake import WeightIntake
 from rollout_engine.frontend.wire import Call, Health, IoStats, WireError, unpack
-from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.messages import EngineCoreOutputs, UpdateOptions
 from rollout_engine.metrics import CoreMetrics
 from rollout_engine.outputs import UpdateReport
 from sync.manifest import WeightManifest
@@ -174,26 +175,29 @@ class CoreUtilities:
         return self._when(self._is_empty)
 
     @utility
-    def get_policy_version(self) -> int:
-        """Version of the live weights."""
-        return self._core.policy_version
+    def get_live_weights(self) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
+        """Their version, and name -> (dtype, shape) of each."""
+        return self._core.policy_version, self._executor.metadata()
 
     @utility
-    def begin_weight_transfer(
-        self, manifest: WeightManifest, kv: str, reset_version: bool, timeout: float
-    ) -> Future[bool]:
-        """Open an update. True: the manifest is accepted, send `WeightData`. False: these weights are live already."""
-        return self._weights.begin(self._client_index, manifest, kv, reset_version, timeout)
+    def begin_weight_update(self, manifest: WeightManifest, meeting: Meeting, options: UpdateOptions) -> Future[bool]:
+        """Open an update. True: the manifest is accepted, send. False: these weights are live already."""
+        return self._weights.begin(self._client_index, manifest, meeting, options)
 
     @utility
-    def end_weight_transfer(self) -> Future[UpdateReport]:
+    def end_weight_update(self) -> Future[UpdateReport]:
         """The report of this client's last update, once it is complete."""
         return self._weights.report(self._client_index)
 
     @utility
-    def abort_weight_transfer(self) -> None:
+    def abort_weight_update(self) -> None:
         """Give up this client's update, unless it has been committed."""
-        self._weights.leave(self._client_index)
+        self._weights.call_off(self._client_index)
+
+    @utility
+    def load_weights(self, path: str, version: int | None, options: UpdateOptions) -> Future[UpdateReport]:
+        """One whole update from a published store or a checkpoint that this process can read."""
+        return self._weights.load(self._client_index, path, version, options)
 
     @utility
     def score(
@@ -208,11 +212,7 @@ class CoreUtilities:
         return self._when(lambda: not self._core.lifecycle.draining)
 
     def _is_empty(self) -> bool:
-        num_in_flight, lifecycle = self._core.num_in_flight, self._core.lifecycle
-        if num_in_flight and not lifecycle.can_step:
-            what = f"{num_in_flight} requests are frozen while the engine is {lifecycle.describe()}"
-            raise LifecycleError(f"wait_for_requests_to_drain: {what}; let it run, or abort them.")
-        return not num_in_flight
+        return not self._core.num_draining("wait_for_requests_to_drain")
 
     def _when(self, done: Callable[[], bool]) -> Future[None]:
         """Resolved after the first step that finds `done`, or with what it raises."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import PauseMode, State
-from rollout_engine.errors import DrainTimeoutError, LifecycleError
+from rollout_engine.errors import DrainTimeoutError
 from rollout_engine.messages import EngineCoreOutputs, UpdateMode
 
 PAUSED_POLL_SECONDS = 0.05
@@ -82,13 +82,9 @@ class LifecycleControl:
         deadline = time.monotonic() + timeout
         while True:
             with self._changed:
-                lifecycle, num_in_flight = self._core.lifecycle, self._core.num_in_flight
-                lifecycle.require_alive(verb)
+                num_in_flight = self._core.num_draining(verb)
                 if not num_in_flight:
                     return
-                if not lifecycle.can_step:
-                    what = f"{num_in_flight} requests are frozen while the engine is {lifecycle.describe()}"
-                    raise LifecycleError(f"{verb}: {what}; let it run, or abort them.")
                 if time.monotonic() >= deadline:
                     what = f"{num_in_flight} requests are still in flight after {timeout:g} seconds"
                     raise DrainTimeoutError(f"{verb}: {what}; they go on.")

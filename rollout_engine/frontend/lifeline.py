@@ -28,6 +28,8 @@ from rollout_engine.frontend.wire import PROTOCOL, Failure, Ready
 
 logger = logging.getLogger("rollout_engine")
 
+SHARED_MEMORY = "/dev/shm"
+"""Where weights pass between processes of one machine, where there is room."""
 _PREFIX = "rollout-engine-"
 _STALE_SECONDS = 60.0
 """A directory younger than this may belong to an engine that has not locked it yet."""
@@ -98,6 +100,7 @@ class CoreProcess:
     def __init__(self, config: EngineConfig, *, heartbeat_seconds: float, max_backlog_bytes: int) -> None:
         """Start the process; it loads the model while the caller goes on. Raises `ConfigError`."""
         sweep_stale_directories()
+        sweep_stale_directories(SHARED_MEMORY)
         self._config, self._owner = config, os.getpid()
         self.directory = tempfile.mkdtemp(prefix=_PREFIX)
         if len(address_in(self.directory)) > _MAX_ADDRESS_BYTES:

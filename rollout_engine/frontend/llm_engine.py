@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.weight_update import update_from_source
 from rollout_engine.execution.worker import ModelInfo
@@ -246,6 +246,9 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def apply_update(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """See `update_weights`."""
         self._require_open()
+        if options.transport not in (None, "inproc"):
+            what = f"transport='{options.transport}' leads to another process"
+            raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
         with self._control.updating(lambda: self._executor.updater.dirty):
             steps = _Steps(self._core, self._control, self._lock, options.kv)
             update = partial(update_from_source, self._executor.updater, source, steps, options, version)

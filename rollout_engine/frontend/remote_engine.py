@@ -23,11 +23,14 @@ from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.stat_loggers import all_loggers
 from rollout_engine.frontend.stat_thread import StatThread
 from rollout_engine.frontend.tokenizer import TextCodec
+from rollout_engine.frontend.weight_push import WeightPusher
 from rollout_engine.frontend.wire import AddRequest, Ready
+from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
+from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
 
@@ -57,7 +60,8 @@ class RemoteEngine:
         self.stat_thread = StatThread(
             loggers, _metrics_of(client, self.streams), self.streams.__len__, ready.config.log_interval
         )
-        self.shutdown = weakref.finalize(self, _close, self.stat_thread, client)
+        self._pusher = WeightPusher(client)
+        self.shutdown = weakref.finalize(self, _close, self.stat_thread, client, self._pusher)
         """Leave the core, or end it if it is ours. Calling it again is a no-op."""
 
     @classmethod
@@ -119,6 +123,12 @@ class RemoteEngine:
     def close(self, stream: Stream) -> None:
         """Nobody reads a stream any more; unfinished it is aborted, without a result."""
         self.streams.close(stream)
+
+    def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """One whole update of the core's weights; blocks. See `WeightVerbs.update_weights`."""
+        report = self._pusher.push(source, version, options)
+        self.streams.policy_version = report.version
+        return report
 
     def call(self, name: str, kind: Any = None, **arguments: Any) -> Future[Any]:
         """Call a utility of the core; the future gives its result as `kind`."""
@@ -184,9 +194,10 @@ def _metrics_of(client: CoreClient, streams: OpenStreams) -> Callable[[], Engine
     return lambda: EngineMetrics(core=client.call("get_core_metrics", CoreMetrics).result(), requests=streams.stats)
 
 
-def _close(stat_thread: StatThread, client: CoreClient) -> None:
+def _close(stat_thread: StatThread, client: CoreClient, pusher: WeightPusher) -> None:
     stat_thread.close()
     client.close()
+    pusher.close()
 
 
 def _load_codec(config: EngineConfig) -> TextCodec | None:

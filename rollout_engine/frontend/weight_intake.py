@@ -1,95 +1,194 @@
-"""The weight updates that clients send to a core's process: one at a time, each on a thread of its own."""
+"""The weight updates of a core's process: one at a time, each on a thread of its own, committed between two steps."""
 
 import queue
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
-import numpy as np
+import msgspec
 
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.errors import LifecycleError
+from rollout_engine.errors import DrainTimeoutError, LifecycleError, as_weight_errors
 from rollout_engine.execution.executor import InlineExecutor
-from rollout_engine.execution.weight_update import apply_update
+from rollout_engine.execution.weight_update import apply_update, update_from_source
 from rollout_engine.frontend.core_io import Do, Hold
-from rollout_engine.frontend.weight_transfer import WeightTransfer
-from rollout_engine.messages import UpdateMode, UpdateOptions
+from rollout_engine.frontend.weight_ends import Meeting
+from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
+from sync.base import WeightReceiver
+from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
 from sync.source import NamedTensor
 
+_POLL_SECONDS = 0.005
+_Answer = TypeVar("_Answer")
+_Inbox = queue.SimpleQueue[Hold | Do]
+
 
 class WeightIntake:
-    """Called by the busy loop, whose `inbox` it uses to make it hold still for a commit."""
+    """Called by the busy loop, whose `inbox` it uses to have things done between two steps.
 
-    def __init__(self, core: EngineCore, executor: InlineExecutor, inbox: "queue.SimpleQueue[Hold | Do]") -> None:
-        self._core, self._executor, self._inbox = core, executor, inbox
-        self._last: WeightTransfer | None = None
+    Args:
+        deliver: takes ends that no step brought.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: InlineExecutor,
+        inbox: _Inbox,
+        deliver: Callable[[EngineCoreOutputs], None],
+    ) -> None:
+        self._core, self._executor, self._inbox, self._deliver = core, executor, inbox, deliver
+        self._last: dict[int, _Update] = {}
+        """By client."""
+        self._receiver: tuple[Meeting, WeightReceiver] | None = None
+        """Of the last update: its memory stays mapped, its group joined."""
 
     def begin(
-        self, client_index: int, manifest: WeightManifest, kv: str, reset_version: bool, timeout: float
+        self, client_index: int, manifest: WeightManifest, meeting: Meeting, options: UpdateOptions
     ) -> Future[bool]:
-        """Open an update. Raises `LifecycleError` when one is open, or the weights are not there."""
-        options = UpdateOptions.checked(kv=kv, reset_version=reset_version, timeout=timeout)
-        self._core.begin_update()
-        steps = _Steps(self._core, self._inbox, kv)
+        """Open an update. True: it is accepted and its tensors are awaited. False: these weights are live already.
 
-        def apply(manifest: WeightManifest, tensors: Iterator[NamedTensor]) -> UpdateReport:
-            update = partial(apply_update, self._executor.updater, manifest, tensors, steps, options)
-            return self._core.stats.updates.count(update)
+        Raises `LifecycleError` when one is open, or the weights are not there.
+        """
 
-        self._last = WeightTransfer(client_index, manifest, apply, self._end, timeout)
-        return self._last.begun
+        def apply(update: _Update) -> UpdateReport:
+            with as_weight_errors():
+                receiver = self._connected(meeting)
+            try:
+                tensors = update.arriving(receiver, manifest)
+                return apply_update(self._executor.updater, manifest, tensors, self._steps(options.kv), options)
+            except BaseException:
+                self._receiver = None
+                receiver.close()
+                raise
 
-    def feed(self, client_index: int, data: np.ndarray) -> Future[None]:
-        """The next bytes of this client's update."""
-        try:
-            return self._own(client_index).feed(data)
-        except LifecycleError as error:
-            refused: Future[None] = Future()
-            refused.set_exception(error)
-            return refused
+        return self._start(client_index, options, apply).accepted
+
+    def load(self, client_index: int, path: str, version: int | None, options: UpdateOptions) -> Future[UpdateReport]:
+        """One whole update from a path that this process can read."""
+
+        def apply(update: _Update) -> UpdateReport:
+            return update_from_source(self._executor.updater, path, self._steps(options.kv), options, version)
+
+        return self._start(client_index, options, apply).report
 
     def report(self, client_index: int) -> Future[UpdateReport]:
         """Of this client's last update."""
-        return self._own(client_index).report
+        if client_index not in self._last:
+            raise LifecycleError("end_weight_update: this client has begun no update.")
+        return self._last[client_index].report
+
+    def call_off(self, client_index: int) -> None:
+        """This client gives up its update, unless it has been committed."""
+        if client_index in self._last:
+            self._last[client_index].called_off.set()
 
     def leave(self, client_index: int) -> None:
-        """This client sends nothing more."""
-        if self._last is not None and self._last.client_index == client_index:
-            self._last.cancel()
+        """This client is gone."""
+        self.call_off(client_index)
+        self._last.pop(client_index, None)
 
-    def _own(self, client_index: int) -> WeightTransfer:
-        if self._last is None or self._last.client_index != client_index:
-            raise LifecycleError("weights: this client has begun no update; call begin_weight_transfer first.")
-        return self._last
+    def _start(
+        self, client_index: int, options: UpdateOptions, apply: "Callable[[_Update], UpdateReport]"
+    ) -> "_Update":
+        UpdateOptions.checked(**msgspec.structs.asdict(options))
+        self._core.begin_update()
+        count = self._core.stats.updates.count
+        self._last[client_index] = _Update(lambda update: count(partial(apply, update)), self._end)
+        return self._last[client_index]
 
-    def _end(self, dirty: bool | None) -> None:
-        """On the transfer's thread: the busy loop closes the update before its report is told."""
-        closed: Future[None] = Future()
+    def _end(self) -> None:
+        """On the update's thread: the busy loop closes the update before its report is told."""
+        _done(self._inbox, lambda: self._core.end_update(dirty=self._executor.updater.dirty))
 
-        def close() -> None:
-            self._core.end_update(dirty=dirty)
-            closed.set_result(None)
+    def _steps(self, kv: KvMode) -> "_Steps":
+        return _Steps(self._core, self._inbox, self._deliver, kv)
 
-        self._inbox.put(Do(close))
-        closed.result()
+    def _connected(self, meeting: Meeting) -> WeightReceiver:
+        if self._receiver is None or self._receiver[0] != meeting:
+            if self._receiver is not None:
+                self._receiver[1].close()
+            self._receiver = meeting, meeting.make_receiver()
+        return self._receiver[1]
+
+
+class _Update:
+    """One update on its thread. `end` is called there when it is over, before `report` resolves."""
+
+    def __init__(self, apply: "Callable[[_Update], UpdateReport]", end: Callable[[], None]) -> None:
+        self.accepted: Future[bool] = Future()
+        self.report: Future[UpdateReport] = Future()
+        self.called_off = threading.Event()
+        self._apply, self._end = apply, end
+        threading.Thread(target=self._run, name="weight-update", daemon=True).start()
+
+    def arriving(self, receiver: WeightReceiver, manifest: WeightManifest) -> Iterator[NamedTensor]:
+        """The tensors of a manifest that has been accepted: none is asked for before."""
+        self.accepted.set_result(True)
+        for name, tensor in receiver.receive(manifest):
+            if self.called_off.is_set():
+                raise TransferTimeout(f"The sender left before '{name}' was taken.")
+            yield name, tensor
+
+    def _run(self) -> None:
+        try:
+            report = self._apply(self)
+        except Exception as problem:
+            error: Exception | None = problem
+        else:
+            error = None
+        self._end()
+        if error is not None:
+            self.report.set_exception(error)
+        else:
+            self.report.set_result(report)
+        if not self.accepted.done():
+            self.accepted.set_result(False) if error is None else self.accepted.set_exception(error)
 
 
 class _Steps:
-    """The busy loop's steps, for one update."""
+    """The busy loop's steps, for one update on another thread."""
 
-    def __init__(self, core: EngineCore, inbox: "queue.SimpleQueue[Hold | Do]", kv: str) -> None:
-        self._core, self._inbox, self._kv = core, inbox, kv
+    def __init__(
+        self, core: EngineCore, inbox: _Inbox, deliver: Callable[[EngineCoreOutputs], None], kv: KvMode
+    ) -> None:
+        self._core, self._inbox, self._deliver, self._kv = core, inbox, deliver, kv
 
     def boundary(self) -> Hold:
         return Hold(self._inbox)
 
     def settle(self, mode: UpdateMode, deadline: float) -> None:
-        assert mode == "keep"
+        if mode == "keep":
+            return
+        _done(self._inbox, lambda: self._deliver(self._core.close_for_update(mode)))
+        unfinished = partial(self._core.num_draining, "update_weights")
+        while mode == "wait" and (num_in_flight := _done(self._inbox, unfinished)):
+            if time.monotonic() > deadline:
+                what = f"{num_in_flight} requests are still in flight at the end of the time given"
+                raise DrainTimeoutError(f"update_weights: {what}; they go on.")
+            time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
         self._core.lifecycle.stop_for_update()
 
     def advance(self, version: int) -> int:
         return self._core.commit_version(version, self._kv)
+
+
+def _done(inbox: _Inbox, action: Callable[[], _Answer]) -> _Answer:
+    """What `action` gives on the busy loop, between two steps."""
+    answer: Future[_Answer] = Future()
+
+    def act() -> None:
+        try:
+            answer.set_result(action())
+        except Exception as problem:
+            answer.set_exception(problem)
+
+    inbox.put(Do(act))
+    return answer.result()

@@ -22,6 +22,7 @@ class WeightVerbs(ABC):
         mode: UpdateMode = "keep",
         kv: KvMode = "keep",
         staging: Staging = "auto",
+        transport: str | None = None,
         reset_version: bool = False,
         allow_nonfinite: bool = False,
         timeout: float = 300,
@@ -31,7 +32,8 @@ class WeightVerbs(ABC):
         Args:
             source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
                 checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile.
-            version: of the new weights, higher than the live one; None: one more than the live version.
+            version: of the new weights, higher than the live one; None: a published store's own, else one more than
+                the live version.
             mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the
                 old ones (an engine in this process is stepped by this call, as others may). "abort": they end with the
                 tokens they have, and go on when resubmitted with these and their seed. New requests wait in the last
@@ -41,6 +43,8 @@ class WeightVerbs(ABC):
             staging: "shadow": a copy beside the live weights, which serve until the commit. "inplace": over them, with
                 no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
                 "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
+            transport: how the weights reach the engine. In process there is one way, "inproc"; to an engine in a
+                process of its own "shm" (shared memory, the default), "store" or "gloo". A path needs none.
             reset_version: allow any `version`, for a trainer that restarted.
             allow_nonfinite: take NaN and infinities, which are refused otherwise.
             timeout: seconds that the weights may take to arrive, and requests in flight to finish.
@@ -53,6 +57,7 @@ class WeightVerbs(ABC):
             mode=mode,
             kv=kv,
             staging=staging,
+            transport=transport,
             reset_version=reset_version,
             allow_nonfinite=allow_nonfinite,
             timeout=timeout,

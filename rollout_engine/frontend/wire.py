@@ -1,6 +1,6 @@
 """What crosses between a client and the core's process, and how it becomes frames: both ends in one file.
 
-    client ──> core    Hello  AddRequest  Abort  Call  RpcCall  WeightData  Goodbye
+    client ──> core    Hello  AddRequest  Abort  Call  RpcCall  Goodbye
     core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Farewell
 
 A message is one zmq multipart: first the tagged struct as msgpack, then the bytes of its large arrays, untouched. An
@@ -121,14 +121,6 @@ class RpcCall(msgspec.Struct, frozen=True, tag="rpc", forbid_unknown_fields=True
     """Not to begin after it: seconds on the system's monotonic clock."""
 
 
-class WeightData(msgspec.Struct, frozen=True, tag="weights", forbid_unknown_fields=True):
-    """The next bytes of the open weight transfer, in manifest order. Answered as a call."""
-
-    number: int
-    data: np.ndarray
-    """uint8 [num_bytes]."""
-
-
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
     """The client leaves; what it has open is aborted."""
 
@@ -204,7 +196,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     io: IoStats
 
 
-ToCore = Hello | AddRequest | Abort | Call | RpcCall | WeightData | Goodbye
+ToCore = Hello | AddRequest | Abort | Call | RpcCall | Goodbye
 ToClient = Welcome | Outputs | Refused | Reply | Rejected | Heartbeat | Farewell
 Message = TypeVar("Message")
 

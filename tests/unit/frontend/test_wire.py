@@ -22,7 +22,6 @@ from rollout_engine.frontend.wire import (
     Ready,
     Refused,
     Reply,
-    WeightData,
     Welcome,
     WireError,
     failure_of,
@@ -55,7 +54,7 @@ def sample_messages():
     )  # fmt: skip
     to_core = [
         Hello(1), AddRequest(request()), Abort(["a", "0_b"]), Call(7, "score", pack({"x": [1.5]})),
-        WeightData(0, np.arange(5000, dtype=np.uint8)), wire.Goodbye(),
+        wire.Goodbye(),
     ]  # fmt: skip
     columns = EngineCoreOutputs(1, [0, 1], [5, 6], [1, 1], [-0.5, -1.0], ended=[SequenceEnd(0, "stop", 2)])
     columns.top_logprobs = (SMALL, BIG)
@@ -65,6 +64,12 @@ def sample_messages():
         wire.Heartbeat(), wire.Farewell("bye"),
     ]  # fmt: skip
     return [(wire.ToCore, message) for message in to_core] + [(wire.ToClient, message) for message in to_client]
+
+
+def with_array(array=BIG):
+    outputs = EngineCoreOutputs(1, [0], [5], [1], [-0.5])
+    outputs.top_logprobs = (SMALL, array)
+    return Outputs(0, outputs)
 
 
 def frames_of(message):
@@ -87,11 +92,11 @@ def test_messages_arrive_as_they_were_sent(union, message):
 
 
 def test_large_arrays_travel_beside_the_struct_without_a_copy():
-    first, beside = Encoder().encode(WeightData(0, array := np.zeros(9000, np.uint8)))
-    assert len(first) < 100
-    array[0] = 1
+    first, beside = Encoder().encode(with_array(array := np.zeros((1, 9000), np.float32)))
+    assert len(first) < 500
+    array.view(np.uint8)[0, 0] = 1
     assert beside[0] == 1
-    received = Decoder(wire.ToCore).decode([bytes(first), frame := bytes(beside)]).data
+    _, received = Decoder(wire.ToClient).decode([bytes(first), frame := bytes(beside)]).outputs.top_logprobs
     assert np.shares_memory(received, np.frombuffer(frame, np.uint8)) and not received.flags.writeable
 
 
@@ -113,17 +118,18 @@ def test_the_buffer_of_the_first_frame_is_used_again():
         [frames_of(Hello(1))[0] + b"\0"],
         [frames_of(AddRequest(request()))[0][:-3]],
         [frames_of(Hello(1))[0], b"a frame too many"],
-        frames_of(WeightData(0, np.zeros(9000, np.uint8)))[:1],
-        frames_of(WeightData(0, np.zeros(9000, np.uint8)))[::-1],
-        [frames_of(WeightData(0, np.zeros(9000, np.uint8)))[0], bytes(8999)],
+        frames_of(with_array())[:1],
+        frames_of(with_array())[::-1],
+        [frames_of(with_array())[0], frames_of(with_array())[1][:-1]],
         [b"\xdd\xff\xff\xff\xff"],
         [b"\x91" * 100_000],
         [frames_of(Hello(1))[0], *[b""] * 2000],
     ],
 )
 def test_what_is_no_message_is_refused(frames):
-    with pytest.raises(WireError):
-        Decoder(wire.ToCore).decode(frames)
+    for union in (wire.ToCore, wire.ToClient):
+        with pytest.raises(WireError):
+            Decoder(union).decode(frames)
 
 
 @pytest.mark.parametrize(

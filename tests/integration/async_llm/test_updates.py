@@ -1,0 +1,256 @@
+"""Weights for a core in another process: by every transport and from every kind of source, while tokens flow."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_engine import LLM, AsyncLLM, DrainTimeoutError, EngineDeadError, RolloutPolicy, SamplingParams, errors
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.testing import tiny_model
+from sync import make_sender, publish
+
+SHORT = SamplingParams(max_tokens=20, seed=5, logprobs=0)
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=3, detokenize=False)
+SHARED = Path("/dev/shm")
+
+
+def tiny_weights(seed):
+    return tiny_model(seed=seed).state_dict()
+
+
+def traces(engine):
+    name = Path(engine.address).name
+    return [path for parent in (SHARED, Path(engine.address)) for path in parent.glob(f"{name}-weights-*")]
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint, options):
+    """An engine of this file's own: the others count on the weights they know."""
+    with AsyncLLM(checkpoint, **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, options):
+    """Seed -> digest and sample of an engine in process with those weights."""
+    found = {}
+    with LLM(checkpoint, **options) as llm:
+        for seed in (0, 1, 2):
+            report = llm.update_weights(tiny_weights(seed))
+            found[seed] = report.digest, llm.generate("ab", SHORT, use_tqdm=False)[0].outputs[0].token_ids
+    return found
+
+
+@pytest.mark.parametrize("transport", [None, "shm", "store", "gloo"])
+def test_every_transport_gives_the_weights_of_an_engine_in_process(engine, last_of, expected, transport):
+    async def run():
+        for seed in (1, 2, 0):
+            report = await engine.update_weights(tiny_weights(seed), transport=transport)
+            digest, token_ids = expected[seed]
+            assert report.digest == digest and report.version == engine.policy_version
+            assert (await last_of(engine, "ab", SHORT)).outputs[0].token_ids == token_ids
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["module", "iterator", "checkpoint", "store", "store in float64"])
+def test_every_kind_of_source_gives_the_same_weights(engine, expected, tmp_path, kind):
+    model = tiny_model(seed=1)
+    version = engine.policy_version + 5
+    if kind == "checkpoint":
+        model.save_pretrained(tmp_path)
+    elif kind.startswith("store"):
+        publish(tmp_path, model.double() if "64" in kind else model, version)
+    source = {"module": model, "iterator": iter(model.state_dict().items())}.get(kind, tmp_path)
+    expected_version = version if kind.startswith("store") else engine.policy_version + 1
+
+    async def run():
+        report = await engine.update_weights(source)
+        assert (report.digest, report.version) == (expected[1][0], expected_version)
+        if kind != "iterator":
+            assert (await engine.update_weights(source, version=expected_version)).num_bytes == 0
+        await engine.update_weights(tiny_weights(0))
+
+    asyncio.run(run())
+
+
+def test_a_store_is_followed_version_by_version_and_an_old_one_is_refused(engine, tmp_path):
+    async def run():
+        first = engine.policy_version + 1
+        for version in (first, first + 1):
+            publish(tmp_path, tiny_weights(version % 2), version)
+            assert (await engine.update_weights(tmp_path)).version == version
+        await engine.update_weights(tiny_weights(0))
+        with pytest.raises(errors.StaleVersionError, match=f"Version {first + 1} is older"):
+            await engine.update_weights(tmp_path)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc", "inproc", "smoke"])
+def test_a_transport_that_does_not_reach_the_core_is_refused(engine, transport):
+    version = engine.policy_version
+    with pytest.raises(errors.WeightUpdateError, match=transport):
+        asyncio.run(engine.update_weights(tiny_weights(1), transport=transport))
+    with pytest.raises(errors.LifecycleError, match="reads a path itself"):
+        asyncio.run(engine.update_weights("/tmp", transport="shm"))
+    assert engine.policy_version == version
+
+
+def test_requests_finish_under_the_old_weights_and_new_ones_wait(engine, last_of, until_computing):
+    async def run():
+        version, tasks = engine.policy_version, [asyncio.create_task(last_of(engine, "hello", LONG))]
+        await until_computing(engine)
+        update = asyncio.create_task(engine.update_weights(tiny_weights(1), mode="wait"))
+        while not update.done():
+            tasks.append(asyncio.create_task(last_of(engine, "ab", SHORT)))
+            await asyncio.sleep(0.01)
+        results = [(await task).outputs[0] for task in tasks]
+        await engine.update_weights(tiny_weights(0))
+        spans = [[span.policy_version for span in result.version_spans] for result in results]
+        assert spans[0] == [version] and results[0].version_spans[0].end == 1500
+        assert all(span in ([version], [version + 1]) for span in spans) and spans[-1] == [version + 1]
+
+    asyncio.run(run())
+
+
+def test_requests_that_do_not_finish_in_time_go_on_under_the_old_weights(engine, last_of, until_computing):
+    async def run():
+        version = engine.policy_version
+        old = asyncio.create_task(last_of(engine, "hello", LONG))
+        await until_computing(engine)
+        with pytest.raises((DrainTimeoutError, errors.TransferTimeoutError), match="in flight|deadline"):
+            await engine.update_weights(tiny_weights(1), mode="wait", timeout=0.05)
+        assert [span.policy_version for span in (await old).outputs[0].version_spans] == [version]
+        assert (await last_of(engine, "ab", SHORT)).outputs[0].version_spans[0].policy_version == version
+
+    asyncio.run(run())
+
+
+def test_aborted_requests_resume_from_their_tokens_under_the_new_weights(engine, last_of, until_computing):
+    async def run():
+        old = asyncio.create_task(last_of(engine, [5, 6, 7], LONG))
+        await until_computing(engine)
+        await engine.update_weights(tiny_weights(1), mode="abort")
+        (ended,) = (await old).outputs
+        assert ended.finish_reason == "abort" and 0 < len(ended.token_ids) < 1500
+        rest = SamplingParams(max_tokens=30, ignore_eos=True, seed=ended.seed, detokenize=False)
+        resumed = (await last_of(engine, [5, 6, 7, *ended.token_ids], rest)).outputs[0].token_ids
+        await engine.update_weights(tiny_weights(0), mode="abort")
+        return ended, resumed
+
+    ended, resumed = asyncio.run(run())
+    assert len(resumed) == 30
+
+
+def test_two_trainers_at_once_are_refused(engine):
+    async def run(other):
+        version = engine.policy_version
+        updates = [
+            each.update_weights(tiny_weights(seed)) for each in (engine, other, engine, other) for seed in (1, 2)
+        ]
+        results = await asyncio.gather(*updates, return_exceptions=True)
+        reports = [result for result in results if not isinstance(result, Exception)]
+        refused = [result for result in results if isinstance(result, Exception)]
+        assert reports and refused
+        assert all(isinstance(each, (errors.LifecycleError, errors.StaleVersionError)) for each in refused)
+        versions = sorted(report.version for report in reports)
+        assert versions == list(range(version + 1, version + 1 + len(reports)))
+        assert (await engine.update_weights(tiny_weights(0))).version == versions[-1] + 1
+
+    with AsyncLLM.connect(engine.address) as other:
+        asyncio.run(run(other))
+
+
+def test_an_update_whose_sender_never_comes_ends_by_its_deadline(engine):
+    """A client that begins and does not send: the core gives up, and the next update is taken."""
+    from_nowhere = {"transport": "gloo", "directory": engine.address, "timeout": 1.0, "number": 99}
+    options = {"timeout": 1.0}
+
+    async def run():
+        with AsyncLLM.connect(engine.address) as other:
+            metadata = await other.get_model_metadata()
+            manifest = make_sender("inproc").offer(tiny_weights(1), 10**6, metadata)
+            begin = other._call("begin_weight_update", bool, manifest=manifest, meeting=from_nowhere, options=options)
+            await begin
+            with pytest.raises(errors.LifecycleError, match="UPDATING"):
+                await engine.update_weights(tiny_weights(1))
+            with pytest.raises(errors.TransferTimeoutError, match="did not form within 1 s"):
+                await other._call("end_weight_update", UpdateReport)
+        assert (await engine.update_weights(tiny_weights(0))).version == engine.policy_version
+
+    asyncio.run(run())
+
+
+def test_updates_in_place_reach_the_core_and_a_failure_stops_it_until_a_complete_one(engine, last_of, expected):
+    bad = tiny_weights(1) | {"model.norm.weight": torch.full((64,), float("nan"))}
+
+    async def run():
+        report = await engine.update_weights(tiny_weights(1), staging="inplace")
+        assert (report.staging, report.digest) == ("inplace", expected[1][0])
+        assert (await last_of(engine, "ab", SHORT)).outputs[0].token_ids == expected[1][1]
+        with pytest.raises(errors.DirtyWeightsError, match="NaN"):
+            await engine.update_weights(bad, staging="inplace")
+        with pytest.raises(errors.DirtyWeightsError):
+            await last_of(engine, "ab", SHORT)
+        assert (await engine.update_weights(tiny_weights(0))).digest == expected[0][0]
+        assert (await last_of(engine, "ab", SHORT)).outputs[0].token_ids == expected[0][1]
+
+    asyncio.run(run())
+
+
+def test_a_policy_takes_every_option(engine):
+    policy = RolloutPolicy(engine)
+    report = policy.update_weights(tiny_weights(0), mode="wait", kv="recompute", staging="shadow", transport="store")
+    assert report.version == policy.policy_version
+
+
+def test_nothing_is_left_of_the_transports(checkpoint, options):
+    with AsyncLLM(checkpoint, **options) as engine:
+        with AsyncLLM.connect(engine.address) as other:
+            asyncio.run(other.update_weights(tiny_weights(1)))
+            assert len(traces(engine)) == 1
+        for transport in ("shm", "store", "gloo"):
+            asyncio.run(engine.update_weights(tiny_weights(1), transport=transport))
+        assert len(traces(engine)) == 1
+    assert not traces(engine)
+
+
+def test_nothing_is_left_of_a_client_that_was_killed(engine):
+    code = (
+        "import asyncio, sys; from rollout_engine import AsyncLLM; from rollout_engine.testing import tiny_model\n"
+        "engine = AsyncLLM.connect(sys.argv[1])\n"
+        "asyncio.run(engine.update_weights(tiny_model(seed=0)))\n"
+        "print('done', flush=True); sys.stdin.read()"
+    )
+    before = traces(engine)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code, engine.address], stdin=pipe, stdout=pipe, env=os.environ, text=True
+    ) as client:
+        assert client.stdout.readline() == "done\n"
+        assert len(traces(engine)) == len(before) + 1
+        client.kill()
+    deadline = time.monotonic() + 10
+    while len(traces(engine)) > len(before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert traces(engine) == before
+
+
+def test_an_update_of_a_core_that_dies_raises_at_once(checkpoint, options):
+    with AsyncLLM(checkpoint, **options) as engine:
+
+        async def run():
+            update = asyncio.create_task(engine.update_weights(tiny_weights(1)))
+            os.kill((await engine.check_health()).pid, 9)
+            await update
+
+        with pytest.raises(EngineDeadError):
+            asyncio.run(run())
+    assert not traces(engine)
