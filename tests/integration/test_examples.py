@@ -29,9 +29,9 @@ def short_run(tmp_path_factory):
     return out, load("grpo").main([*SHORT, "--warm-up-steps", "300", "--out", str(out)])
 
 
-@pytest.mark.parametrize("name", ["generate", "rollout", "worker_extension"])
+@pytest.mark.parametrize("name", ["generate", "rollout", "update_weights", "worker_extension"])
 def test_short_examples_are_short(name):
-    assert (EXAMPLES / f"{name}.py").read_text().count("\n") < 50
+    assert (EXAMPLES / f"{name}.py").read_text().count("\n") < 55
 
 
 def test_generate_prints_every_prompt(capsys):
@@ -45,6 +45,20 @@ def test_worker_extension_prints_a_norm_for_every_layer(capsys):
     load("worker_extension").main([])
     norms = re.findall(r"layer +\d: mean norm +([0-9.]+)\n", capsys.readouterr().out)
     assert len(norms) >= 2 and all(float(norm) > 0 for norm in norms)
+
+
+def test_update_weights_reaches_the_engine_in_every_way(capsys):
+    load("update_weights").main([])
+    printed = capsys.readouterr().out
+    for version, name in enumerate(("shm", "store", "gloo", "published store", "checkpoint"), start=1):
+        assert f"{name}: UpdateReport(version={version}," in printed
+    assert "tokens: [0, " in printed
+
+
+def test_grpo_colocated_learns_in_turns(capsys):
+    rewards = load("grpo_colocated").main(["--steps", "12"])
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1
+    assert "policy 12 inplace" in capsys.readouterr().out
 
 
 def test_rollout_agrees_with_the_trainer_before_and_after_an_update(capsys):
