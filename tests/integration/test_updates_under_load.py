@@ -34,9 +34,9 @@ def spell(llm, num_updates):
 
     def push():
         try:
-            for i in range(num_updates):
+            for _ in range(num_updates):
                 source = spelling_state_dict(model, llm.policy_version + 1)
-                llm.update_weights(source, kv="recompute", staging="inplace" if i % 5 == 4 else "shadow")
+                llm.update_weights(source, kv="recompute", staging="shadow")
         except Exception as problem:
             failures.append(problem)
         finally:
