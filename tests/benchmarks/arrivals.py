@@ -28,21 +28,20 @@ def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> d
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for worker in workers.values():
         _stream(worker, _requests(prompts, 0, rate=1e9)[:32])
-    for i in range(rounds):
-        turns = [*workers] if i % 2 == 0 else [*workers][::-1]
-        for name in turns:
-            result = _stream(workers[name], _requests(prompts, i, rate=1e9))
-            rates[name].append(result["tokens"] / result["seconds"])
-        offered = _LOAD * rates[_OURS][0] / statistics.mean(_SAMPLED_TOKENS)
-        for name in turns:
-            seen[name].append(_stream(workers[name], _requests(prompts, i, rate=offered)))
+    for name, i in _turns(workers, rounds):
+        result = _stream(workers[name], _requests(prompts, i, rate=1e9))
+        rates[name].append(result["tokens"] / result["seconds"])
+    offered = _LOAD * statistics.median(rates[_OURS])
+    for name, i in _turns(workers, rounds):
+        rate = offered / statistics.mean(_SAMPLED_TOKENS)
+        seen[name].append(_stream(workers[name], _requests(prompts, i, rate)))
     figures = {name: _summary(results) for name, results in seen.items()}
     throughput = {name: round(statistics.median(values), 1) for name, values in rates.items()}
     peers = [name for name in workers if name != _OURS]
     return {
         "tokens_per_second": throughput,
         "rounds": {name: [round(value, 1) for value in values] for name, values in rates.items()},
-        "offered_tokens_per_second": round(_LOAD * rates[_OURS][0], 1),
+        "offered_tokens_per_second": round(offered, 1),
         "arriving": figures,
         **{f"throughput_ratio_to_{name}": round(throughput[_OURS] / throughput[name], 3) for name in peers},
         **{
@@ -51,6 +50,12 @@ def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> d
             for key in ("first_p50_ms", "gap_p50_ms")
         },
     }
+
+
+def _turns(workers: dict[str, Worker], rounds: int) -> list[tuple[str, int]]:
+    """(who, round): everybody once a round, in the opposite order in every other round."""
+    names = [*workers]
+    return [(name, i) for i in range(rounds) for name in (names if i % 2 == 0 else names[::-1])]
 
 
 def _requests(prompts: FreshPrompts, seed: int, rate: float) -> list[dict[str, Any]]:
