@@ -63,6 +63,7 @@ CONFIG_EXTREMES = {
     "skip_tokenizer_init": [True, False],
     "admission": ["queue", "reject", "maybe"],
     "logits_processors": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],
+    "worker_extensions": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],
     "log_stats": [True, False],
     "log_interval": [1e-9, 1e9, 0.0, math.nan],
     "tokenizer": ["/nowhere", ""],

@@ -89,7 +89,8 @@ def test_grpo_writes_its_record(short_run):
     out, rows = short_run
     written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert written == rows
-    assert set(rows[0]) == {"step", "reward", "accuracy", "tokens_per_second", "update_ms", "max_logprob_diff"}
+    figures = "reward accuracy tokens_per_second update_ms rollout_seconds training_seconds max_logprob_diff"
+    assert set(rows[0]) == {"step", *figures.split()}
     samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
     assert {sample["policy_version"] for sample in samples} == set(range(13))
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
