@@ -53,7 +53,7 @@ def test_ci_only_calls_make_test():
 
 def _third_party(sources) -> set[str]:
     found = {i.name.split(".")[0] for s in sources for i in s.imports()}
-    ours = {"rollout_engine", "sync", "worker_ext", "conftest", *(s.path.stem for s in sources)}
+    ours = {"rollout_engine", "sync", "worker_ext", "tests", "conftest", *(s.path.stem for s in sources)}
     return found - sys.stdlib_module_names - ours
 
 

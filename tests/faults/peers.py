@@ -1,0 +1,151 @@
+"""Raw ends of the socket between clients and a core: they say whatever they like."""
+
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import EngineDeadError
+from rollout_engine.frontend.core_client import CoreClient
+from rollout_engine.frontend.lifeline import address_in
+from rollout_engine.frontend.wire import (
+    PROTOCOL,
+    Decoder,
+    Encoder,
+    Farewell,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Ready,
+    Rejected,
+    ToClient,
+    ToCore,
+    Welcome,
+    WireError,
+)
+
+READY = Ready(
+    protocol=PROTOCOL, pid=1, config=EngineConfig(model="m"), config_digest="", num_blocks=1, block_size=1,
+    max_model_len=1, vocab_size=1, eos_token_ids=[], choices="", heartbeat_seconds=0.5, policy_version=0,
+)  # fmt: skip
+Frames = list[bytes]
+
+
+class RawClient:
+    """A client of a live core, by frames; it reads what it is sent, and knows what must be rejected."""
+
+    def __init__(self, directory: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 256)  # so that it waits for the core, not in memory
+        self._socket.connect(address_in(directory))
+        self._encoder = Encoder()
+        self._to_client, self._to_core = Decoder[Any](ToClient), Decoder[Any](ToCore)
+        self.num_bad = self.num_rejected = 0
+        """Frames sent that are no message or not one for now; rejections received."""
+        self.is_gone = False
+        """The core said farewell."""
+        self.say(Hello(PROTOCOL))
+        while not isinstance(self._read(5000), Welcome):
+            pass
+
+    def say(self, message: Any) -> None:
+        """Send a message as it should be."""
+        self._socket.send_multipart(self._encoder.encode(message))
+
+    def throw(self, frames: Frames) -> bool:
+        """Send any frames, except a goodbye that would be one. Returns whether they were sent."""
+        try:
+            message = self._to_core.decode(frames)
+        except WireError:
+            self.num_bad += 1
+        else:
+            if isinstance(message, Goodbye):
+                return False
+            self.num_bad += isinstance(message, Hello)
+        while not self._socket.poll(0, zmq.POLLOUT):
+            self.read_all(10)
+        self._socket.send_multipart(frames)
+        self.read_all(0)
+        return True
+
+    def read_all(self, milliseconds: int) -> None:
+        """Take what has come, waiting so long for the first."""
+        while not self.is_gone and self._read(milliseconds) is not None:
+            milliseconds = 0
+
+    def wait_rejected(self, seconds: float = 60.0) -> None:
+        """Until every bad frame has been answered."""
+        deadline = time.monotonic() + seconds
+        while self.num_rejected < self.num_bad and not self.is_gone:
+            assert time.monotonic() < deadline, f"{self.num_rejected} of {self.num_bad} bad frames were rejected"
+            self.read_all(100)
+
+    def _read(self, milliseconds: int) -> Any:
+        if not self._socket.poll(milliseconds):
+            return None
+        message = self._to_client.decode(self._socket.recv_multipart())
+        self.num_rejected += isinstance(message, Rejected)
+        self.is_gone |= isinstance(message, Farewell)
+        return message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_gone:
+            self._socket.setsockopt(zmq.LINGER, 1000)
+            self.say(Goodbye())
+        self._socket.close()
+        self._context.term()
+
+
+class RawCore:
+    """A core that is none: it welcomes a real client and then says what it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = str(directory)
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.bind(address_in(directory))
+        self._encoder = Encoder()
+        self.heard: list[Any] = []
+        """What clients were told and took for outputs."""
+
+    def tell(self, messages: list[Frames], seconds: float = 10.0) -> EngineDeadError | None:
+        """Make a client and send it `messages`, then a heartbeat and a farewell. Returns what it died of.
+
+        AssertionError if it is neither dead nor listening in the end.
+        """
+        client = CoreClient.connect(self._directory, hang_seconds=seconds)
+        died = threading.Event()
+        client.listen(self.heard.append, lambda _: died.set())
+        try:
+            assert self._router.poll(5000)
+            identity, *_ = self._router.recv_multipart()
+            for frames in (self._frames(Welcome(0, READY)), *messages, self._frames(Heartbeat())):
+                self._router.send_multipart([identity, *frames])
+            self._router.send_multipart([identity, *self._frames(Farewell("the raw core has said all"))])
+            assert died.wait(seconds), "the client neither listens nor is dead"
+            return client.dead_error
+        finally:
+            client.close()
+            while self._router.poll(0):
+                self._router.recv_multipart()
+
+    def close(self) -> None:
+        """Free the socket."""
+        self._router.close()
+        self._context.term()
+
+    def _frames(self, message: Any) -> Frames:
+        return [bytes(frame) for frame in self._encoder.encode(message)]

@@ -1,0 +1,162 @@
+"""Peers that send garbage or pickles, on every socket and in every file of ours: refused, counted, nobody dies."""
+
+import asyncio
+import random
+import socket
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import sync
+from rollout_engine import AsyncLLM, SamplingParams
+from rollout_engine.frontend.core_utilities import UTILITIES
+from rollout_engine.frontend.lifeline import CoreSettings, Lifeline
+from rollout_engine.frontend.wire import Call, Encoder, Failure, Ready, RpcCall, pack
+from sync import ipc
+from tests.faults.canaries import Canary
+from tests.faults.clean import assert_clean
+from tests.faults.garbage import client_messages, core_messages, mutants, throw_mutants
+from tests.faults.peers import RawClient, RawCore
+
+OPTIONS = dict(num_kv_blocks=256, max_num_seqs=16, num_threads=1, skip_tokenizer_init=True)
+SHORT = SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    with AsyncLLM(checkpoint, **OPTIONS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def canary(tmp_path):
+    canary = Canary(tmp_path)
+    assert canary.works()
+    yield canary
+    canary.assert_silent()
+
+
+@pytest.fixture
+def raw_core(tmp_path):
+    core = RawCore(tmp_path)
+    yield core
+    core.close()
+
+
+def lives(engine):
+    """The core answers, computes, and holds nothing."""
+
+    async def run():
+        outputs = [output async for output in engine.generate([5, 6], SHORT)]
+        assert len(outputs[-1].outputs[0].token_ids) == 5
+        await assert_clean(engine)
+        return (await engine.check_health()).io
+
+    return asyncio.run(run())
+
+
+def calls_of_every_utility(canary):
+    for name, (_, kind) in UTILITIES.items():
+        fields = kind.__struct_fields__
+        for value in (canary.bytes, canary.text, [canary.bytes], {"x": canary.text}):
+            yield Call(1, name, pack({field: value for field in fields}))
+            yield from (Call(1, name, pack({field: value})) for field in fields)
+    for text in (canary.text, "get_memory", "ping"):
+        arguments = pack([[canary.bytes, canary.text], {canary.text: canary.bytes}])
+        yield RpcCall(1, text, arguments, [np.frombuffer(canary.bytes, np.uint8)])
+        yield RpcCall(1, text, pack(canary.bytes), [])
+
+
+def test_no_pickle_sent_to_a_core_is_unpickled(engine, canary):
+    encoder = Encoder()
+    rejected = lives(engine).num_rejected
+    with RawClient(engine.address) as client:
+        for frames in core_messages():
+            for planted in canary.planted(frames):
+                client.throw(planted)
+        for call in calls_of_every_utility(canary):
+            client.throw([bytes(frame) for frame in encoder.encode(call)])
+        client.wait_rejected()
+        bad = client.num_bad
+    assert bad > 100
+    asyncio.run(engine.resume_generation())
+    assert lives(engine).num_rejected == rejected + bad
+
+
+def test_no_pickle_sent_to_a_client_is_unpickled(raw_core, canary):
+    choose = random.Random(2)
+    planted = [planted for frames in client_messages() for planted in canary.planted(frames)]
+    assert len(planted) > 200
+    for frames in choose.sample(planted, 60):
+        assert raw_core.tell([frames]) is not None
+
+
+def test_no_pickle_on_the_lifeline_is_unpickled(canary):
+    for kind in (CoreSettings, Ready | Failure):
+        for planted in canary.planted_values({"type": "ready", "pid": 3, "config": {"model": "m"}}):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                body = msgspec.msgpack.encode(planted)
+                for data in (canary.bytes[:4] + canary.bytes, len(body).to_bytes(4, "big") + body):
+                    ours.sendall(data)
+                ours.shutdown(socket.SHUT_WR)
+                with pytest.raises((EOFError, msgspec.MsgspecError)):
+                    Lifeline(theirs).read(kind, 5)
+
+
+def test_no_pickle_on_the_channel_of_a_weight_transport_is_unpickled(tmp_path, canary):
+    handle = ipc.MemoryHandle(b"s", 1, 0, b"c", 0, b"e", False)
+    messages = [
+        ipc.Want(1, 2, "digest", "memory"), ipc.Taken(1, 0), ipc.Filled(1, 0), ipc.Refused(1, "no"),
+        ipc.Buckets(1, (handle, handle), 100),
+    ]  # fmt: skip
+    either = ipc.Want | ipc.Taken | ipc.Filled | ipc.Refused | ipc.Buckets
+    ours = ipc.Channel(tmp_path / "meet", binds=True, accepts=either, timeout=5)
+    theirs = ipc.Channel(tmp_path / "meet", binds=False, accepts=either, timeout=5)
+    sent = 0
+    for message in messages:
+        for (planted,) in canary.planted([msgspec.msgpack.encode(message)]):
+            theirs._socket.send(planted)
+            sent += 1
+    theirs.send(ipc.Taken(7, 1))
+    assert ours.expect(ipc.Taken, 7).k == 1
+    assert ours.num_dropped == sent
+    ours.close()
+    theirs.close()
+
+
+def test_no_pickle_in_a_file_of_weights_is_unpickled(engine, tmp_path, canary):
+    weights = {"a": torch.ones(4), "b": torch.ones(3)}
+    sync.publish(tmp_path / "good", weights, 1)
+    names = sorted(path.relative_to(tmp_path / "good") for path in (tmp_path / "good").rglob("*") if path.is_file())
+    assert len(names) >= 5
+    for i, name in enumerate([*names, "versions/000001/other.pickle", "pytorch_model.bin", "model.safetensors"]):
+        store = tmp_path / f"store{i}"
+        sync.publish(store, weights, 1)
+        (store / name).write_bytes(canary.bytes)
+        with pytest.raises(sync.SyncError):
+            asyncio.run(engine.update_weights(store, version=9))
+    with_sender = sync.make_sender("shm", directory=tmp_path / "shm")
+    manifest = with_sender.offer(weights, 1, {})
+    with open(tmp_path / "shm" / "weights", "r+b") as file:
+        file.write(canary.bytes)
+    with pytest.raises(sync.SyncError):
+        dict(sync.make_receiver("shm", directory=tmp_path / "shm").receive(manifest))
+    with_sender.close()
+    lives(engine)
+
+
+def test_mutated_messages_leave_a_live_core_alive_and_every_bad_one_is_counted(engine):
+    rejected = lives(engine).num_rejected
+    found = throw_mutants(engine.address, count=20_000, seed=3)
+    asyncio.run(engine.resume_generation())
+    assert lives(engine).num_rejected == rejected + found.num_bad
+    assert 0 < found.num_bad <= found.num_sent
+
+
+def test_a_core_that_says_nonsense_is_a_dead_core(raw_core):
+    deaths = [raw_core.tell([frames]) for frames in mutants(client_messages(), 30, random.Random(5))]
+    assert all(deaths)
+    assert any("no message" in str(error) for error in deaths)
