@@ -1,4 +1,4 @@
-"""A book of requests: each ends exactly once, its tokens in order without gap or repetition, and the ones it should have.
+"""A book of requests: each ends exactly once; its tokens come without gap or repetition, and are the right ones.
 
 engine.generate ──outputs──> Ledger.run ──> Entry.hear      every output is checked as it comes
                                         ──> Entry.end       how it ended, once

@@ -1,0 +1,46 @@
+"""Cores, parents and trainers that are killed or stopped: everybody is told soon, and what lives goes on."""
+
+import asyncio
+import signal
+
+import numpy as np
+import pytest
+
+from rollout_engine import AsyncLLM
+from tests.faults.aborts import RandomAborts
+from tests.faults.clean import Leftovers, assert_clean
+from tests.faults.deaths import OPTIONS, TrainerDeaths, kill_core
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    with AsyncLLM(checkpoint, **OPTIONS) as engine:
+        yield engine
+
+
+def test_every_caller_hears_of_a_killed_core_in_time(checkpoint):
+    leftovers = Leftovers()
+    death = kill_core(checkpoint, at_output=100, num_callers=32, number=signal.SIGKILL, hang_seconds=5.0)
+    assert len(death.seconds) == 32 and "status -9" in death.message
+    assert np.quantile(death.seconds, 0.99) < 1.0  # generous: the machine is shared; the soak measures it
+    leftovers.assert_none()
+
+
+def test_trainers_that_die_in_a_push_leave_whole_weights_and_room_for_the_next(engine):
+    async def run():
+        deaths = TrainerDeaths(engine, seed=3)
+        await deaths.run(["default"], num_deaths=5, seconds=60)
+        await assert_clean(engine)
+        return deaths
+
+    deaths = asyncio.run(run())
+    assert deaths.num_deaths == 5 and deaths.spelled.num_right > 100
+    assert deaths.spelled.num_wrong == 0
+    assert max(deaths.recovery_seconds) < 10
+
+
+def test_random_aborts_leave_no_block(engine):
+    aborts = RandomAborts(engine, seed=4)
+    asyncio.run(aborts.run(num_aborts=1000, seconds=20))
+    assert aborts.ledger.num_ended == aborts.num_aborts > 100
+    assert {"abort", "left"} <= aborts.ledger.counts.keys()
