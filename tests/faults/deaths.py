@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped: cores with callers waiting, parents of cores, trainers in the middle of a push."""
+"""Processes that are killed or stopped: cores with callers waiting, parents of cores, trainers while they push."""
 
 import asyncio
 import os
