@@ -10,18 +10,55 @@
     engine.collective_rpc("largest_weights", kwargs={"count": 5})     # one result per rank
 
 Every argument and the result are annotated, with types that msgspec knows, `torch.Tensor` or `numpy.ndarray`: that is
-what a call is checked against. A call runs between two steps, never inside one. Arrays cross processes without a copy,
-so return none that changes afterwards; structs arrive as dicts and tuples as lists.
+what a call is checked against. A call runs between two steps, never inside one; methods marked `@rpc_beside_steps` run
+on a thread of their own instead. Arrays cross processes without a copy, so return none that changes afterwards; structs
+arrive as dicts and tuples as lists.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 
+from sync.manifest import WeightManifest
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_MARK = "_is_rpc"
+_MARK = "_rpc_runs"
+
+
+class WeightTransaction(Protocol):
+    """The one update of a worker's weights that calls may have open. Every verb raises where it is out of order."""
+
+    def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of every name that an update may send."""
+        ...
+
+    def digest(self) -> str:
+        """Total digest of the live weights under the module's own names."""
+        ...
+
+    def manifest(self, verb: str) -> WeightManifest:
+        """Of the open update; without one it raises, naming `verb`."""
+        ...
+
+    def begin(self, manifest: WeightManifest, *, reset_version: bool) -> bool:
+        """Open an update; False where these very weights are live under this version."""
+        ...
+
+    def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors to where the next weights are gathered."""
+
+    def verify(self) -> str:
+        """Total digest of what is staged, if that is all of the manifest, unchanged and finite."""
+        ...
+
+    def commit(self, version: int, kv: Literal["keep", "recompute"]) -> str:
+        """Make it live between two steps; the digest of the live weights."""
+        ...
+
+    def abort(self) -> None:
+        """Forget what is staged. No-op without an open update."""
 
 
 class WorkerLike(Protocol):
@@ -35,6 +72,11 @@ class WorkerLike(Protocol):
     @property
     def module(self) -> nn.Module:
         """The Hugging Face module that serves. Read its structure; values are for `live_weights`."""
+        ...
+
+    @property
+    def update(self) -> WeightTransaction:
+        """How weights change. For methods that run beside steps (`rpc_beside_steps`), but for `metadata`, `digest`."""
         ...
 
     @property
@@ -95,10 +137,21 @@ RESERVED = frozenset(
 
 def rpc(method: _Method) -> _Method:
     """Mark a method of a `WorkerExtension` as one that can be called by name."""
-    setattr(method, _MARK, True)
+    setattr(method, _MARK, "between steps")
+    return method
+
+
+def rpc_beside_steps(method: _Method) -> _Method:
+    """As `rpc`, but it runs on a thread of its own while steps go on: for what takes long and touches nothing shared."""
+    setattr(method, _MARK, "beside steps")
     return method
 
 
 def is_rpc(method: object) -> bool:
     """Whether it is marked."""
-    return getattr(method, _MARK, False) is True
+    return getattr(method, _MARK, None) in ("between steps", "beside steps")
+
+
+def runs_beside_steps(method: object) -> bool:
+    """Whether it is marked so."""
+    return getattr(method, _MARK, None) == "beside steps"

@@ -1,6 +1,7 @@
 """The executor in the caller's own process: no sockets, no spawn."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.execution.called_update import Core
 from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.execution.worker import ModelInfo, Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
@@ -54,6 +56,14 @@ class InlineExecutor:
     def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Result of an extension's method on every rank, in order. Raises as `Extensions.call`."""
         return [self.worker.extensions.call(method, args, kwargs)]
+
+    def runs_beside_steps(self, method: str) -> bool:
+        """Whether calls of this method of an extension run on a thread of their own, not between two steps."""
+        return self.worker.extensions.run_beside_steps(method)
+
+    def follow(self, core: Core, boundary: Callable[[], AbstractContextManager[object]]) -> None:
+        """Tell `core`, inside `boundary()`, which keeps steps out, of updates that come as calls."""
+        self.worker.update.follow(core, boundary)
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
         """Result of `fn` for the model of every rank. Raises as `Worker.apply_model`."""

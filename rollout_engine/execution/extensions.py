@@ -17,13 +17,19 @@ from typing import Any, NamedTuple, get_origin, get_type_hints
 import msgspec
 
 from rollout_engine.errors import ConfigError, RolloutEngineError, RPCError, as_weight_errors, unknown_name
-from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc
+from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc, runs_beside_steps
 from worker_ext.inspect import InspectExtension
 from worker_ext.memory import MemoryExtension
 from worker_ext.score import ScoreExtension
+from worker_ext.weights import WeightSyncExtension
 
 ENTRY_POINTS = "rollout_engine.worker_extensions"
-STOCK: tuple[type[WorkerExtension], ...] = (InspectExtension, MemoryExtension, ScoreExtension)
+STOCK: tuple[type[WorkerExtension], ...] = (
+    InspectExtension,
+    MemoryExtension,
+    ScoreExtension,
+    WeightSyncExtension,
+)
 
 
 class Method(NamedTuple):
@@ -33,6 +39,8 @@ class Method(NamedTuple):
     arguments: type[msgspec.Struct]
     result: Any
     """Annotation of what it returns."""
+    beside_steps: bool
+    """It runs while steps go on."""
 
 
 class ExtensionTable:
@@ -62,13 +70,16 @@ class ExtensionTable:
             other = self.methods[name].owner
             raise ConfigError(f"{where} clashes with that of {other.__module__}:{other.__qualname__}. Rename one.")
         try:
-            self.methods[name] = Method(owner, *_signature_of(method))
+            self.methods[name] = Method(owner, *_signature_of(method), runs_beside_steps(method))
         except (TypeError, NameError) as problem:
             raise ConfigError(f"{where} cannot be called by name: {problem}.") from problem
 
 
 class Extensions:
-    """One instance of each class of a table, for one worker. Not for several threads at once."""
+    """One instance of each class of a table, for one worker.
+
+    Calls come one at a time, but for those of methods that run beside steps.
+    """
 
     def __init__(self, table: ExtensionTable, worker: WorkerLike) -> None:
         self._methods, self._rank = table.methods, worker.rank
@@ -96,6 +107,10 @@ class Extensions:
             what = f"{name} failed on rank {self._rank}: {type(error).__name__}: {error}"
             trace = "".join(traceback.format_exception(error))
             raise RPCError(what, method=name, rank=self._rank, traceback=trace) from error
+
+    def run_beside_steps(self, name: str) -> bool:
+        """Whether calls of this method are for a thread beside the steps; False where there is no such method."""
+        return name in self._methods and self._methods[name].beside_steps
 
     def close(self) -> None:
         """Let every extension go, the last one first."""

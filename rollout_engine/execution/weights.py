@@ -224,6 +224,11 @@ class WeightUpdater:
         self.dirty |= forget
 
     @property
+    def is_open(self) -> bool:
+        """Whether a transaction is."""
+        return self._open is not None
+
+    @property
     def num_shadow_bytes(self) -> int:
         """Bytes that updates hold beside the live weights now."""
         return sum(storage.nbytes() for storage in self._shadow.values()) + self._packed.num_spare_bytes

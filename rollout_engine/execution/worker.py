@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, DirtyWeightsError
+from rollout_engine.execution.called_update import CalledUpdate
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.kv_size import bytes_per_block, cap_model_len, size_pool
 from rollout_engine.execution.scoring import score
@@ -81,6 +82,7 @@ class Worker:
             dtype=str(loaded.dtype).removeprefix("torch."),
             choices=self._choices(config, loaded, num_blocks),
         )
+        self.update = CalledUpdate(self.updater)
         self.extensions = Extensions(table, self)
 
     @property

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from concurrent.futures import Future
@@ -52,6 +53,7 @@ class EngineCoreProc:
 
     def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreIO, directory: str) -> None:
         self._core, self._executor, self._io, self._directory = core, executor, io, directory
+        executor.follow(core, lambda: Hold(io.inbox))
         self._weights = WeightIntake(core, executor, io.inbox, self._deliver)
         self._utilities = CoreUtilities(core, executor, io.stats, self._weights, self._deliver)
         self._num_outputs: dict[int, int] = {}
@@ -94,7 +96,7 @@ class EngineCoreProc:
             case Do(action):
                 action()
             case FromClient(client_index, RpcCall() as call):
-                self._io.send(client_index, self._rpc(call))
+                self._rpc(client_index, call)
             case ClientLeft(client_index):
                 self._weights.leave(client_index)
                 remove_directories(self._directory, client_index)
@@ -124,11 +126,18 @@ class EngineCoreProc:
         else:
             self._io.send(client_index, Reply(call.number, pack(result)))
 
-    def _rpc(self, call: RpcCall) -> Reply:
-        try:
-            return answer(call, self._executor.collective_rpc)
-        except Exception as error:
-            return Reply(call.number, failure=_failure(error))
+    def _rpc(self, client_index: int, call: RpcCall) -> None:
+        def run() -> None:
+            try:
+                reply = answer(call, self._executor.collective_rpc)
+            except Exception as error:
+                reply = Reply(call.number, failure=_failure(error))
+            self._io.send(client_index, reply)
+
+        if self._executor.runs_beside_steps(call.method):
+            threading.Thread(target=run, name=f"rpc-{call.method}", daemon=True).start()
+        else:
+            run()
 
     def _reply(self, client_index: int, number: int, future: Future[Any]) -> None:
         error = future.exception()

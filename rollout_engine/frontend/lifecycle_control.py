@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import PauseMode, State
@@ -112,6 +112,10 @@ class LifecycleControl:
         finally:
             with self._change():
                 self._core.end_update(dirty=is_dirty())
+
+    def boundary(self) -> AbstractContextManager[None]:
+        """Keeps steps out; afterwards whoever waits for a change looks again."""
+        return self._change()
 
     def settle(self, mode: UpdateMode, deadline: float) -> None:
         """End or finish what is in flight, before an update; see `StepSide.settle`."""

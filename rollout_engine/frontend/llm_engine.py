@@ -94,6 +94,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         core = EngineCore(executor, core_config(config, info))
         outputs = OutputProcessor(codec)
         engine = cls(core, executor, inputs, outputs, stat_loggers=loggers, log_interval=config.log_interval)
+        executor.follow(core, engine.lifecycle_control.boundary)
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
         logger.info("%s", describe_choices(config, info))

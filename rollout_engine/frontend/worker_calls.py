@@ -3,8 +3,9 @@
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -19,6 +20,10 @@ class Workers(Protocol):
 
     def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Result of an extension's method on every rank, in order."""
+        ...
+
+    def runs_beside_steps(self, method: str) -> bool:
+        """Whether a call of it runs while steps go on."""
         ...
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
@@ -63,16 +68,26 @@ class WorkerCalls:
                 return self._workers.apply_model(fn)
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        with self._lock:
-            self._core.lifecycle.require_alive("collective_rpc")
+        with self._place_for(method):
             return self._workers.collective_rpc(method, args, kwargs)
 
-    def _resolve(self, future: Future[list[Any]], *call: Any) -> None:
+    @contextmanager
+    def _place_for(self, method: str) -> Iterator[None]:
+        """Between two steps, unless it runs beside them."""
         with self._lock:
+            self._core.lifecycle.require_alive("collective_rpc")
+            beside = self._workers.runs_beside_steps(method)
+            if not beside:
+                yield
+        if beside:
+            yield
+
+    def _resolve(self, future: Future[list[Any]], method: str, *arguments: Any) -> None:
+        with self._place_for(method):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(self._run(*call))
+                future.set_result(self._workers.collective_rpc(method, *arguments))
             except BaseException as error:
                 future.set_exception(error)
 

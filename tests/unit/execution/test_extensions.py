@@ -8,7 +8,7 @@ from rollout_engine import ConfigError, LifecycleError, ManifestMismatchError, R
 from rollout_engine.execution import extensions
 from rollout_engine.execution.extensions import STOCK, Extensions, ExtensionTable
 from sync.errors import ManifestMismatch
-from worker_ext.base import RESERVED, WorkerExtension, rpc
+from worker_ext.base import RESERVED, WorkerExtension, rpc, rpc_beside_steps
 
 
 class FakeWorker:
@@ -133,6 +133,17 @@ def test_our_own_errors_come_as_they_are_and_a_transports_as_the_public_one(call
         called.call("refuse")
     with pytest.raises(ManifestMismatchError, match="other names"):
         called.call("mismatch")
+
+
+def test_methods_say_whether_they_run_beside_steps():
+    class Patient(WorkerExtension):
+        @rpc_beside_steps
+        def wait(self) -> int:
+            return 1
+
+    made = Extensions(ExtensionTable([Calculator, Patient]), FakeWorker())
+    assert made.call("wait") == 1
+    assert [made.run_beside_steps(name) for name in ("wait", "add", "absent")] == [True, False, False]
 
 
 def test_two_methods_of_one_name_clash():
