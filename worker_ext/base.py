@@ -142,7 +142,7 @@ def rpc(method: _Method) -> _Method:
 
 
 def rpc_beside_steps(method: _Method) -> _Method:
-    """As `rpc`, but it runs on a thread of its own while steps go on: for what takes long and touches nothing shared."""
+    """As `rpc`, but it runs on a thread of its own while steps go on: for what is long and touches nothing shared."""
     setattr(method, _MARK, "beside steps")
     return method
 

@@ -25,6 +25,8 @@ SIGNATURES = {
             "wake_up": "self tags",
             "is_sleeping": "self",
             "reset_prefix_cache": "self reset_running_requests",
+            "collective_rpc": "self method timeout args kwargs",
+            "apply_model": "self fn",
         }.items()
     },
     "AsyncLLM.from_config": "config",
@@ -34,6 +36,7 @@ SIGNATURES = {
     "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
     **{f"AsyncLLM.{name}": "self" for name in ("check_health", "get_tokenizer", "get_metrics", "get_model_metadata")},
     **{f"AsyncLLM.{name}": "self" for name in ("get_cache_usage", "get_num_unfinished_requests", "shutdown")},
+    "AsyncLLM.collective_rpc": "self method timeout args kwargs",
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority",
     "LLMEngine.step": "self",
@@ -54,7 +57,7 @@ SIGNATURES = {
 FIELDS = {
     "EngineConfig": "model tokenizer dtype device max_model_len block_size kv_cache_bytes num_kv_blocks max_num_seqs "
     "max_num_batched_tokens enable_prefix_caching seed deterministic num_threads load_format skip_tokenizer_init "
-    "logits_processors admission",
+    "logits_processors worker_extensions admission",
     "SamplingParams": "n temperature top_p top_k min_p max_tokens min_tokens stop stop_token_ids ignore_eos "
     "seed logprobs logprobs_mode detokenize skip_special_tokens include_stop_str_in_output truncate_prompt_tokens "
     "output_kind repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words "
