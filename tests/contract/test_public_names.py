@@ -26,7 +26,6 @@ SIGNATURES = {
             "is_sleeping": "self",
             "reset_prefix_cache": "self reset_running_requests",
             "collective_rpc": "self method timeout args kwargs",
-            "apply_model": "self fn",
         }.items()
     },
     "AsyncLLM.from_config": "config",
@@ -36,7 +35,7 @@ SIGNATURES = {
     "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
     **{f"AsyncLLM.{name}": "self" for name in ("check_health", "get_tokenizer", "get_metrics", "get_model_metadata")},
     **{f"AsyncLLM.{name}": "self" for name in ("get_cache_usage", "get_num_unfinished_requests", "shutdown")},
-    "AsyncLLM.collective_rpc": "self method timeout args kwargs",
+    **{f"{owner}.apply_model": "self fn" for owner in ("LLM", "LLMEngine", "RolloutPolicy")},
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority",
     "LLMEngine.step": "self",
