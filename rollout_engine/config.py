@@ -65,6 +65,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Log a line of statistics every `log_interval` seconds while there is work, and when it is done."""
     log_interval: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """Seconds between two calls of the stat loggers."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests, pauses and weight updates go: the URL of an OTLP/HTTP collector, for example
+    "http://localhost:4318/v1/traces". Needs the extra `otel`. See `frontend.spans`."""
 
     def check(self) -> None:
         if KV_TILE % self.block_size:
@@ -73,6 +76,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_bytes and num_kv_blocks both set: give one of them.")
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} is not allowed: give the URL of an OTLP/HTTP "
+                "collector, http://... or https://..."
+            )
         if not self.model:
             raise ConfigError("model='' is not allowed: give a checkpoint directory or a hub id.")
 

@@ -16,6 +16,7 @@ from rollout_engine.frontend.open_streams import LoopWaker
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.rpc_wire import ask
+from rollout_engine.frontend.spans import TraceHeaders
 from rollout_engine.frontend.wire import Health
 from rollout_engine.frontend.worker_calls import checked_call, timed_out
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
@@ -89,16 +90,22 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        trace_headers: TraceHeaders | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what a request brings, by `output_kind`; the last output has `finished=True`.
 
         A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
         cancelling it or dropping the generator aborts the request. Lower `priority` runs first. Raises `RequestError`,
-        nothing queued, and `EngineDeadError`.
+        nothing queued, and `EngineDeadError`. `trace_headers` as in `LLMEngine.add_request`.
         """
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
         stream = self.remote.add_request(
-            prompt, sampling_params, request_id, lambda _: waker.wake(event), priority=priority
+            prompt,
+            sampling_params,
+            request_id,
+            lambda _: waker.wake(event),
+            priority=priority,
+            trace_headers=trace_headers,
         )
         finished = False
         try:
@@ -126,7 +133,8 @@ class AsyncLLM:
     ) -> None:
         """Stop computing at a step boundary; returns when that is so. See `LLMEngine.pause_generation`."""
         mode = "wait" if wait_for_inflight_requests else mode
-        await self._call("pause_generation", mode=mode, clear_cache=clear_cache)
+        with self.remote.spans.during("pause", mode=mode):
+            await self._call("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
         """Go on after a pause."""

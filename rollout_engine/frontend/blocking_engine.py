@@ -84,7 +84,8 @@ class RemoteControl:
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """See `LifecycleVerbs.pause_generation`."""
-        self._remote.call("pause_generation", mode=mode, clear_cache=clear_cache).result()
+        with self._remote.spans.during("pause", mode=mode):
+            self._remote.call("pause_generation", mode=mode, clear_cache=clear_cache).result()
 
     def resume(self) -> None:
         """See `LifecycleVerbs.resume_generation`."""

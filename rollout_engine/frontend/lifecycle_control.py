@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import PauseMode, State
 from rollout_engine.errors import DrainTimeoutError
+from rollout_engine.frontend.spans import Spans
 from rollout_engine.messages import EngineCoreOutputs, UpdateMode
 
 PAUSED_POLL_SECONDS = 0.05
@@ -22,6 +23,7 @@ class LifecycleControl:
         lock: held while a step runs; every verb takes it.
         step: runs one step under the lock and keeps what it brought for the next caller of the engine's `step`.
         deliver: takes ends that no step brought.
+        spans: are told of pauses.
     """
 
     def __init__(
@@ -31,8 +33,9 @@ class LifecycleControl:
         *,
         step: Callable[[], None],
         deliver: Callable[[EngineCoreOutputs], None],
+        spans: Spans,
     ) -> None:
-        self._core = core
+        self._core, self._spans = core, spans
         self._changed = threading.Condition(lock)
         self._step = step
         self._deliver = deliver
@@ -40,9 +43,10 @@ class LifecycleControl:
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """See `LifecycleVerbs.pause_generation`."""
         start = time.perf_counter()
-        with self._change():
-            self._deliver(self._core.pause(mode, clear_cache=clear_cache))
-        self._drain()
+        with self._spans.during("pause", mode=mode):
+            with self._change():
+                self._deliver(self._core.pause(mode, clear_cache=clear_cache))
+            self._drain()
         with self._changed:
             self._core.stats.add_pause(time.perf_counter() - start)
 

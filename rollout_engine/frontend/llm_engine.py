@@ -25,6 +25,7 @@ from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.output_processor import OutputProcessor
 from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.scoring import score_pairs
+from rollout_engine.frontend.spans import Spans, TraceHeaders, spans_to
 from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.weight_verbs import WeightVerbs
@@ -59,14 +60,18 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         *,
         stat_loggers: Sequence[StatLogger] = (),
         log_interval: float = 10.0,
+        spans: Spans | None = None,
     ) -> None:
         self._core = core
         self._executor = executor
         self._inputs = input_processor
         self._outputs = output_processor
         self._log = StatLog(stat_loggers, self.get_metrics, log_interval)
+        self._spans = spans or Spans()
         self._lock = threading.RLock()
-        self._control = LifecycleControl(core, self._lock, step=self._step_for_others, deliver=self._deliver)
+        self._control = LifecycleControl(
+            core, self._lock, step=self._step_for_others, deliver=self._deliver, spans=self._spans
+        )
         self._calls = WorkerCalls(core, executor, self._control, self._lock)
         self._ready: list[RequestOutput] = []
         """Results of aborts and results handed back, for the next step to return."""
@@ -80,6 +85,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         `stat_loggers` are shown the engine's metrics, beside the log line and those that packages have registered.
         """
         loggers = all_loggers(stat_loggers, log_line=config.log_stats)
+        spans = spans_to(config.otlp_traces_endpoint)
         executor = InlineExecutor.from_config(config)
         info = executor.info
         codec = None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
@@ -92,8 +98,10 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             takes_extra_args=bool(config.logits_processors),
         )
         core = EngineCore(executor, core_config(config, info))
-        outputs = OutputProcessor(codec)
-        engine = cls(core, executor, inputs, outputs, stat_loggers=loggers, log_interval=config.log_interval)
+        outputs = OutputProcessor(codec, on_closed=spans.request)
+        engine = cls(
+            core, executor, inputs, outputs, stat_loggers=loggers, log_interval=config.log_interval, spans=spans
+        )
         executor.follow(core, engine.lifecycle_control.boundary)
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
@@ -114,13 +122,23 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         return self._core.policy_version
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        trace_headers: TraceHeaders | None = None,
     ) -> str:
-        """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued."""
+        """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued.
+
+        `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
+        """
         with self._lock:
             self._require_open()
             self._check_id(request_id)
-            self._queue(request_id, self._inputs.check(prompt, params), priority)
+            self._spans.check_headers(trace_headers)
+            self._queue(request_id, self._inputs.check(prompt, params), priority, trace_headers)
         return request_id
 
     def add_requests(
@@ -253,7 +271,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         with self._control.updating(lambda: self._executor.updater.dirty):
             steps = _Steps(self._core, self._control, self._lock, options.kv)
             update = partial(update_from_source, self._executor.updater, source, steps, options, version)
-            return self._core.stats.updates.count(update)
+            return self._spans.update(partial(self._core.stats.updates.count, update))
 
     def score(
         self,
@@ -276,6 +294,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         with self._lock:
             if self._release.alive:
                 self._log.close()
+                self._spans.close()
             self._control.shutdown()
             self._release()
 
@@ -300,12 +319,14 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         results, _ = self._outputs.process(outputs)
         self._ready += results
 
-    def _queue(self, request_id: str, checked: CheckedPrompt, priority: int) -> None:
+    def _queue(
+        self, request_id: str, checked: CheckedPrompt, priority: int, trace_headers: TraceHeaders | None = None
+    ) -> None:
         if not isinstance(priority, int):
             raise RequestError.for_field("priority", priority, "an int")
         request = self._inputs.admit(checked, request_id, priority=priority)
         self._core.add_request(request)
-        self._outputs.add(request, checked.text)
+        self._outputs.add(request, checked.text, trace_headers)
         self._log.begin()
 
     def _new_id(self) -> str:

@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -44,8 +44,14 @@ class Stream:
 class OpenStreams:
     """The output processor behind a lock, and a stream for each of its requests."""
 
-    def __init__(self, codec: TextCodec | None, abort: Callable[[list[str]], None]) -> None:
-        self._processor = OutputProcessor(codec)
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        abort: Callable[[list[str]], None],
+        *,
+        on_closed: Callable[[OpenRequest, BaseException | None], None] = lambda request, error: None,
+    ) -> None:
+        self._processor = OutputProcessor(codec, on_closed=on_closed)
         self._abort = abort
         self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
@@ -69,12 +75,18 @@ class OpenStreams:
         with self._lock:
             return list(self._streams)
 
-    def add(self, request: EngineCoreRequest, text: str | None, wake: Callable[[Stream], None]) -> Stream:
+    def add(
+        self,
+        request: EngineCoreRequest,
+        text: str | None,
+        wake: Callable[[Stream], None],
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Stream:
         """Open a request, before the core hears of it. `wake` is called when there is something to take."""
         with self._lock:
             if request.request_id in self._streams:
                 raise RequestError.for_field("request_id", request.request_id, "unique among unfinished requests")
-            stream = Stream(self._processor.add(request, text), wake)
+            stream = Stream(self._processor.add(request, text, trace_headers), wake)
             self._streams[request.request_id] = stream
             return stream
 
@@ -94,7 +106,7 @@ class OpenStreams:
             if self._streams.get(stream.request_id) is not stream:
                 return
             del self._streams[stream.request_id]
-            self._processor.discard(stream.request_id)
+            self._processor.discard(stream.request_id, stream.error)
         if stream.error is None:
             self._abort([stream.request_id])
 

@@ -1,6 +1,7 @@
 """Gathers what the core's steps bring into `RequestOutput`s: n samples a request, streamed or at the end."""
 
 import time
+from collections.abc import Callable, Mapping
 from copy import copy
 
 from rollout_engine.frontend.detokenizer import Detokenizer
@@ -21,8 +22,15 @@ class OutputProcessor:
     of those that changed.
     """
 
-    def __init__(self, codec: TextCodec | None) -> None:
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        *,
+        on_closed: "Callable[[OpenRequest, BaseException | None], None]" = lambda request, error: None,
+    ) -> None:
+        """`on_closed` is told once of every request: when its last sample has ended, or when it is discarded before."""
         self._codec = codec
+        self._on_closed = on_closed
         self._requests: dict[str, OpenRequest] = {}
         self._owners: dict[int, OpenRequest] = {}
         """Every sequence of every open request."""
@@ -43,17 +51,22 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: EngineCoreRequest, prompt: str | None) -> "OpenRequest":
+    def add(
+        self, request: EngineCoreRequest, prompt: str | None, trace_headers: Mapping[str, str] | None = None
+    ) -> "OpenRequest":
         """Open a request that the core has taken. `prompt` is its text, if it had one."""
-        self._requests[request.request_id] = opened = OpenRequest(request, prompt, self._codec)
+        self._requests[request.request_id] = opened = OpenRequest(request, prompt, self._codec, trace_headers)
         for sequence, sample in zip(opened.sequences, opened.samples, strict=True):
             self._owners[sequence], self._live[sequence] = opened, sample
         return opened
 
-    def discard(self, request_id: str) -> None:
-        """Close a request without a result. An unknown id is a no-op."""
+    def discard(self, request_id: str, error: BaseException | None = None) -> None:
+        """Close a request without a result, for `error` if there is one. An unknown id is a no-op."""
         if request_id in self._requests:
-            sequences = self._requests.pop(request_id).sequences
+            request = self._requests.pop(request_id)
+            if request.num_live:
+                self._on_closed(request, error)
+            sequences = request.sequences
             self._timer.discarded(sequences)
             for sequence in sequences:
                 del self._owners[sequence]
@@ -124,6 +137,7 @@ class OutputProcessor:
         if request.num_live == 0:
             num_generated = sum(sample.num_tokens for sample in request.samples)
             self._timer.finished(request.metrics, request.num_prompt_tokens, num_generated)
+            self._on_closed(request, None)
 
     def _mark(self, changed: list[int]) -> list["OpenRequest"]:
         """The requests of these sequences, each once."""
@@ -138,8 +152,16 @@ class OutputProcessor:
 class OpenRequest:
     """A prompt and its n samples while they grow."""
 
-    def __init__(self, request: EngineCoreRequest, prompt: str | None, codec: TextCodec | None) -> None:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        codec: TextCodec | None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
         params = request.params
+        self.trace_headers = trace_headers
+        """The caller's trace."""
         self.request_id = request.request_id
         self.sequences = range(request.first_sequence, request.first_sequence + params.n)
         self.changed: set[int] = set()

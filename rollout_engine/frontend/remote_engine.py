@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcesso
 from rollout_engine.frontend.lifeline import CoreProcess
 from rollout_engine.frontend.open_streams import OpenStreams, Stream
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.spans import Spans, TraceHeaders, spans_to
 from rollout_engine.frontend.stat_loggers import all_loggers
 from rollout_engine.frontend.stat_thread import StatThread
 from rollout_engine.frontend.tokenizer import TextCodec
@@ -39,9 +41,14 @@ class RemoteEngine:
     """Prompts are tokenized and outputs put together here; the core computes. Made by `start` or `connect`."""
 
     def __init__(
-        self, client: CoreClient, ready: Ready, codec: TextCodec | None, loggers: Sequence[StatLogger] = ()
+        self,
+        client: CoreClient,
+        ready: Ready,
+        codec: TextCodec | None,
+        spans: Spans,
+        loggers: Sequence[StatLogger] = (),
     ) -> None:
-        self.client, self.ready = client, ready
+        self.client, self.ready, self.spans = client, ready, spans
         seed = ready.config.seed
         self.inputs = InputProcessor(
             codec,
@@ -52,7 +59,7 @@ class RemoteEngine:
             seed=seed if client.client_index == 0 else mix(seed, 2**63 + client.client_index),
             takes_extra_args=bool(ready.config.logits_processors),
         )
-        self.streams = OpenStreams(codec, client.abort)
+        self.streams = OpenStreams(codec, client.abort, on_closed=spans.request)
         self.streams.policy_version = ready.policy_version
         self._admitting = threading.Lock()
         self._num_named = 0
@@ -61,7 +68,7 @@ class RemoteEngine:
             loggers, _metrics_of(client, self.streams), self.streams.__len__, ready.config.log_interval
         )
         self._pusher = WeightPusher(client)
-        self.shutdown = weakref.finalize(self, _close, self.stat_thread, client, self._pusher)
+        self.shutdown = weakref.finalize(self, _close, self.stat_thread, client, self._pusher, spans)
         """Leave the core, or end it if it is ours. Calling it again is a no-op."""
 
     @classmethod
@@ -74,7 +81,7 @@ class RemoteEngine:
         stat_loggers: Sequence[StatLogger] = (),
     ) -> "RemoteEngine":
         """Over a new core, which ends with this engine. Raises `ConfigError`, `EngineDeadError`."""
-        loggers = all_loggers(stat_loggers, log_line=config.log_stats)
+        loggers, spans = all_loggers(stat_loggers, log_line=config.log_stats), spans_to(config.otlp_traces_endpoint)
         process = CoreProcess(config, heartbeat_seconds=HEARTBEAT_SECONDS, max_backlog_bytes=MAX_BACKLOG_BYTES)
         try:
             codec = _load_codec(config)  # while the core loads the model
@@ -83,16 +90,21 @@ class RemoteEngine:
             ready = client.wait_welcome()
         except BaseException:
             process.end(kill=True)
+            spans.close()
             raise
         logger.info("%s, core process %d", ready.choices, ready.pid)
-        return cls(client, ready, codec, loggers)
+        return cls(client, ready, codec, spans, loggers)
 
     @classmethod
     def connect(cls, address: str, *, hang_seconds: float) -> "RemoteEngine":
         """Over a core that somebody else started. Raises `EngineDeadError`."""
         client = CoreClient.connect(address, hang_seconds=hang_seconds)
         ready = client.wait_welcome()
-        return cls(client, ready, _load_codec(ready.config))
+        try:
+            return cls(client, ready, _load_codec(ready.config), spans_to(ready.config.otlp_traces_endpoint))
+        except BaseException:
+            client.close()
+            raise
 
     def add_request(
         self,
@@ -102,12 +114,14 @@ class RemoteEngine:
         wake: Callable[[Stream], None],
         *,
         priority: int = 0,
+        trace_headers: TraceHeaders | None = None,
     ) -> Stream:
         """Queue a request; `wake(stream)` is called, on another thread, when there is something to take of it.
 
         Raises `RequestError`, nothing queued, and `EngineDeadError`.
         """
-        return self._queue(self.inputs.check(prompt, params), request_id, wake, priority)
+        self.spans.check_headers(trace_headers)
+        return self._queue(self.inputs.check(prompt, params), request_id, wake, priority, trace_headers)
 
     def add_requests(
         self, prompts: Sequence[Any], params: Sequence[SamplingParams], wake: Callable[[Stream], None]
@@ -126,7 +140,7 @@ class RemoteEngine:
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """One whole update of the core's weights; blocks. See `WeightVerbs.update_weights`."""
-        report = self._pusher.push(source, version, options)
+        report = self.spans.update(partial(self._pusher.push, source, version, options))
         self.streams.policy_version = report.version
         return report
 
@@ -158,7 +172,12 @@ class RemoteEngine:
         return self.inputs.codec.hf
 
     def _queue(
-        self, checked: CheckedPrompt, request_id: str | None, wake: Callable[[Stream], None], priority: int
+        self,
+        checked: CheckedPrompt,
+        request_id: str | None,
+        wake: Callable[[Stream], None],
+        priority: int,
+        trace_headers: TraceHeaders | None = None,
     ) -> Stream:
         if type(priority) is not int:
             raise RequestError.for_field("priority", priority, "an int")
@@ -170,7 +189,7 @@ class RemoteEngine:
             if name in self.streams:
                 raise RequestError.for_field("request_id", name, "unique among unfinished requests")
             request = self.inputs.admit(checked, name, priority=priority)
-            stream = self.streams.add(request, checked.text, wake)
+            stream = self.streams.add(request, checked.text, wake, trace_headers)
             try:
                 self.client.send(AddRequest(request))
             except RolloutEngineError as error:
@@ -194,10 +213,11 @@ def _metrics_of(client: CoreClient, streams: OpenStreams) -> Callable[[], Engine
     return lambda: EngineMetrics(core=client.call("get_core_metrics", CoreMetrics).result(), requests=streams.stats)
 
 
-def _close(stat_thread: StatThread, client: CoreClient, pusher: WeightPusher) -> None:
+def _close(stat_thread: StatThread, client: CoreClient, pusher: WeightPusher, spans: Spans) -> None:
     stat_thread.close()
     client.close()
     pusher.close()
+    spans.close()
 
 
 def _load_codec(config: EngineConfig) -> TextCodec | None:

@@ -28,7 +28,8 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         """Why it has ended; None while it grows."""
         self._stop_reason: int | str | None = None
-        self._error: str | None = None
+        self.error: str | None = None
+        """Why it failed, if it did."""
         self._token_ids: list[int] = []
         self._logprobs: Any = None if params.logprobs is None else array("f")
         self._top_logprobs = TopLogprobs(params.logprobs) if params.logprobs else None
@@ -79,12 +80,12 @@ class Sample:
 
     def finish(self, end: SequenceEnd) -> None:
         """The core has ended the sequence."""
-        self.finish_reason, self._stop_reason, self._error = end.finish_reason, end.stop_reason, end.error
+        self.finish_reason, self._stop_reason, self.error = end.finish_reason, end.stop_reason, end.error
         if self._text is not None:
             self.read_text()
             self._text.finish()
             if self._text.stop is not None:
-                self.finish_reason, self._stop_reason, self._error = "stop", self._text.stop, None
+                self.finish_reason, self._stop_reason, self.error = "stop", self._text.stop, None
 
     def render(self, *, only_new: bool) -> CompletionOutput:
         """The sample so far, or what is new since the last call. Positions in spans count from the start either way."""
@@ -107,7 +108,7 @@ class Sample:
             stop_reason=self._stop_reason,
             version_spans=self._spans_from(start),
             seed=self._seed,
-            error=self._error,
+            error=self.error,
         )
 
     def _start_span(self, policy_version: int, kv_min_version: int) -> None:

@@ -29,7 +29,7 @@ SIGNATURES = {
         }.items()
     },
     "AsyncLLM.from_config": "config",
-    "AsyncLLM.generate": "self prompt sampling_params request_id * priority",
+    "AsyncLLM.generate": "self prompt sampling_params request_id * priority trace_headers",
     "AsyncLLM.abort": "self request_ids",
     "AsyncLLM.score": "self prompt_token_ids completion_token_ids * temperature",
     "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
@@ -37,7 +37,7 @@ SIGNATURES = {
     **{f"AsyncLLM.{name}": "self" for name in ("get_cache_usage", "get_num_unfinished_requests", "shutdown")},
     **{f"{owner}.apply_model": "self fn" for owner in ("LLM", "LLMEngine", "RolloutPolicy")},
     "LLMEngine.from_config": "config",
-    "LLMEngine.add_request": "self request_id prompt params * priority",
+    "LLMEngine.add_request": "self request_id prompt params * priority trace_headers",
     "LLMEngine.step": "self",
     "LLMEngine.abort_request": "self request_ids",
     "LLMEngine.has_unfinished_requests": "self",

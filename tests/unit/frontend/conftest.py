@@ -9,6 +9,7 @@ from rollout_engine.frontend.input_processor import InputProcessor
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.frontend.output_processor import OutputProcessor
+from rollout_engine.frontend.spans import Spans
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.testing import byte_tokenizer
 
@@ -56,7 +57,7 @@ def make_engine(codec):
     """Build engines; each must be empty, inside and out, when the test ends."""
     made = []
 
-    def make(*, with_tokenizer=True, seed=0, stat_loggers=(), log_interval=10.0, **fake):
+    def make(*, with_tokenizer=True, seed=0, stat_loggers=(), log_interval=10.0, spans=None, **fake):
         executor = FakeModel(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, **fake)
         config = CoreConfig(
             num_blocks=256,
@@ -71,9 +72,10 @@ def make_engine(codec):
         inputs = InputProcessor(
             used, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], seed=seed
         )
-        outputs = OutputProcessor(used)
-        logging = {"stat_loggers": stat_loggers, "log_interval": log_interval}
-        engine = LLMEngine(core, executor, inputs, outputs, **logging)
+        spans = spans or Spans()
+        outputs = OutputProcessor(used, on_closed=spans.request)
+        watch = {"stat_loggers": stat_loggers, "log_interval": log_interval, "spans": spans}
+        engine = LLMEngine(core, executor, inputs, outputs, **watch)
         engine.core, engine.executor = core, executor
         made.append(engine)
         return engine

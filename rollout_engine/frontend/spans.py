@@ -1,0 +1,146 @@
+"""Spans of requests, pauses and weight updates, for OpenTelemetry, which is imported here alone and only if asked for.
+
+    caller's trace ── trace_headers ──> rollout_engine.request            events: scheduled, first_token
+    caller's span  ── its context ────> rollout_engine.pause, rollout_engine.update_weights
+
+The span of a request is made when it has ended, from times that are kept anyway: until then it costs nothing.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.frontend.output_processor import OpenRequest
+from rollout_engine.outputs import UpdateReport
+
+logger = logging.getLogger("rollout_engine")
+
+_EXPORT_SECONDS = 3.0
+"""So long a collector that is not there delays a shutdown."""
+
+TraceHeaders = Mapping[str, str]
+"""W3C trace context: `traceparent`, and perhaps `tracestate`."""
+
+
+class Spans:
+    """Records nothing: what an engine has without an endpoint."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def check_headers(self, headers: TraceHeaders | None) -> None:
+        """Raise `RequestError` unless they are headers."""
+        if headers is None:
+            return
+        if not isinstance(headers, Mapping) or not all(isinstance(x, str) for pair in headers.items() for x in pair):
+            raise RequestError.for_field("trace_headers", headers, "a mapping of str to str")
+        self._warn()
+
+    def request(self, request: OpenRequest, error: BaseException | None) -> None:
+        """A request has ended, or nobody waits for it any more; `error` where that is why."""
+
+    @contextmanager
+    def during(self, name: str, **attributes: Any) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        """A span around what runs inside; call what it yields to add attributes. What is raised marks it as failed."""
+        yield lambda _: None
+
+    def update(self, update: Callable[[], UpdateReport]) -> UpdateReport:
+        """Carry a weight update out inside a span."""
+        with self.during("update_weights") as tell:
+            report = update()
+            names = ("version", "num_tensors", "num_bytes", "stall_seconds", "num_in_flight", "staging")
+            tell({f"rollout_engine.{name}": getattr(report, name) for name in names})
+        return report
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            logger.warning("trace_headers are not used: EngineConfig.otlp_traces_endpoint is not set")
+            self._has_warned = True
+
+
+class OpenTelemetrySpans(Spans):
+    """Records to a `TracerProvider` of the OpenTelemetry SDK, and shuts it down at the end."""
+
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        super().__init__()
+        self._provider, self._tracer = provider, provider.get_tracer("rollout_engine")
+        self._extract, self._no_context = TraceContextTextMapPropagator().extract, Context()
+        self._failed = StatusCode.ERROR
+
+    def request(self, request: OpenRequest, error: BaseException | None) -> None:
+        metrics, now = request.metrics, time.monotonic()
+        to_epoch = time.time() - now
+        headers = {name.lower(): value for name, value in (request.trace_headers or {}).items()}
+        span = self._tracer.start_span(
+            "rollout_engine.request",
+            context=self._extract(headers, self._no_context),
+            start_time=_nanoseconds(metrics.arrival_time + to_epoch),
+            attributes=_attributes(request),
+        )
+        for event, at in (("scheduled", metrics.scheduled_time), ("first_token", metrics.first_token_time)):
+            if at is not None:
+                span.add_event(event, timestamp=_nanoseconds(at + to_epoch))
+        why = str(error) if error is not None else next((s.error for s in request.samples if s.error), None)
+        if why is not None:
+            span.set_status(self._failed, why)
+        span.end(_nanoseconds((metrics.finished_time or now) + to_epoch))
+
+    @contextmanager
+    def during(self, name: str, **attributes: Any) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        named = {f"rollout_engine.{key}": value for key, value in attributes.items()}
+        with self._tracer.start_as_current_span(f"rollout_engine.{name}", attributes=named) as span:
+            yield span.set_attributes
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+    def _warn(self) -> None:
+        """They are used."""
+
+
+def spans_to(endpoint: str | None) -> Spans:
+    """Spans to an OTLP/HTTP collector, in batches from a thread of their own. Raises `ConfigError` without the extra.
+
+    The service is called OTEL_SERVICE_NAME, or "rollout-engine".
+    """
+    if endpoint is None:
+        return Spans()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        what = f"otlp_traces_endpoint={endpoint!r} needs OpenTelemetry: pip install 'rollout-engine[otel]'"
+        raise ConfigError(f"{what} ({error}).") from error
+    service = os.environ.get("OTEL_SERVICE_NAME", "rollout-engine")
+    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS)))
+    return OpenTelemetrySpans(provider)
+
+
+def _attributes(request: OpenRequest) -> dict[str, Any]:
+    versions: set[int] = set().union(*(sample.policy_versions for sample in request.samples))
+    return {
+        "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(sample.num_tokens for sample in request.samples),
+        "gen_ai.response.finish_reasons": [sample.finish_reason or "abort" for sample in request.samples],
+        "rollout_engine.request_id": request.request_id,
+        "rollout_engine.num_cached_tokens": request.num_cached_tokens,
+        "rollout_engine.policy_versions": sorted(versions),
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
