@@ -43,7 +43,7 @@ from tests.faults.updates import spelling
 
 async def push(engine, options):
     while True:
-        version = await asyncio.wrap_future(engine.remote.call("get_policy_version", int)) + 1
+        version = (await engine.check_health()).policy_version + 1
         print("begin", version, flush=True)
         await engine.update_weights(spelling(version), version=version, timeout=3, **options)
 
@@ -182,7 +182,7 @@ class TrainerDeaths:
         """What the dead one had open is given up by itself; then the next trainer's weights are taken."""
         deadline = time.monotonic() + 10
         while True:
-            version = await asyncio.wrap_future(self.engine.remote.call("get_policy_version", int)) + 1
+            version = (await self.engine.check_health()).policy_version + 1
             try:
                 await self.engine.update_weights(spelling(version), version=version, timeout=10)
                 return

@@ -188,7 +188,7 @@ def publishers(_: Path, seconds: float) -> Figure:
     return dict(total)
 
 
-TRANSPORTS = ["default"]
+TRANSPORTS = ["shm", "store", "gloo"]
 PARTS: dict[str, Callable[[Path, float], Figure]] = {
     part.__name__: part for part in (schedules, updates, aborts, frames, nonsense, cores, parents, trainers, publishers)
 }

@@ -29,12 +29,12 @@ def test_every_caller_hears_of_a_killed_core_in_time(checkpoint):
 def test_trainers_that_die_in_a_push_leave_whole_weights_and_room_for_the_next(engine):
     async def run():
         deaths = TrainerDeaths(engine, seed=3)
-        await deaths.run(["default"], num_deaths=5, seconds=60)
+        await deaths.run(["shm", "store", "gloo"], num_deaths=6, seconds=60)
         await assert_clean(engine)
         return deaths
 
     deaths = asyncio.run(run())
-    assert deaths.num_deaths == 5 and deaths.spelled.num_right > 100
+    assert deaths.num_deaths == 6 and deaths.spelled.num_right > 100
     assert deaths.spelled.num_wrong == 0
     assert max(deaths.recovery_seconds) < 10
 

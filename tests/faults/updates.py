@@ -155,7 +155,7 @@ class UpdatesUnderLoad:
             self.refused[name] += 1
         else:
             raise AssertionError(f"weights were taken that are {name}")
-        live = await asyncio.wrap_future(self.engine.remote.call("get_policy_version", int))
+        live = (await self.engine.check_health()).policy_version
         assert live == version, f"{name}: version {live} after a refusal at {version}"
 
     def _damaged_store(self, kind: str, version: int) -> Path:
