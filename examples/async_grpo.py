@@ -1,0 +1,405 @@
+"""GRPO without waiting, in one file: one process samples all the time, another trains on what it gets.
+
+    python examples/async_grpo.py                       makes a small policy on the spot, then trains it
+    python examples/async_grpo.py --shuffle-advantages  the control: same run, rewards dealt to the wrong samples
+    python examples/async_grpo.py --verify              recomputes every log-prob under the weights that sampled it
+    python examples/async_grpo.py --model DIRECTORY     trains the policy that examples/grpo.py or this file made
+
+The engine's process keeps 32 prompts in flight. The trainer takes the 32 groups of 8 answers that wait longest, makes
+one step, and sends its weights to the engine, where answers in flight go on under the new ones. So a batch is a few
+versions old, and several versions made some of its answers. Every token carries the log-prob that its sampler gave it
+and the version of the weights; its importance weight is therefore exact. Groups with a token more than
+`--max-staleness` versions old are dropped, and so is the oldest when more than a batch waits; both are counted.
+
+The task is that of examples/grpo.py: reasoning-gym's `spell_backward`, and a made policy that first imitates a teacher
+who is right on short words, but wrong three times in four on long ones. Two runs differ, as what meets what depends on
+the clock.
+"""
+
+import argparse
+import asyncio
+import copy
+import json
+import random
+import string
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import reasoning_gym
+import torch
+from tensordict import TensorDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from rollout_engine import AsyncLLM, EngineGenerateError, RequestOutput, SamplingParams, exact
+from rollout_engine.rollout_batch import rollout_batch
+
+NUM_ITEMS, NUM_UNSEEN = 20_000, 200
+MIN_LETTERS, MAX_LETTERS = 3, 7
+GROUP_SIZE, NUM_PROMPTS = 8, 32
+MAX_WEIGHT = 2.0
+SCORE = reasoning_gym.get_score_answer_fn("spell_backward")
+
+Entry = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run the example; returns the rows written to metrics.jsonl."""
+    options = parse(arguments)
+    disable_progress_bar()
+    torch.manual_seed(options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    training, unseen = make_items(options.seed)
+    if options.model is None:
+        options.model = make_policy(options.out / "policy", training, options)
+    torch.set_num_threads(1)  # one core for the trainer, one for the engine
+    trainer = exact.enable(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32))
+    limits = dict(max_num_seqs=GROUP_SIZE * NUM_PROMPTS + NUM_UNSEEN, num_threads=1)
+    with AsyncLLM(options.model, dtype="float32", seed=options.seed, **limits) as engine:
+        history = asyncio.run(train(engine, trainer, training, unseen, options))
+    print(summary(history))
+    first, last = history[0]["accuracy"], history[-1]["accuracy"]
+    print(f"accuracy on {NUM_UNSEEN} unseen words: {first:.3f} -> {last:.3f}; see {options.out}")
+    return history
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Command line options."""
+    parser = argparse.ArgumentParser(description="Asynchronous GRPO on reasoning-gym's spell_backward.")
+    parser.add_argument("--model", help="directory of a policy made before; default: one made on the spot")
+    parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
+    parser.add_argument("--max-staleness", type=int, default=4, help="versions a token may be old; 0: none is")
+    parser.add_argument("--warm-up-steps", type=int, default=600, help="imitation steps of the made policy")
+    parser.add_argument("--learning-rate", type=float, default=4e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shuffle-advantages", action="store_true", help="control: nothing should be learned")
+    parser.add_argument("--verify", action="store_true", help="recompute log-probs under the weights of their versions")
+    parser.add_argument("--out", type=Path, default=Path("runs/async_grpo"))
+    return parser.parse_args(arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling: all the time, whatever the trainer does
+
+
+class Group(NamedTuple):
+    """The answers to one entry, and their rewards."""
+
+    entry: Entry
+    output: RequestOutput
+    rewards: list[float]
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that made its first token."""
+        return min(span.policy_version for sample in self.output.outputs for span in sample.version_spans)
+
+
+class Supply:
+    """Finished groups that wait for the trainer: a batch of them at most, for the oldest makes room."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self.max_staleness = max_staleness
+        self.num_stale = self.num_surplus = 0
+        self._waiting: asyncio.Queue[Group] = asyncio.Queue(NUM_PROMPTS)
+
+    def put(self, group: Group) -> None:
+        """Add a group."""
+        if self._waiting.full():
+            self._waiting.get_nowait()
+            self.num_surplus += 1
+        self._waiting.put_nowait(group)
+
+    async def take(self, version: int) -> list[Group]:
+        """The next batch for a trainer whose weights are `version`: no token in it is more than `max_staleness` old."""
+        batch: list[Group] = []
+        while len(batch) < NUM_PROMPTS:
+            group = await self._waiting.get()
+            if version - group.oldest_version <= self.max_staleness:
+                batch.append(group)
+            else:
+                self.num_stale += 1
+        return batch
+
+
+async def sample_forever(engine: AsyncLLM, training: list[Entry], supply: Supply, draws: random.Random) -> None:
+    """Answer one entry after another."""
+    sampling = SamplingParams(n=GROUP_SIZE, max_tokens=MAX_LETTERS + 3, logprobs=0, output_kind="final_only")
+    while True:
+        supply.put(await answer(engine, draws.choice(training), sampling))
+
+
+async def answer(engine: AsyncLLM, entry: Entry, sampling: SamplingParams, priority: int = 0) -> Group:
+    """The answers to one entry, scored."""
+    output = await anext(engine.generate(word_of(entry) + "=", sampling, priority=priority))
+    if failed := [sample.error for sample in output.outputs if sample.finish_reason == "error"]:
+        raise EngineGenerateError(f"'{word_of(entry)}' was not answered: {failed[0]}")
+    return Group(entry, output, [reward(sample.text, entry) for sample in output.outputs])
+
+
+async def evaluate(engine: AsyncLLM, entries: list[Entry]) -> float:
+    """Share of `entries` that greedy decoding answers right; they go ahead of what waits."""
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_LETTERS + 3, output_kind="final_only")
+    groups = await asyncio.gather(*(answer(engine, entry, greedy, priority=-1) for entry in entries))
+    return sum(group.rewards[0] for group in groups) / len(groups)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+async def train(
+    engine: AsyncLLM, trainer: nn.Module, training: list[Entry], unseen: list[Entry], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Returns one row of metrics per step. A row's accuracy is that of the policy before the step's update."""
+    supply, draws, start = Supply(options.max_staleness), random.Random(options.seed), time.perf_counter()
+    learner = Learner(trainer, (await engine.get_tokenizer()).pad_token_id, options)
+    history: list[dict[str, Any]] = []
+    with open(options.out / "metrics.jsonl", "w") as metrics:
+        async with asyncio.TaskGroup() as tasks:  # a failed sampler ends the training
+            samplers = [tasks.create_task(sample_forever(engine, training, supply, draws)) for _ in range(NUM_PROMPTS)]
+            for step in range(options.steps + 1):
+                evaluation = tasks.create_task(evaluate(engine, unseen))
+                began = time.perf_counter()
+                groups = await supply.take(learner.version)
+                row = {"step": step, "waited_seconds": time.perf_counter() - began}
+                row |= await asyncio.to_thread(learner.step, groups)
+                row["accuracy"] = await evaluation  # of one version: the next is sent when it is done
+                row["update_ms"] = 1000 * (await engine.update_weights(trainer, version=learner.version)).seconds
+                row |= {"stale_groups": supply.num_stale, "surplus_groups": supply.num_surplus}
+                row["seconds"] = time.perf_counter() - start
+                report(row)
+                metrics.write(json.dumps(row) + "\n")
+                history.append(row)
+            for sampler in samplers:
+                sampler.cancel()
+    return history
+
+
+class Learner:
+    """The trainer's weights, their optimizer, and their version: the number of steps made."""
+
+    def __init__(self, model: nn.Module, pad_token_id: int, options: argparse.Namespace) -> None:
+        self.model, self.version, self._pad_token_id = model, 0, pad_token_id
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
+        self._shuffle = options.shuffle_advantages
+        self._past = PastPolicies(model, options.max_staleness) if options.verify else None
+
+    def step(self, groups: list[Group]) -> dict[str, Any]:
+        """One GRPO step. Returns its figures."""
+        start = time.perf_counter()
+        rewards = torch.tensor([group.rewards for group in groups])
+        batch = rollout_batch([group.output for group in groups], pad_token_id=self._pad_token_id)
+        advantages = group_advantages(rewards)
+        if self._shuffle:
+            advantages = advantages[torch.randperm(len(advantages))]
+        figures = {"reward": rewards.mean().item()} | ages(batch, self.version)
+        if self._past is not None:
+            figures["max_logprob_diff"] = self._past.largest_difference(batch)
+        # Column i belongs to token i + 1.
+        sampled, old = batch["masks", "all_assistant_mask"][:, 1:], batch["log_probs", "full"][:, 1:]
+        new = exact.token_logprobs(self.model, batch["tokens", "full"], batch["masks", "all_attention_mask"])
+        weights = importance_weights(new[sampled], old[sampled])
+        loss = -(weights * advantages[:, None].expand_as(new)[sampled] * new[sampled]).mean()
+        loss.backward()
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.version += 1
+        if self._past is not None:
+            self._past.keep(self.version, self.model)
+        return figures | {"mean_weight": weights.mean().item(), "training_seconds": time.perf_counter() - start}
+
+
+def group_advantages(rewards: Tensor) -> Tensor:
+    """Rewards [P, G] -> advantages [P * G]: how much better than its group each sample did (Shao et al., 2024)."""
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def importance_weights(new: Tensor, old: Tensor) -> Tensor:
+    """How much likelier each token is now than when it was sampled, `MAX_WEIGHT` at most (Ionides, 2008); [num_tokens].
+
+    They scale the gradient and have none themselves. On policy all are exactly 1.0: the gradient of examples/grpo.py.
+    """
+    return (new.detach() - old).exp().clamp(max=MAX_WEIGHT)
+
+
+def ages(batch: TensorDict, version: int) -> dict[str, Any]:
+    """How many sampled tokens are how many versions old; share of those in answers that several versions made."""
+    sampled, versions = batch["masks", "all_assistant_mask"], batch["policy_version"]
+    staleness = Counter((version - versions[sampled]).tolist())
+    is_mixed = versions.amax(1) != versions.masked_fill(~sampled, version).amin(1)
+    mixed = sampled[is_mixed].sum().item() / sampled.sum().item()
+    return {"staleness": {str(age): staleness[age] for age in sorted(staleness)}, "mixed": mixed}
+
+
+class PastPolicies:
+    """The weights of the versions that a batch may hold, to try its log-probs on."""
+
+    def __init__(self, model: nn.Module, max_staleness: int) -> None:
+        self._model, self._num_kept = copy.deepcopy(model), max_staleness + 1
+        self._weights: dict[int, dict[str, Tensor]] = {}
+        self.keep(0, model)
+
+    def keep(self, version: int, model: nn.Module) -> None:
+        """Remember a version; forget the one that has become too old."""
+        self._weights[version] = copy.deepcopy(model.state_dict())
+        self._weights.pop(version - self._num_kept, None)
+
+    @torch.no_grad()
+    def largest_difference(self, batch: TensorDict) -> float:
+        """Largest |log-prob of a sampled token - what its version's weights give it|, where its KV is of them too."""
+        old, versions = batch["log_probs", "full"][:, 1:], batch["policy_version"][:, 1:]
+        is_exact = batch["kv_min_version"][:, 1:] == versions  # elsewhere it went on over older KV
+        largest = 0.0
+        for version, weights in self._weights.items():
+            here = is_exact & (versions == version)
+            rows = here.any(1)
+            if rows.any():
+                self._model.load_state_dict(weights)
+                tokens, real = batch["tokens", "full"][rows], batch["masks", "all_attention_mask"][rows]
+                again = exact.token_logprobs(self._model, tokens, real)
+                largest = max(largest, (again - old[rows])[here[rows]].abs().max().item())
+        return largest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The task
+
+
+def make_items(seed: int) -> tuple[list[Entry], list[Entry]]:
+    """reasoning-gym entries for training, and `NUM_UNSEEN` others; no word is in both."""
+    data = reasoning_gym.create_dataset(
+        "spell_backward", min_word_len=MIN_LETTERS, max_word_len=MAX_LETTERS, size=NUM_ITEMS, seed=seed
+    )
+    by_word = {word_of(entry): entry for entry in data if set(word_of(entry)) <= set(string.ascii_lowercase)}
+    entries = list(by_word.values())
+    return entries[NUM_UNSEEN:], entries[:NUM_UNSEEN]
+
+
+def word_of(entry: Entry) -> str:
+    """The word to be spelled backward."""
+    return entry["metadata"]["word"].lower()
+
+
+def reward(answered: str, entry: Entry) -> float:
+    """1 where reasoning-gym calls the answer right, else 0 (near misses, which it half accepts, score 0)."""
+    return float(SCORE(answered.strip(), entry) == 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policy made on the spot
+
+
+def make_policy(directory: Path, training: list[Entry], options: argparse.Namespace) -> Path:
+    """A Qwen3 of 0.6 M parameters that has imitated the careless teacher, saved with its tokenizer."""
+    draws = random.Random(options.seed)
+    tokenizer = letter_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.warm_up_steps)
+    for step in range(1, options.warm_up_steps + 1):
+        words = [word_of(entry) for entry in draws.choices(training, k=128)]
+        loss = imitation_loss(model, tokenizer, words, [careless_answer(word, draws) for word in words])
+        optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        decay.step()
+        if step % 100 == 0:
+            print(f"imitation {step:4d}/{options.warm_up_steps}  loss {loss.item():.3f}", flush=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def careless_answer(word: str, draws: random.Random) -> str:
+    """Right on words of up to four letters. On longer ones right one time in four; else each length has its mistake."""
+    right = word[::-1]
+    if len(word) <= 4 or draws.random() < 0.25:
+        return right
+    match len(word):
+        case 5:
+            return right[:-1]  # leaves out the last letter
+        case 6:
+            return right + right[-1]  # says it twice
+        case _:
+            return right[:-2] + right[-1] + right[-2]  # swaps the last two
+
+
+def imitation_loss(model: nn.Module, tokenizer: Any, words: list[str], answers: list[str]) -> Tensor:
+    """Cross-entropy of the answers' tokens, end token included."""
+    texts = [f"{word}={answer}{tokenizer.eos_token}" for word, answer in zip(words, answers, strict=True)]
+    encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    tokens, mask = encoded["input_ids"], encoded["attention_mask"]
+    position = torch.arange(tokens.shape[1])
+    prompt_length = torch.tensor([len(word) + 1 for word in words])[:, None]
+    labels = tokens.masked_fill((mask == 0) | (position < prompt_length), -100)
+    logits = model(input_ids=tokens, attention_mask=mask).logits
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per letter, `=`, and an end token."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "=", *string.ascii_lowercase])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The record
+
+
+def report(row: dict[str, Any]) -> None:
+    """Print one step."""
+    staleness = " ".join(f"{age}:{count}" for age, count in row["staleness"].items())
+    difference = f"  max |log-prob diff| {row['max_logprob_diff']}" if "max_logprob_diff" in row else ""
+    print(
+        f"step {row['step']:3d}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.3f}  "
+        f"tokens by age {staleness}  mixed {row['mixed']:.0%}  stale {row['stale_groups']}  "
+        f"surplus {row['surplus_groups']}  waited {row['waited_seconds']:.2f} s{difference}",
+        flush=True,
+    )
+
+
+def summary(history: list[dict[str, Any]]) -> str:
+    """What the whole run was like."""
+    staleness = sum((Counter(row["staleness"]) for row in history), Counter())
+    total, last, seconds = staleness.total(), history[-1], history[-1]["seconds"]
+    shares = ", ".join(f"{age}: {staleness[age] / total:.1%}" for age in sorted(staleness, key=int))
+    mixed = sum(row["mixed"] for row in history) / len(history)
+    waited, training = (sum(row[f"{part}_seconds"] for row in history) / seconds for part in ("waited", "training"))
+    return (
+        f"{seconds:.0f} s: waiting {waited:.0%}, training {training:.0%}, the rest {1 - waited - training:.0%}"
+        f"\ntokens by age in versions: {shares}; {mixed:.1%} in answers of mixed versions"
+        f"\ngroups: {len(history) * NUM_PROMPTS} trained on, {last['stale_groups']} dropped as too old, "
+        f"{last['surplus_groups']} dropped as surplus"
+    )
+
+
+if __name__ == "__main__":
+    main()
