@@ -5,11 +5,12 @@
     python examples/async_grpo.py --verify              recomputes every log-prob under the weights that sampled it
     python examples/async_grpo.py --model DIRECTORY     trains the policy that examples/grpo.py or this file made
 
-The engine's process keeps 32 prompts in flight. The trainer takes the 32 groups of 8 answers that wait longest, makes
-one step, and sends its weights to the engine, where answers in flight go on under the new ones. So a batch is a few
-versions old, and several versions made some of its answers. Every token carries the log-prob that its sampler gave it
-and the version of the weights; its importance weight is therefore exact. Groups with a token more than
-`--max-staleness` versions old are dropped, and so is the oldest when more than a batch waits; both are counted.
+The engine's process keeps 32 prompts in flight. The trainer takes the 16 groups of 8 answers that wait longest, makes
+one step, and sends its weights to the engine while it works on the next batch; answers in flight go on under the new
+weights. So a batch is a version or more old, and several versions made some of its answers. Every token carries the
+log-prob that its sampler gave it and the version of the weights; its importance weight is therefore exact. Groups with
+a token more than `--max-staleness` versions old are dropped, and so is what has no room while the trainer works: first
+the groups whose answers are all right or all wrong, which teach nothing. Both are counted.
 
 The task is that of examples/grpo.py: reasoning-gym's `spell_backward`, and a made policy that first imitates a teacher
 who is right on short words, but wrong three times in four on long ones. Two runs differ, as what meets what depends on
@@ -43,7 +44,7 @@ from rollout_engine.rollout_batch import rollout_batch
 
 NUM_ITEMS, NUM_UNSEEN = 20_000, 200
 MIN_LETTERS, MAX_LETTERS = 3, 7
-GROUP_SIZE, NUM_PROMPTS = 8, 32
+GROUP_SIZE, NUM_IN_FLIGHT, BATCH = 8, 32, 16
 MAX_WEIGHT = 2.0
 SCORE = reasoning_gym.get_score_answer_fn("spell_backward")
 
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         options.model = make_policy(options.out / "policy", training, options)
     torch.set_num_threads(1)  # one core for the trainer, one for the engine
     trainer = exact.enable(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32))
-    limits = dict(max_num_seqs=GROUP_SIZE * NUM_PROMPTS + NUM_UNSEEN, num_threads=1)
+    limits = dict(max_num_seqs=GROUP_SIZE * NUM_IN_FLIGHT + NUM_UNSEEN, num_threads=1)
     with AsyncLLM(options.model, dtype="float32", seed=options.seed, **limits) as engine:
         history = asyncio.run(train(engine, trainer, training, unseen, options))
     print(summary(history))
@@ -98,35 +99,43 @@ class Group(NamedTuple):
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that made its first token."""
+        """Of the weights that made its tokens."""
         return min(span.policy_version for sample in self.output.outputs for span in sample.version_spans)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no answer is better than another: then its advantages are 0 and teach nothing."""
+        return len(set(self.rewards)) == 1
 
 
 class Supply:
-    """Finished groups that wait for the trainer: a batch of them at most, for the oldest makes room."""
+    """Finished groups that wait for the trainer, a batch at most. Flat ones make room first (Yu et al., 2025)."""
 
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self.num_stale = self.num_surplus = 0
-        self._waiting: asyncio.Queue[Group] = asyncio.Queue(NUM_PROMPTS)
+        self._waiting: list[Group] = []
+        self._arrival = asyncio.Event()
 
     def put(self, group: Group) -> None:
-        """Add a group."""
-        if self._waiting.full():
-            self._waiting.get_nowait()
+        """Add a group; where there is no room, the oldest flat one is dropped, or else the oldest."""
+        self._waiting.append(group)
+        if len(self._waiting) > BATCH:
+            del self._waiting[next((i for i, group in enumerate(self._waiting) if group.is_flat), 0)]
             self.num_surplus += 1
-        self._waiting.put_nowait(group)
+        self._arrival.set()
 
     async def take(self, version: int) -> list[Group]:
         """The next batch for a trainer whose weights are `version`: no token in it is more than `max_staleness` old."""
-        batch: list[Group] = []
-        while len(batch) < NUM_PROMPTS:
-            group = await self._waiting.get()
-            if version - group.oldest_version <= self.max_staleness:
-                batch.append(group)
-            else:
-                self.num_stale += 1
-        return batch
+        while True:
+            fresh = [group for group in self._waiting if version - group.oldest_version <= self.max_staleness]
+            self.num_stale += len(self._waiting) - len(fresh)
+            self._waiting = fresh
+            if len(fresh) == BATCH:
+                self._waiting = []
+                return fresh
+            self._arrival.clear()
+            await self._arrival.wait()
 
 
 async def sample_forever(engine: AsyncLLM, training: list[Entry], supply: Supply, draws: random.Random) -> None:
@@ -163,24 +172,35 @@ async def train(
     learner = Learner(trainer, (await engine.get_tokenizer()).pad_token_id, options)
     history: list[dict[str, Any]] = []
     with open(options.out / "metrics.jsonl", "w") as metrics:
-        async with asyncio.TaskGroup() as tasks:  # a failed sampler ends the training
-            samplers = [tasks.create_task(sample_forever(engine, training, supply, draws)) for _ in range(NUM_PROMPTS)]
+        async with asyncio.TaskGroup() as tasks:  # whatever fails in it ends the training
+            sampling = [sample_forever(engine, training, supply, draws) for _ in range(NUM_IN_FLIGHT)]
+            samplers = [tasks.create_task(coroutine) for coroutine in sampling]
+            evaluation = tasks.create_task(evaluate(engine, unseen))
             for step in range(options.steps + 1):
-                evaluation = tasks.create_task(evaluate(engine, unseen))
                 began = time.perf_counter()
                 groups = await supply.take(learner.version)
                 row = {"step": step, "waited_seconds": time.perf_counter() - began}
-                row |= await asyncio.to_thread(learner.step, groups)
-                row["accuracy"] = await evaluation  # of one version: the next is sent when it is done
-                row["update_ms"] = 1000 * (await engine.update_weights(trainer, version=learner.version)).seconds
+                row |= await asyncio.to_thread(learner.compute_gradient, groups)
+                began = time.perf_counter()
+                row["accuracy"] = await evaluation  # of one version: the next comes after it
+                row["delivery_seconds"] = time.perf_counter() - began
+                learner.step()
+                evaluation = tasks.create_task(deliver(engine, learner, unseen))
                 row |= {"stale_groups": supply.num_stale, "surplus_groups": supply.num_surplus}
                 row["seconds"] = time.perf_counter() - start
                 report(row)
                 metrics.write(json.dumps(row) + "\n")
                 history.append(row)
+            await evaluation
             for sampler in samplers:
                 sampler.cancel()
     return history
+
+
+async def deliver(engine: AsyncLLM, learner: "Learner", unseen: list[Entry]) -> float:
+    """Send the weights, which must not change until this returns; then their accuracy."""
+    await engine.update_weights(learner.model, version=learner.version)
+    return await evaluate(engine, unseen)
 
 
 class Learner:
@@ -192,30 +212,33 @@ class Learner:
         self._shuffle = options.shuffle_advantages
         self._past = PastPolicies(model, options.max_staleness) if options.verify else None
 
-    def step(self, groups: list[Group]) -> dict[str, Any]:
-        """One GRPO step. Returns its figures."""
+    def compute_gradient(self, groups: list[Group]) -> dict[str, Any]:
+        """Of the GRPO loss; changes no weight. Returns figures of the batch."""
         start = time.perf_counter()
         rewards = torch.tensor([group.rewards for group in groups])
         batch = rollout_batch([group.output for group in groups], pad_token_id=self._pad_token_id)
         advantages = group_advantages(rewards)
         if self._shuffle:
             advantages = advantages[torch.randperm(len(advantages))]
-        figures = {"reward": rewards.mean().item()} | ages(batch, self.version)
-        if self._past is not None:
-            figures["max_logprob_diff"] = self._past.largest_difference(batch)
         # Column i belongs to token i + 1.
         sampled, old = batch["masks", "all_assistant_mask"][:, 1:], batch["log_probs", "full"][:, 1:]
         new = exact.token_logprobs(self.model, batch["tokens", "full"], batch["masks", "all_attention_mask"])
         weights = importance_weights(new[sampled], old[sampled])
         loss = -(weights * advantages[:, None].expand_as(new)[sampled] * new[sampled]).mean()
         loss.backward()
+        figures = {"reward": rewards.mean().item(), "mean_weight": weights.mean().item()} | ages(batch, self.version)
+        if self._past is not None:
+            figures["max_logprob_diff"] = self._past.largest_difference(batch)
+        return figures | {"training_seconds": time.perf_counter() - start}
+
+    def step(self) -> None:
+        """The next version."""
         clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.version += 1
         if self._past is not None:
             self._past.keep(self.version, self.model)
-        return figures | {"mean_weight": weights.mean().item(), "training_seconds": time.perf_counter() - start}
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -389,15 +412,16 @@ def report(row: dict[str, Any]) -> None:
 def summary(history: list[dict[str, Any]]) -> str:
     """What the whole run was like."""
     staleness = sum((Counter(row["staleness"]) for row in history), Counter())
-    total, last, seconds = staleness.total(), history[-1], history[-1]["seconds"]
-    shares = ", ".join(f"{age}: {staleness[age] / total:.1%}" for age in sorted(staleness, key=int))
+    ages = ", ".join(f"{age}: {staleness[age] / staleness.total():.1%}" for age in sorted(staleness, key=int))
     mixed = sum(row["mixed"] for row in history) / len(history)
-    waited, training = (sum(row[f"{part}_seconds"] for row in history) / seconds for part in ("waited", "training"))
+    last, seconds = history[-1], history[-1]["seconds"]
+    parts = ("training", "waited", "delivery")
+    training, waited, delivery = (sum(row[f"{part}_seconds"] for row in history) / seconds for part in parts)
     return (
-        f"{seconds:.0f} s: waiting {waited:.0%}, training {training:.0%}, the rest {1 - waited - training:.0%}"
-        f"\ntokens by age in versions: {shares}; {mixed:.1%} in answers of mixed versions"
-        f"\ngroups: {len(history) * NUM_PROMPTS} trained on, {last['stale_groups']} dropped as too old, "
-        f"{last['surplus_groups']} dropped as surplus"
+        f"{seconds:.0f} s: training {training:.0%}, waiting for groups {waited:.0%}, for evaluation {delivery:.0%}"
+        f"\ntokens by age in versions: {ages}; {mixed:.1%} in answers of mixed versions"
+        f"\ngroups: {len(history) * BATCH} trained on, {last['stale_groups']} dropped as too old, "
+        f"{last['surplus_groups']} for lack of room"
     )
 
 
