@@ -5,22 +5,19 @@
     python examples/async_grpo.py --verify              recomputes every log-prob under the weights that sampled it
     python examples/async_grpo.py --model DIRECTORY     trains the policy that examples/grpo.py or this file made
 
-The engine's process keeps 32 prompts in flight. The trainer takes the 16 groups of 8 answers that wait longest, makes
-one step, and sends its weights to the engine while it works on the next batch; answers in flight go on under the new
-weights. So a batch is a version or more old, and several versions made some of its answers. Every token carries the
-log-prob that its sampler gave it and the version of the weights; its importance weight is therefore exact. Groups with
-a token more than `--max-staleness` versions old are dropped, and so is what has no room while the trainer works: first
-the groups whose answers are all right or all wrong, which teach nothing. Both are counted.
-
-The task is that of examples/grpo.py: reasoning-gym's `spell_backward`, and a made policy that first imitates a teacher
-who is right on short words, but wrong three times in four on long ones. Two runs differ, as what meets what depends on
-the clock.
+The engine's process keeps 32 prompts in flight. The trainer takes 16 groups of 8 answers, makes one step, and sends its
+weights to the engine while it works on the next batch; answers in flight go on under the new weights. So a batch is a
+version or more old, and several versions made some of its answers. Every token carries the log-prob that its sampler
+gave it and the version of the weights, so its importance weight is exact. Groups with a token more than
+`--max-staleness` versions old are dropped, and so is what has no room while the trainer works: first the groups whose
+answers are all right or all wrong, which teach nothing. The task is that of examples/grpo.py.
 """
 
 import argparse
 import asyncio
 import copy
 import json
+import math
 import random
 import string
 import time
@@ -45,7 +42,8 @@ from rollout_engine.rollout_batch import rollout_batch
 NUM_ITEMS, NUM_UNSEEN = 20_000, 200
 MIN_LETTERS, MAX_LETTERS = 3, 7
 GROUP_SIZE, NUM_IN_FLIGHT, BATCH = 8, 32, 16
-MAX_WEIGHT = 2.0
+MAX_WEIGHT, EVALUATE_EVERY = 2.0, 5
+SHAPE = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SCORE = reasoning_gym.get_score_answer_fn("spell_backward")
 
 Entry = dict[str, Any]
@@ -65,14 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     limits = dict(max_num_seqs=GROUP_SIZE * NUM_IN_FLIGHT + NUM_UNSEEN, num_threads=1)
     with AsyncLLM(options.model, dtype="float32", seed=options.seed, **limits) as engine:
         history = asyncio.run(train(engine, trainer, training, unseen, options))
-    print(summary(history))
-    first, last = history[0]["accuracy"], history[-1]["accuracy"]
-    print(f"accuracy on {NUM_UNSEEN} unseen words: {first:.3f} -> {last:.3f}; see {options.out}")
+    print(summary(history), f"; see {options.out}", sep="")
     return history
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Command line options."""
     parser = argparse.ArgumentParser(description="Asynchronous GRPO on reasoning-gym's spell_backward.")
     parser.add_argument("--model", help="directory of a policy made before; default: one made on the spot")
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
@@ -91,9 +86,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Group(NamedTuple):
-    """The answers to one entry, and their rewards."""
+    """The answers to one prompt, and their rewards."""
 
-    entry: Entry
     output: RequestOutput
     rewards: list[float]
 
@@ -147,17 +141,17 @@ async def sample_forever(engine: AsyncLLM, training: list[Entry], supply: Supply
 
 async def answer(engine: AsyncLLM, entry: Entry, sampling: SamplingParams, priority: int = 0) -> Group:
     """The answers to one entry, scored."""
-    output = await anext(engine.generate(word_of(entry) + "=", sampling, priority=priority))
+    [output] = [output async for output in engine.generate(word_of(entry) + "=", sampling, priority=priority)]
     if failed := [sample.error for sample in output.outputs if sample.finish_reason == "error"]:
         raise EngineGenerateError(f"'{word_of(entry)}' was not answered: {failed[0]}")
-    return Group(entry, output, [reward(sample.text, entry) for sample in output.outputs])
+    return Group(output, [reward(sample.text, entry) for sample in output.outputs])
 
 
-async def evaluate(engine: AsyncLLM, entries: list[Entry]) -> float:
-    """Share of `entries` that greedy decoding answers right; they go ahead of what waits."""
+async def evaluate(engine: AsyncLLM, entries: list[Entry]) -> dict[str, float]:
+    """The share of `entries` that greedy decoding answers right; they go ahead of what waits."""
     greedy = SamplingParams(temperature=0, max_tokens=MAX_LETTERS + 3, output_kind="final_only")
     groups = await asyncio.gather(*(answer(engine, entry, greedy, priority=-1) for entry in entries))
-    return sum(group.rewards[0] for group in groups) / len(groups)
+    return {"accuracy": sum(group.rewards[0] for group in groups) / len(groups)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,40 +161,41 @@ async def evaluate(engine: AsyncLLM, entries: list[Entry]) -> float:
 async def train(
     engine: AsyncLLM, trainer: nn.Module, training: list[Entry], unseen: list[Entry], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Returns one row of metrics per step. A row's accuracy is that of the policy before the step's update."""
+    """Returns one row of metrics per step. A row's accuracy, now and then, is that before the step's update."""
     supply, draws, start = Supply(options.max_staleness), random.Random(options.seed), time.perf_counter()
     learner = Learner(trainer, (await engine.get_tokenizer()).pad_token_id, options)
     history: list[dict[str, Any]] = []
     with open(options.out / "metrics.jsonl", "w") as metrics:
         async with asyncio.TaskGroup() as tasks:  # whatever fails in it ends the training
-            sampling = [sample_forever(engine, training, supply, draws) for _ in range(NUM_IN_FLIGHT)]
-            samplers = [tasks.create_task(coroutine) for coroutine in sampling]
-            evaluation = tasks.create_task(evaluate(engine, unseen))
+            endless = [sample_forever(engine, training, supply, draws) for _ in range(NUM_IN_FLIGHT)]
+            samplers = [tasks.create_task(coroutine) for coroutine in endless]
+            delivery = tasks.create_task(evaluate(engine, unseen))
             for step in range(options.steps + 1):
                 began = time.perf_counter()
                 groups = await supply.take(learner.version)
-                row = {"step": step, "waited_seconds": time.perf_counter() - began}
+                row = {"step": step, "waiting_seconds": time.perf_counter() - began}
                 row |= await asyncio.to_thread(learner.compute_gradient, groups)
                 began = time.perf_counter()
-                row["accuracy"] = await evaluation  # of one version: the next comes after it
+                row |= await delivery  # only then may weights change, so an accuracy is that of one version
                 row["delivery_seconds"] = time.perf_counter() - began
                 learner.step()
-                evaluation = tasks.create_task(deliver(engine, learner, unseen))
+                is_due = (step + 1) % EVALUATE_EVERY == 0 or step + 1 == options.steps
+                delivery = tasks.create_task(deliver(engine, learner, unseen if is_due else []))
                 row |= {"stale_groups": supply.num_stale, "surplus_groups": supply.num_surplus}
                 row["seconds"] = time.perf_counter() - start
                 report(row)
                 metrics.write(json.dumps(row) + "\n")
                 history.append(row)
-            await evaluation
+            await delivery
             for sampler in samplers:
                 sampler.cancel()
     return history
 
 
-async def deliver(engine: AsyncLLM, learner: "Learner", unseen: list[Entry]) -> float:
-    """Send the weights, which must not change until this returns; then their accuracy."""
+async def deliver(engine: AsyncLLM, learner: "Learner", entries: list[Entry]) -> dict[str, float]:
+    """Send the weights, which must not change until this returns; then evaluate them on `entries`, if there are any."""
     await engine.update_weights(learner.model, version=learner.version)
-    return await evaluate(engine, unseen)
+    return await evaluate(engine, entries) if entries else {}
 
 
 class Learner:
@@ -217,7 +212,8 @@ class Learner:
         start = time.perf_counter()
         rewards = torch.tensor([group.rewards for group in groups])
         batch = rollout_batch([group.output for group in groups], pad_token_id=self._pad_token_id)
-        advantages = group_advantages(rewards)
+        centred = rewards - rewards.mean(1, keepdim=True)
+        advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()  # Shao et al., 2024
         if self._shuffle:
             advantages = advantages[torch.randperm(len(advantages))]
         # Column i belongs to token i + 1.
@@ -241,17 +237,8 @@ class Learner:
             self._past.keep(self.version, self.model)
 
 
-def group_advantages(rewards: Tensor) -> Tensor:
-    """Rewards [P, G] -> advantages [P * G]: how much better than its group each sample did (Shao et al., 2024)."""
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
-
-
 def importance_weights(new: Tensor, old: Tensor) -> Tensor:
-    """How much likelier each token is now than when it was sampled, `MAX_WEIGHT` at most (Ionides, 2008); [num_tokens].
-
-    They scale the gradient and have none themselves. On policy all are exactly 1.0: the gradient of examples/grpo.py.
-    """
+    """How much likelier a token is now than when it was sampled, `MAX_WEIGHT` at most (Ionides, 2008); no gradient."""
     return (new.detach() - old).exp().clamp(max=MAX_WEIGHT)
 
 
@@ -269,8 +256,7 @@ class PastPolicies:
 
     def __init__(self, model: nn.Module, max_staleness: int) -> None:
         self._model, self._num_kept = copy.deepcopy(model), max_staleness + 1
-        self._weights: dict[int, dict[str, Tensor]] = {}
-        self.keep(0, model)
+        self._weights = {0: copy.deepcopy(model.state_dict())}
 
     def keep(self, version: int, model: nn.Module) -> None:
         """Remember a version; forget the one that has become too old."""
@@ -280,22 +266,20 @@ class PastPolicies:
     @torch.no_grad()
     def largest_difference(self, batch: TensorDict) -> float:
         """Largest |log-prob of a sampled token - what its version's weights give it|, where its KV is of them too."""
-        old, versions = batch["log_probs", "full"][:, 1:], batch["policy_version"][:, 1:]
-        is_exact = batch["kv_min_version"][:, 1:] == versions  # elsewhere it went on over older KV
+        tokens, real, old = batch["tokens", "full"], batch["masks", "all_attention_mask"], batch["log_probs", "full"]
+        versions = batch["policy_version"]
+        is_exact = batch["kv_min_version"] == versions  # elsewhere it went on over older KV
         largest = 0.0
-        for version, weights in self._weights.items():
-            here = is_exact & (versions == version)
-            rows = here.any(1)
-            if rows.any():
-                self._model.load_state_dict(weights)
-                tokens, real = batch["tokens", "full"][rows], batch["masks", "all_attention_mask"][rows]
-                again = exact.token_logprobs(self._model, tokens, real)
-                largest = max(largest, (again - old[rows])[here[rows]].abs().max().item())
+        for version in versions[versions >= 0].unique().tolist():
+            here = (is_exact & (versions == version))[:, 1:]
+            self._model.load_state_dict(self._weights[version])
+            difference = (exact.token_logprobs(self._model, tokens, real) - old[:, 1:])[here]
+            largest = max([largest, *difference.abs().tolist()])
         return largest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The task
+# The task, and the policy made on the spot
 
 
 def make_items(seed: int) -> tuple[list[Entry], list[Entry]]:
@@ -309,7 +293,6 @@ def make_items(seed: int) -> tuple[list[Entry], list[Entry]]:
 
 
 def word_of(entry: Entry) -> str:
-    """The word to be spelled backward."""
     return entry["metadata"]["word"].lower()
 
 
@@ -318,21 +301,13 @@ def reward(answered: str, entry: Entry) -> float:
     return float(SCORE(answered.strip(), entry) == 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The policy made on the spot
-
-
 def make_policy(directory: Path, training: list[Entry], options: argparse.Namespace) -> Path:
     """A Qwen3 of 0.6 M parameters that has imitated the careless teacher, saved with its tokenizer."""
     draws = random.Random(options.seed)
     tokenizer = letter_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SHAPE,
         head_dim=32,
         max_position_embeddings=64,
         tie_word_embeddings=True,
@@ -363,13 +338,8 @@ def careless_answer(word: str, draws: random.Random) -> str:
     right = word[::-1]
     if len(word) <= 4 or draws.random() < 0.25:
         return right
-    match len(word):
-        case 5:
-            return right[:-1]  # leaves out the last letter
-        case 6:
-            return right + right[-1]  # says it twice
-        case _:
-            return right[:-2] + right[-1] + right[-2]  # swaps the last two
+    # Leaves out the last letter, or says it twice, or swaps the last two.
+    return {5: right[:-1], 6: right + right[-1], 7: right[:-2] + right[-1] + right[-2]}[len(word)]
 
 
 def imitation_loss(model: nn.Module, tokenizer: Any, words: list[str], answers: list[str]) -> Tensor:
@@ -402,9 +372,9 @@ def report(row: dict[str, Any]) -> None:
     staleness = " ".join(f"{age}:{count}" for age, count in row["staleness"].items())
     difference = f"  max |log-prob diff| {row['max_logprob_diff']}" if "max_logprob_diff" in row else ""
     print(
-        f"step {row['step']:3d}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.3f}  "
+        f"step {row['step']:3d}  reward {row['reward']:.3f}  accuracy {row.get('accuracy', math.nan):.3f}  "
         f"tokens by age {staleness}  mixed {row['mixed']:.0%}  stale {row['stale_groups']}  "
-        f"surplus {row['surplus_groups']}  waited {row['waited_seconds']:.2f} s{difference}",
+        f"surplus {row['surplus_groups']}{difference}",
         flush=True,
     )
 
@@ -414,15 +384,13 @@ def summary(history: list[dict[str, Any]]) -> str:
     staleness = sum((Counter(row["staleness"]) for row in history), Counter())
     ages = ", ".join(f"{age}: {staleness[age] / staleness.total():.1%}" for age in sorted(staleness, key=int))
     mixed = sum(row["mixed"] for row in history) / len(history)
-    last, seconds = history[-1], history[-1]["seconds"]
-    parts = ("training", "waited", "delivery")
-    training, waited, delivery = (sum(row[f"{part}_seconds"] for row in history) / seconds for part in parts)
-    return (
-        f"{seconds:.0f} s: training {training:.0%}, waiting for groups {waited:.0%}, for evaluation {delivery:.0%}"
-        f"\ntokens by age in versions: {ages}; {mixed:.1%} in answers of mixed versions"
-        f"\ngroups: {len(history) * BATCH} trained on, {last['stale_groups']} dropped as too old, "
-        f"{last['surplus_groups']} for lack of room"
-    )
+    first, last = history[0], history[-1]
+    parts = {name: sum(row[f"{name}_seconds"] for row in history) for name in ("training", "waiting", "delivery")}
+    shares = ", ".join(f"{name} {seconds / last['seconds']:.0%}" for name, seconds in parts.items())
+    return f"""{last["seconds"]:.0f} s: {shares}
+tokens by age in versions: {ages}; {mixed:.1%} in answers of mixed versions
+groups: {len(history) * BATCH} trained on, {last["stale_groups"]} too old, {last["surplus_groups"]} without room
+accuracy on {NUM_UNSEEN} unseen words: {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}"""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The examples run as they are, and the policy of examples/grpo.py learns because it is rewarded."""
+"""The examples run as they are, and the policies of their trainings learn because they are rewarded."""
 
+import asyncio
 import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +163,90 @@ def test_ppo_advantages_are_the_discounted_sum_of_later_surprises(monkeypatch):
     assert not found[~sampled].any()
 
 
+def group_maker(example):
+    """A function from a version and rewards to a group for `example.Supply`."""
+
+    def make(version, rewards):
+        sample = SimpleNamespace(version_spans=[SimpleNamespace(policy_version=version)])
+        return example.Group(SimpleNamespace(outputs=[sample]), rewards)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def two_async_steps(short_run, tmp_path_factory):
+    """Two steps of examples/async_grpo.py on the policy of `short_run`: its folder and its metrics."""
+    out, model = tmp_path_factory.mktemp("async_grpo"), str(short_run[0] / "policy")
+    return out, load("async_grpo").main(["--model", model, "--steps", "2", "--verify", "--out", str(out)])
+
+
+def test_async_grpo_has_the_log_probs_of_each_tokens_own_version(two_async_steps):
+    assert [row["max_logprob_diff"] for row in two_async_steps[1]] == [0.0] * 3
+    assert two_async_steps[1][0]["mean_weight"] == 1.0  # all of version 0
+
+
+def test_async_grpo_trains_on_answers_of_earlier_versions(two_async_steps):
+    assert set(two_async_steps[1][0]["staleness"]) == {"0"}
+    assert max(int(age) for age in two_async_steps[1][-1]["staleness"]) in range(1, 5)
+    assert two_async_steps[1][-1]["mean_weight"] != 1.0
+
+
+def test_async_grpo_writes_its_record(two_async_steps):
+    out, rows = two_async_steps
+    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
+
+
+def test_async_grpo_with_no_staleness_waits_for_answers_of_the_live_version(short_run, tmp_path):
+    options = ["--model", str(short_run[0] / "policy"), "--max-staleness", "0", "--steps", "2"]
+    rows = load("async_grpo").main([*options, "--out", str(tmp_path)])
+    assert [set(row["staleness"]) for row in rows] == [{"0"}] * 3
+    assert [row["mean_weight"] for row in rows] == [1.0] * 3
+    assert rows[-1]["stale_groups"] > 0
+
+
+def test_async_grpo_makes_its_own_policy(tmp_path):
+    load("async_grpo").main(["--warm-up-steps", "2", "--steps", "0", "--out", str(tmp_path)])
+    assert (tmp_path / "policy" / "config.json").exists()
+
+
+def test_async_grpo_gives_up_flat_groups_first_and_then_the_oldest():
+    example = load("async_grpo")
+    supply, group_of = example.Supply(max_staleness=0), group_maker(example)
+    flat, oldest = group_of(0, [1.0, 1.0]), group_of(0, [0.0, 1.0])
+    later = [group_of(0, [1.0, 0.0]) for _ in range(example.BATCH)]
+    for group in [oldest, flat, *later]:
+        supply.put(group)
+    taken = asyncio.run(supply.take(0))
+    assert len(taken) == example.BATCH and all(a is b for a, b in zip(taken, later, strict=True))
+    assert supply.num_surplus == 2
+
+
+def test_async_grpo_drops_groups_with_a_token_that_is_too_old():
+    example = load("async_grpo")
+    supply, group_of = example.Supply(max_staleness=1), group_maker(example)
+    for version in [0] * 3 + [1] * (example.BATCH - 3):
+        supply.put(group_of(version, [0.0, 1.0]))
+
+    async def take():
+        taking = asyncio.create_task(supply.take(2))
+        await asyncio.sleep(0)
+        assert not taking.done()
+        for _ in range(3):
+            supply.put(group_of(2, [0.0, 1.0]))
+        return await taking
+
+    assert [group.oldest_version for group in asyncio.run(take())] == [1] * (example.BATCH - 3) + [2] * 3
+    assert supply.num_stale == 3 and supply.num_surplus == 0
+
+
+def test_async_grpo_truncates_importance_weights():
+    old = torch.tensor([-1.0, -1.0, -3.0])
+    new = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
+    weights = load("async_grpo").importance_weights(new, old)
+    assert weights.tolist() == pytest.approx([1.0, 0.3678794, 2.0])
+    assert not weights.requires_grad
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_ppo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
@@ -174,4 +260,20 @@ def test_ppo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_ppo_with_shuffled_rewards_stays_below_50_percent(tmp_path, seed):
     rows = load("ppo").main(["--shuffle-rewards", "--seed", str(seed), "--out", str(tmp_path)])
+    assert max(row["accuracy"] for row in rows) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_async_grpo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
+    rows = load("async_grpo").main(["--verify", "--seed", str(seed), "--out", str(tmp_path)])
+    assert rows[0]["accuracy"] < 0.45
+    assert rows[-1]["accuracy"] > 0.9
+    assert max(row["max_logprob_diff"] for row in rows) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_async_grpo_with_shuffled_advantages_stays_below_50_percent(tmp_path, seed):
+    rows = load("async_grpo").main(["--shuffle-advantages", "--seed", str(seed), "--out", str(tmp_path)])
     assert max(row["accuracy"] for row in rows) < 0.5
