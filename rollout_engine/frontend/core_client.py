@@ -50,6 +50,7 @@ HEARTBEAT_SECONDS = 0.5
 MAX_BACKLOG_BYTES = 64 << 20
 """Bytes that may wait for a client that does not read, before the core cuts it off."""
 _CONNECT_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 0.2
 _STATUS_SECONDS = 0.05
 """How long open requests wait to learn how the core's process ended."""
 
@@ -208,6 +209,10 @@ class CoreClient:
         if farewell is not None or self._process is None:
             return farewell or "its connection is lost"
         status = self._process.wait(_STATUS_SECONDS)
+        while status == 0 and farewell is None and self._socket.poll(1000 * _LAST_WORDS_SECONDS):
+            farewell = self._receive()  # it ended in order, so it has said why: that may still be on its way
+        if farewell is not None:
+            return farewell
         return "its process cannot be reached" if status is None else f"its process has ended with status {status}"
 
     def _send_outbox(self) -> None:

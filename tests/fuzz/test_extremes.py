@@ -65,6 +65,7 @@ CONFIG_EXTREMES = {
     "logits_processors": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],
     "worker_extensions": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],
     "log_stats": [True, False],
+    "otlp_traces_endpoint": ["", "grpc://nowhere", 7],
     "log_interval": [1e-9, 1e9, 0.0, math.nan],
     "tokenizer": ["/nowhere", ""],
 }

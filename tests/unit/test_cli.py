@@ -155,7 +155,7 @@ def test_doctor_knows_kernels_plans_and_versions(capsys):
     assert run("doctor", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["row_plans"]) == {"torch.float32", "torch.bfloat16"}
-    assert found["transports"] == ["inproc"]
+    assert found["transports"] == ["inproc", "gloo", "ipc", "nccl", "shm", "store"]
     assert found["kernels"]["loaded"] or found["kernels"]["problem"]
     assert found["versions"]["torch"]
 
