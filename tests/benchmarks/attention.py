@@ -17,6 +17,7 @@ import torch
 from rollout_engine.cli import machine
 from rollout_engine.kernels.scoring import Scoring
 from rollout_engine.model.attention import CompiledPool, SequenceChunk
+from rollout_engine.model.chunk import FlatBatch
 from rollout_engine.model.eager_attention import EagerPool
 from rollout_engine.model.geometry import LayerGeometry
 
@@ -91,6 +92,7 @@ def best_seconds(rounds: int, case: Case, pool_bytes: int, *pools: type) -> list
 def layers_of(pool_type: type, case: Case, pool_bytes: int) -> Callable[[], float]:
     """A function that decodes one step through as many layers as fill `pool_bytes`: seconds per layer."""
     chunks, num_blocks = case.chunks()
+    batch = FlatBatch.of(chunks)
     layer_bytes = num_blocks * BLOCK_SIZE * NUM_KV_HEADS * 2 * HEAD_DIM * DTYPE.itemsize
     num_layers = max(1, pool_bytes // layer_bytes)
     pool = pool_type([LAYER] * num_layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=DTYPE)
@@ -100,7 +102,7 @@ def layers_of(pool_type: type, case: Case, pool_bytes: int) -> Callable[[], floa
     k, v = torch.randn(2, case.num_sequences, NUM_KV_HEADS, HEAD_DIM).to(DTYPE)
 
     def run() -> None:
-        step = pool.step(chunks)
+        step = pool.step(batch)
         for layer in range(num_layers):
             step.attend(layer, q, k, v, SCORING)
 
