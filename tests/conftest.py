@@ -1,7 +1,13 @@
 """Shared by all tests: fixed seeds, one thread unless a test asks for more, nothing left behind."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton asks when it is first imported, and transformers does that before the tests of its kernels.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

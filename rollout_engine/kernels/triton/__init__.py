@@ -1,0 +1,4 @@
+"""Kernels in Triton for one CUDA device. Each has an eager twin; `availability` says where the twin has to serve.
+
+Nothing outside this package imports Triton, and nothing but the file that runs on a device imports this package.
+"""

@@ -1,0 +1,28 @@
+"""Kernels run on a CUDA device where there is one, else through Triton's interpreter (`tests/conftest.py` asks)."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels find their tensors."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def tensors_as_loop_bounds(monkeypatch):
+    """The interpreter of Triton 3.6 takes int() of one-element arrays, which numpy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor, scope):
+        patch(tensor, scope)
+        if tensor is tl.tensor:
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
