@@ -6,10 +6,12 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
-from zmq.utils.garbage import GarbageCollectorThread
+import zmq
+from zmq.utils import garbage
 
 from rollout_engine import AsyncLLM
 
@@ -34,6 +36,7 @@ class Leftovers:
     """What this process and its children hold, compared with how it was when this was made; and engines' files."""
 
     def __init__(self) -> None:
+        _start_collector()
         self._before = _held()
 
     def assert_none(self, *addresses: str) -> None:
@@ -52,15 +55,13 @@ class Leftovers:
         return {name: now[name] - held for name, held in self._before.items() if now[name] - held}
 
 
-def _held() -> dict[str, set[object]]:
-    """Descriptors are known by what they are open on: numbers are used again.
-
-    pyzmq's own collector of sent buffers, started by the first large one, stays as long as the process.
-    """
+def _held() -> dict[str, Counter[str]]:
+    """Descriptors are known by what they are open on: numbers are used again."""
     return {
-        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
-        "threads": {thread.name for thread in threading.enumerate() if not isinstance(thread, GarbageCollectorThread)},
-        "descriptors": {_target(number) for number in os.listdir("/proc/self/fd")} - {""},
+        "processes": Counter(str(child.pid) for child in psutil.Process().children(recursive=True)),
+        "threads": Counter(thread.name for thread in threading.enumerate()),
+        "descriptors": Counter(_target(number) for number in os.listdir("/proc/self/fd")),
+        "buffers that pyzmq has yet to send": Counter(sent=len(garbage.gc.refs)),
     }
 
 
@@ -72,7 +73,15 @@ def _files(addresses: tuple[str, ...]) -> dict[str, object]:
 
 def _target(number: str) -> str:
     try:
-        target = os.readlink(f"/proc/self/fd/{number}")
+        return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
-        return ""  # it was the listing's own
-    return target if target.startswith(("socket:", "pipe:", "/dev/shm")) else ""
+        return f"/proc/{os.getpid()}/fd"  # it was the listing's own
+
+
+def _start_collector() -> None:
+    """pyzmq's thread that lets go of buffers sent without a copy starts with the first, and stays with the process."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://leftovers")
+        theirs.connect("inproc://leftovers")
+        theirs.send(bytes(2 * zmq.COPY_THRESHOLD), copy=False)
+        ours.recv()

@@ -94,7 +94,7 @@ def kill_core(checkpoint: Path, at_output: int, num_callers: int, number: int, h
 
         asyncio.run(run())
         message = str(engine.dead_error)
-    wait_gone(pid, address, 5)
+    wait_gone(pid, address, 60)
     return Death([end - struck[0] for end in ends], message)
 
 
@@ -107,7 +107,7 @@ def kill_parent(checkpoint: Path, number: int) -> float:
         start = time.perf_counter()
         parent.send_signal(number)
         parent.wait()
-        wait_gone(int(pid), address, 5)
+        wait_gone(int(pid), address, 60)
         return time.perf_counter() - start
 
 
@@ -127,14 +127,17 @@ def _lives(pid: int) -> bool:
 
 
 class TrainerDeaths:
-    """Trainers in processes of their own push to a live engine and are killed at random instants, again and again."""
+    """Trainers in processes of their own push to a live engine and are killed at random instants, again and again.
 
-    def __init__(self, engine: AsyncLLM, seed: int) -> None:
-        self.engine, self.random = engine, random.Random(seed)
+    `stopped` is the share of those that are stopped first, and killed only when the next trainer's weights were taken.
+    """
+
+    def __init__(self, engine: AsyncLLM, seed: int, stopped: float = 0.0) -> None:
+        self.engine, self.random, self._stopped = engine, random.Random(seed), stopped
         self.spelled, self.ledger = Spelled(), Ledger()
         self.num_deaths = self.num_versions = 0
         self.recovery_seconds: list[float] = []
-        """From each death to the next update that was taken."""
+        """From each signal to the next update that was taken."""
 
     async def run(self, transports: list[str], num_deaths: int, seconds: float) -> None:
         """Over each transport in turn, while requests run; ends with a whole update after every death."""
@@ -168,26 +171,26 @@ class TrainerDeaths:
             begun += word == "begin"
         self.num_versions += begun
         await asyncio.sleep(self.random.choice([0, self.random.random() * 0.05]))
-        if self.random.random() < 0.2:
-            os.kill(child, signal.SIGSTOP)
-            await asyncio.sleep(self.random.random() * 0.5)
-        os.kill(child, signal.SIGKILL)
-        died = time.perf_counter()
+        is_stopped = self.random.random() < self._stopped
+        os.kill(child, signal.SIGSTOP if is_stopped else signal.SIGKILL)
+        struck = time.perf_counter()
+        await self._update()
+        self.recovery_seconds.append(time.perf_counter() - struck)
+        if is_stopped:
+            os.kill(child, signal.SIGKILL)
         while not (await asyncio.wait_for(trainers.stdout.readline(), 60)).startswith(b"dead"):
             pass
-        await self._update()
-        self.recovery_seconds.append(time.perf_counter() - died)
 
     async def _update(self) -> None:
         """What the dead one had open is given up by itself; then the next trainer's weights are taken."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             version = (await self.engine.check_health()).policy_version + 1
             try:
-                await self.engine.update_weights(spelling(version), version=version, timeout=10)
+                await self.engine.update_weights(spelling(version), version=version, timeout=60)
                 return
             except LifecycleError as refusal:
-                assert time.monotonic() < deadline, f"10 s after a trainer's death: {refusal}"
+                assert time.monotonic() < deadline, f"60 s after a trainer's death: {refusal}"
                 await asyncio.sleep(0.005)
 
     async def _read(self, reader: int) -> None:

@@ -79,7 +79,7 @@ class RawClient:
         while not self.is_gone and self._read(milliseconds) is not None:
             milliseconds = 0
 
-    def wait_rejected(self, seconds: float = 60.0) -> None:
+    def wait_rejected(self, seconds: float = 300.0) -> None:
         """Until every bad frame has been answered."""
         deadline = time.monotonic() + seconds
         while self.num_rejected < self.num_bad and not self.is_gone:
@@ -121,7 +121,7 @@ class RawCore:
         self.heard: list[Any] = []
         """What clients were told and took for outputs."""
 
-    def tell(self, messages: list[Frames], seconds: float = 10.0) -> EngineDeadError | None:
+    def tell(self, messages: list[Frames], seconds: float = 60.0) -> EngineDeadError | None:
         """Make a client and send it `messages`, then a heartbeat and a farewell. Returns what it died of.
 
         AssertionError if it is neither dead nor listening in the end.
@@ -130,7 +130,7 @@ class RawCore:
         died = threading.Event()
         client.listen(self.heard.append, lambda _: died.set())
         try:
-            assert self._router.poll(5000)
+            assert self._router.poll(1000 * seconds), "no client came"
             identity, *_ = self._router.recv_multipart()
             for frames in (self._frames(Welcome(0, READY)), *messages, self._frames(Heartbeat())):
                 self._router.send_multipart([identity, *frames])

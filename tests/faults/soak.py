@@ -1,13 +1,15 @@
-"""The fault runs at length: python -m tests.faults.soak [--seconds N] [PART ...], from the root of the repository.
+"""The fault runs at length: python -m tests.faults.soak [--seconds N] [--count N] [PART ...], from the root.
 
-Every part runs for about N seconds (or to its full count) and states how much that was. Its figures go to
-results/MACHINE/DATE.json; a part that finds a fault raises, and nothing of it is written.
+Every part runs to its count, or for as many seconds, whichever ends first, and states how much that was. Its figures go
+to results/MACHINE/DATE.json; a part that finds a fault raises, and nothing of it is written.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import math
+import os
 import random
 import signal
 import subprocess
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_engine import AsyncLLM
+from rollout_engine import AsyncLLM, RPCError, SamplingParams
 from rollout_engine.testing import tiny_checkpoint
 from tests.benchmarks.results import save
 from tests.faults.aborts import RandomAborts
@@ -31,13 +33,24 @@ from tests.faults.deaths import OPTIONS, TrainerDeaths, kill_core, kill_parent
 from tests.faults.garbage import client_messages, mutants, throw_mutants
 from tests.faults.peers import RawCore
 from tests.faults.schedules import Schedule, make_menu
-from tests.faults.updates import UpdatesUnderLoad
+from tests.faults.updates import UpdatesUnderLoad, spelling
 
 HERE = Path(__file__).parent
 Figure = dict[str, Any]
 
 
-def schedules(checkpoint: Path, seconds: float) -> Figure:
+def engines(checkpoint: Path, seconds: float, count: int) -> Figure:
+    """One engine after the other, each used and ended: nothing that this process holds grows."""
+    leftovers, held = Leftovers(), Counter[int]()
+    for _ in _until(seconds, count):
+        with AsyncLLM(checkpoint, **(OPTIONS | dict(log_stats=False))) as engine:
+            asyncio.run(_use(engine))
+        leftovers.assert_none(engine.address)
+        held[len(os.listdir("/proc/self/fd"))] += 1
+    return dict(engines=held.total(), descriptors_afterwards=sorted(held), leaks=0)
+
+
+def schedules(checkpoint: Path, seconds: float, count: int) -> Figure:
     """Random orders of every verb, several at once."""
     ends: Counter[str] = Counter()
     found = Counter(schedules=0, operations=0, refused_verbs=0, tokens=0)
@@ -45,7 +58,7 @@ def schedules(checkpoint: Path, seconds: float) -> Figure:
 
         async def run() -> int:
             menu = await make_menu(engine)
-            for seed in _until(seconds, 1000):
+            for seed in _until(seconds, count):
                 schedule = Schedule(engine, menu, 1000 + seed)
                 await schedule.run(seconds=5, max_operations=600)
                 await assert_clean(engine)
@@ -61,13 +74,13 @@ def schedules(checkpoint: Path, seconds: float) -> Figure:
     return dict(found) | dict(requests=sum(ends.values()), ends=dict(ends), preemptions=preemptions) | wrong
 
 
-def updates(checkpoint: Path, seconds: float) -> Figure:
+def updates(checkpoint: Path, seconds: float, count: int) -> Figure:
     """Good and bad weights while requests are added, aborted, paused and preempted."""
     with _engine(checkpoint, num_kv_blocks=24, max_num_seqs=16) as engine, tempfile.TemporaryDirectory() as directory:
 
         async def run() -> tuple[UpdatesUnderLoad, int]:
             load = UpdatesUnderLoad(engine, Path(directory), seed=11)
-            await load.run(num_updates=1000, seconds=seconds)
+            await load.run(num_updates=count, seconds=seconds)
             await assert_clean(engine)
             return load, (await engine.get_metrics()).core.counters.num_preemptions
 
@@ -88,21 +101,21 @@ def updates(checkpoint: Path, seconds: float) -> Figure:
     )
 
 
-def aborts(checkpoint: Path, seconds: float) -> Figure:
+def aborts(checkpoint: Path, seconds: float, count: int) -> Figure:
     """Requests aborted at random instants."""
     with _engine(checkpoint) as engine:
         run = RandomAborts(engine, seed=12)
-        asyncio.run(run.run(num_aborts=100_000, seconds=seconds))
+        asyncio.run(run.run(num_aborts=count, seconds=seconds))
     return dict(aborts=run.num_aborts, ends=dict(run.ledger.counts), tokens=run.ledger.num_tokens, leaked_blocks=0)
 
 
-def frames(checkpoint: Path, seconds: float) -> Figure:
+def frames(checkpoint: Path, seconds: float, count: int) -> Figure:
     """Mutated messages to a live core."""
     sent = bad = connections = 0
     with _engine(checkpoint) as engine:
         pid = engine.remote.ready.pid
-        for seed in _until(seconds, 50):
-            found = throw_mutants(engine.address, count=20_000, seed=100 + seed)
+        for seed, size in enumerate(_pieces(seconds, count, 20_000)):
+            found = throw_mutants(engine.address, count=size, seed=100 + seed)
             sent, bad = sent + found.num_sent, bad + found.num_bad
             connections += found.num_connections
         health = asyncio.run(_health(engine))
@@ -110,11 +123,11 @@ def frames(checkpoint: Path, seconds: float) -> Figure:
     return dict(frames=sent, bad_frames=bad, rejects_counted=bad, connections=connections, deaths=0)
 
 
-def nonsense(_: Path, seconds: float) -> Figure:
+def nonsense(_: Path, seconds: float, count: int) -> Figure:
     """Mutated messages to clients: each ends its client with an error, or is a message."""
     with tempfile.TemporaryDirectory() as directory:
         core, choose, found = RawCore(Path(directory)), random.Random(13), Counter[str]()
-        for _ in _until(seconds, 5000):
+        for _ in _until(seconds, count):
             (told,) = mutants(client_messages(), 1, choose)
             error = core.tell([told])
             found["taken for a message" if "said all" in str(error) else "ended the client with an error"] += 1
@@ -122,13 +135,13 @@ def nonsense(_: Path, seconds: float) -> Figure:
     return dict(frames=sum(found.values()), outcomes=dict(found), hangs=0)
 
 
-def cores(checkpoint: Path, seconds: float) -> Figure:
+def cores(checkpoint: Path, seconds: float, count: int) -> Figure:
     """SIGKILL of a core at a random output, 64 callers waiting; and SIGSTOP."""
     leftovers, choose = Leftovers(), random.Random(14)
     killed: list[float] = []
     stopped: list[float] = []
     num_kills = num_stops = 0
-    for i in _until(seconds, 1000):
+    for i in _until(seconds, count):
         if i % 8 == 7:
             stopped += kill_core(checkpoint, choose.randint(1, 500), 64, signal.SIGSTOP, hang_seconds=1.0).seconds
             num_stops += 1
@@ -147,19 +160,19 @@ def cores(checkpoint: Path, seconds: float) -> Figure:
     )
 
 
-def parents(checkpoint: Path, seconds: float) -> Figure:
+def parents(checkpoint: Path, seconds: float, count: int) -> Figure:
     """SIGKILL of the process that owns a core."""
-    gone = [kill_parent(checkpoint, signal.SIGKILL) for _ in _until(seconds, 1000)]
+    gone = [kill_parent(checkpoint, signal.SIGKILL) for _ in _until(seconds, count)]
     return dict(kills=len(gone), core_gone_after_ms=_quantiles(gone), orphans=0)
 
 
-def trainers(checkpoint: Path, seconds: float) -> Figure:
-    """Trainers killed while they push to a live engine."""
+def trainers(checkpoint: Path, seconds: float, count: int) -> Figure:
+    """Trainers killed, and some stopped, while they push to a live engine."""
     with _engine(checkpoint) as engine:
 
         async def run() -> TrainerDeaths:
-            deaths = TrainerDeaths(engine, seed=15)
-            await deaths.run(TRANSPORTS, num_deaths=1000, seconds=seconds)
+            deaths = TrainerDeaths(engine, seed=15, stopped=0.05)
+            await deaths.run(TRANSPORTS, num_deaths=count, seconds=seconds)
             await assert_clean(engine)
             return deaths
 
@@ -175,13 +188,13 @@ def trainers(checkpoint: Path, seconds: float) -> Figure:
     )
 
 
-def publishers(_: Path, seconds: float) -> Figure:
+def publishers(_: Path, seconds: float, count: int) -> Figure:
     """Publishers of a store killed at random bytes and between system calls."""
     script = HERE.parent / "unit" / "sync" / "publisher_kills.py"
     total: Counter[str] = Counter()
-    for seed in _until(seconds, 100):
+    for seed, size in enumerate(_pieces(seconds, count, 100)):
         with tempfile.TemporaryDirectory() as directory:
-            command = [sys.executable, str(script), f"{directory}/store", "100", str(200 + seed)]
+            command = [sys.executable, str(script), f"{directory}/store", str(size), str(200 + seed)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         total.update(json.loads(done.stdout))
     assert total["torn"] == total["went_back"] == total["refused"] == 0, total
@@ -189,9 +202,19 @@ def publishers(_: Path, seconds: float) -> Figure:
 
 
 TRANSPORTS = ["shm", "store", "gloo"]
-PARTS: dict[str, Callable[[Path, float], Figure]] = {
-    part.__name__: part for part in (schedules, updates, aborts, frames, nonsense, cores, parents, trainers, publishers)
+PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
+    "engines": (engines, 200),
+    "schedules": (schedules, 1000),
+    "updates": (updates, 1000),
+    "aborts": (aborts, 100_000),
+    "frames": (frames, 1_000_000),
+    "nonsense": (nonsense, 5000),
+    "cores": (cores, 1000),
+    "parents": (parents, 1000),
+    "trainers": (trainers, 1000),
+    "publishers": (publishers, 1000),
 }
+"""Name -> what it runs, and how many."""
 
 
 def _quantiles(seconds: list[float]) -> Figure:
@@ -209,6 +232,12 @@ def _until(seconds: float, count: int) -> Iterator[int]:
             return
 
 
+def _pieces(seconds: float, count: int, size: int) -> Iterator[int]:
+    """`count` in pieces of at most `size`, while there is time."""
+    for done in _until(seconds, math.ceil(count / size)):
+        yield min(size, count - done * size)
+
+
 @contextlib.contextmanager
 def _engine(checkpoint: Path, **changes: int) -> Iterator[AsyncLLM]:
     """A live engine; its process, directory, descriptors and threads must be gone afterwards."""
@@ -216,6 +245,16 @@ def _engine(checkpoint: Path, **changes: int) -> Iterator[AsyncLLM]:
     with AsyncLLM(checkpoint, **(OPTIONS | dict(log_stats=False) | changes)) as engine:
         yield engine
     leftovers.assert_none(engine.address)
+
+
+async def _use(engine: AsyncLLM) -> None:
+    """Requests, new weights, and an array large enough to be sent without a copy; it is not what the method takes."""
+    await engine.update_weights(spelling(1))
+    async for _ in engine.generate([5, 6], SamplingParams(max_tokens=20, ignore_eos=True)):
+        pass
+    with contextlib.suppress(RPCError):
+        await engine.collective_rpc("get_weight_norms", args=[np.zeros(1 << 20, np.uint8)])
+    await assert_clean(engine)
 
 
 async def _health(engine: AsyncLLM) -> Any:
@@ -227,7 +266,12 @@ def main(arguments: Iterable[str] | None = None) -> None:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of: {' '.join(PARTS)}; default: all")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of each part")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="of each part at most; inf: all run to their count"
+    )
+    parser.add_argument(
+        "--count", type=int, help="of each part at most; default: a thousand or more, as the part has it"
+    )
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args(None if arguments is None else list(arguments))
     if unknown := set(options.parts) - set(PARTS):
@@ -236,11 +280,13 @@ def main(arguments: Iterable[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = tiny_checkpoint(directory)
         for name in options.parts or PARTS:
+            part, count = PARTS[name]
             start = time.perf_counter()
-            figure = PARTS[name](checkpoint, options.seconds)
+            figure = part(checkpoint, options.seconds, options.count or count)
             figure["seconds"] = round(time.perf_counter() - start, 1)
             print(json.dumps({name: figure}), flush=True)
-            command = f"python -m tests.faults.soak --seconds {options.seconds:g} {name}"
+            limits = f"--seconds {options.seconds:g}" + (f" --count {options.count}" if options.count else "")
+            command = f"python -m tests.faults.soak {limits} {name}"
             save(options.results, name, figure, {}, command)
 
 

@@ -27,7 +27,7 @@ def engine(checkpoint, leftovers):
 def test_random_schedules_end_every_request_once_with_its_own_tokens(engine, seed):
     async def run():
         schedule = Schedule(engine, await make_menu(engine), seed)
-        await schedule.run(seconds=4, max_operations=600)
+        await schedule.run(seconds=300, max_operations=600)
         await assert_clean(engine)
         return schedule
 

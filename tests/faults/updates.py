@@ -5,6 +5,7 @@ says which version the engine thinks made it.
 """
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter
@@ -76,7 +77,44 @@ def _breaking_off(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     raise ManifestMismatchError("the trainer's own iterator failed")
 
 
+def _damaged(name: str, _: Weights, version: int) -> tuple[str, int]:
+    return name, version + 1
+
+
+def _flip_a_bit(tensor: Path) -> None:
+    content = bytearray(tensor.read_bytes())
+    content[9] ^= 4
+    tensor.write_bytes(content)
+
+
+def _move_and_link(tensor: Path) -> None:
+    elsewhere = tensor.parents[2] / "elsewhere"
+    tensor.rename(elsewhere)
+    tensor.symlink_to(elsewhere)
+
+
+def _rewrite_manifest(old: bytes, new: bytes, tensor: Path) -> None:
+    manifest = tensor.parent / "manifest.json"
+    content = manifest.read_bytes()
+    assert old in content
+    manifest.write_bytes(content.replace(old, new))
+
+
 _NORM = "model.norm.weight"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped bit": _flip_a_bit,
+    "truncated tensor": lambda tensor: os.truncate(tensor, tensor.stat().st_size - 4),
+    "grown tensor": lambda tensor: os.truncate(tensor, tensor.stat().st_size + 4),
+    "missing tensor": lambda tensor: tensor.unlink(),
+    "extra tensor": lambda tensor: (tensor.parent / "extra.memmap").write_bytes(b"1234"),
+    "symlinked tensor": _move_and_link,
+    "pickle in a store": lambda tensor: (tensor.parent / "other.pickle").write_bytes(b"cos\nsystem\n(S'false'\ntR."),
+    "wrong dtype in a manifest": partial(_rewrite_manifest, b'"float32"', b'"int32"'),
+    "wrong shape in a manifest": partial(_rewrite_manifest, b"[64]", b"[8,8]"),
+    "missing manifest": lambda tensor: (tensor.parent / "manifest.json").unlink(),
+}
+"""What may happen to a store after it was published, given the file of one of its tensors."""
+
 ATTACKS = {
     "missing": Attack(ManifestMismatchError, lambda w, v: (_without(w, _NORM), v + 1)),
     "extra": Attack(ManifestMismatchError, lambda w, v: (w | {"more": torch.ones(3)}, v + 1)),
@@ -90,10 +128,10 @@ ATTACKS = {
     "older": Attack(StaleVersionError, lambda w, v: (w, v - 1)),
     "same version, other weights": Attack(StaleVersionError, lambda w, v: (w, v)),
     "breaks off": Attack(ManifestMismatchError, lambda w, v: (_breaking_off(w), v + 1)),
-    "bare memory map": Attack(ManifestMismatchError, lambda w, v: ("bare", v + 1)),
-    "flipped bit in a store": Attack(ChecksumError, lambda w, v: ("flipped", v + 1)),
-    "truncated store": Attack(ManifestMismatchError, lambda w, v: ("truncated", v + 1)),
-}
+    "bare memory map": Attack(ManifestMismatchError, lambda w, v: ("bare memory map", v + 1)),
+    "flipped bit": Attack(ChecksumError, lambda w, v: ("flipped bit", v + 1)),
+} | {name: Attack(ManifestMismatchError, partial(_damaged, name)) for name in DAMAGES if name != "flipped bit"}
+"""Those whose source is a name are stores with that damage."""
 
 
 class UpdatesUnderLoad:
@@ -160,15 +198,13 @@ class UpdatesUnderLoad:
 
     def _damaged_store(self, kind: str, version: int) -> Path:
         path = self.directory / f"{kind}-{version}-{sum(self.refused.values())}"
-        if kind == "bare":
+        if kind not in DAMAGES:
             path.mkdir()
             (path / "meta.json").write_text("{}")
             return path
         sync.publish(path, spelling(version), version)
-        tensor = next(path.glob(f"versions/*/{_NORM}.memmap"))
-        content = bytearray(tensor.read_bytes())
-        content[9] ^= 4
-        tensor.write_bytes(content if kind == "flipped" else content[:-4])
+        (tensor,) = path.glob(f"versions/*/{_NORM}.memmap")
+        DAMAGES[kind](tensor)
         return path
 
     async def _read(self) -> None:
