@@ -36,30 +36,44 @@ Frames = list[bytes]
 
 
 class RawClient:
-    """A client of a live core, by frames; it reads what it is sent, and knows what must be rejected."""
+    """A client of the core that lives in `directory`, by frames; it knows what must be rejected."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str | Path, *, hello: bool = True, receive_limit: int = 1000) -> None:
+        """`receive_limit`: messages that wait for it here before they wait in the core."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 256)  # so that it waits for the core, not in memory
+        self._socket.setsockopt(zmq.RCVHWM, receive_limit)
+        self._socket.setsockopt(zmq.RCVBUF, 4096)
         self._socket.connect(address_in(directory))
         self._encoder = Encoder()
         self._to_client, self._to_core = Decoder[Any](ToClient), Decoder[Any](ToCore)
         self.num_bad = self.num_rejected = 0
-        """Frames sent that are no message or not one for now; rejections received."""
+        """Frames thrown that are no message or not one for now; rejections received."""
         self.is_gone = False
         """The core said farewell."""
-        self.say(Hello(PROTOCOL))
-        while not isinstance(self._read(5000), Welcome):
-            pass
+        if hello:
+            self.say(Hello(PROTOCOL))
+            assert isinstance(self.hear(), Welcome)
 
     def say(self, message: Any) -> None:
         """Send a message as it should be."""
-        self._socket.send_multipart(self._encoder.encode(message))
+        self.send([bytes(frame) for frame in self._encoder.encode(message)])
+
+    def send(self, frames: Frames) -> None:
+        """Send any frames."""
+        self._socket.send_multipart(frames)
+
+    def hear(self, *, skip: tuple[type, ...] = (Heartbeat,), seconds: float = 60.0) -> Any:
+        """The next message, of another kind than `skip`."""
+        while isinstance(message := self._read(1000 * seconds), skip):
+            pass
+        assert message is not None, "nothing came"
+        return message
 
     def throw(self, frames: Frames) -> bool:
-        """Send any frames, except a goodbye that would be one. Returns whether they were sent."""
+        """Send any frames, except a goodbye that would be one, and read what comes. Returns whether they were sent."""
         try:
             message = self._to_core.decode(frames)
         except WireError:
@@ -70,11 +84,11 @@ class RawClient:
             self.num_bad += isinstance(message, Hello)
         while not self._socket.poll(0, zmq.POLLOUT):
             self.read_all(10)
-        self._socket.send_multipart(frames)
+        self.send(frames)
         self.read_all(0)
         return True
 
-    def read_all(self, milliseconds: int) -> None:
+    def read_all(self, milliseconds: float) -> None:
         """Take what has come, waiting so long for the first."""
         while not self.is_gone and self._read(milliseconds) is not None:
             milliseconds = 0
@@ -86,7 +100,12 @@ class RawClient:
             assert time.monotonic() < deadline, f"{self.num_rejected} of {self.num_bad} bad frames were rejected"
             self.read_all(100)
 
-    def _read(self, milliseconds: int) -> Any:
+    def close(self, *, linger: float = 0.0) -> None:
+        """Be gone, without a goodbye, giving what was sent so many seconds to go out."""
+        self._socket.close(int(1000 * linger))
+        self._context.term()
+
+    def _read(self, milliseconds: float) -> Any:
         if not self._socket.poll(milliseconds):
             return None
         message = self._to_client.decode(self._socket.recv_multipart())
@@ -101,10 +120,8 @@ class RawClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.is_gone:
-            self._socket.setsockopt(zmq.LINGER, 1000)
             self.say(Goodbye())
-        self._socket.close()
-        self._context.term()
+        self.close(linger=5.0)
 
 
 class RawCore:

@@ -3,9 +3,11 @@
 import asyncio
 import random
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -125,6 +127,38 @@ def test_no_pickle_on_the_channel_of_a_weight_transport_is_unpickled(tmp_path, c
     assert ours.num_dropped == sent
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_garbage_on_the_sockets_of_a_weight_group_changes_no_weight(tmp_path, scheme):
+    choose, process = random.Random(7), psutil.Process()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    rendezvous = f"file://{tmp_path}/meet" if scheme == "file" else f"tcp://127.0.0.1:{port}"
+    place = dict(rendezvous=rendezvous, world_size=2, bucket_bytes=2000, timeout=60.0)
+    sender, receiver = sync.make_sender("gloo", **place), sync.make_receiver("gloo", rank=1, **place)
+    weights = {f"w{i}": torch.full((100,), float(i)) for i in range(20)}
+    while not (sender.ready() and receiver.ready()):
+        throw_at_ports(process, choose)
+    for version in range(1, 6):
+        throw_at_ports(process, choose)
+        manifest = sender.offer(weights, version, {})
+        with ThreadPoolExecutor(1) as pool:
+            received = pool.submit(lambda manifest: {n: t.clone() for n, t in receiver.receive(manifest)}, manifest)
+            throw_at_ports(process, choose)
+            sender.send()
+        assert all(torch.equal(received.result()[name], weights[name]) for name in weights)
+    receiver.close()
+    sender.close()
+
+
+def throw_at_ports(process, choose):
+    """Connect to whatever this process listens on, say something and leave."""
+    for connection in process.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            for _ in range(5):
+                with socket.create_connection(connection.laddr, timeout=60) as stranger:
+                    stranger.sendall(choose.randbytes(choose.choice([0, 1, 8, 100, 5000])))
 
 
 def test_no_pickle_in_a_file_of_weights_is_unpickled(engine, tmp_path, canary):

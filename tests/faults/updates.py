@@ -5,6 +5,7 @@ says which version the engine thinks made it.
 """
 
 import asyncio
+import itertools
 import os
 import random
 import time
@@ -101,19 +102,19 @@ def _rewrite_manifest(old: bytes, new: bytes, tensor: Path) -> None:
 
 
 _NORM = "model.norm.weight"
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped bit": _flip_a_bit,
-    "truncated tensor": lambda tensor: os.truncate(tensor, tensor.stat().st_size - 4),
-    "grown tensor": lambda tensor: os.truncate(tensor, tensor.stat().st_size + 4),
-    "missing tensor": lambda tensor: tensor.unlink(),
-    "extra tensor": lambda tensor: (tensor.parent / "extra.memmap").write_bytes(b"1234"),
-    "symlinked tensor": _move_and_link,
-    "pickle in a store": lambda tensor: (tensor.parent / "other.pickle").write_bytes(b"cos\nsystem\n(S'false'\ntR."),
-    "wrong dtype in a manifest": partial(_rewrite_manifest, b'"float32"', b'"int32"'),
-    "wrong shape in a manifest": partial(_rewrite_manifest, b"[64]", b"[8,8]"),
-    "missing manifest": lambda tensor: (tensor.parent / "manifest.json").unlink(),
+DAMAGES: dict[str, tuple[type[WeightUpdateError], Callable[[Path], object]]] = {
+    "flipped bit": (ChecksumError, _flip_a_bit),
+    "truncated tensor": (ManifestMismatchError, lambda tensor: os.truncate(tensor, tensor.stat().st_size - 4)),
+    "grown tensor": (ManifestMismatchError, lambda tensor: os.truncate(tensor, tensor.stat().st_size + 4)),
+    "missing tensor": (ManifestMismatchError, lambda tensor: tensor.unlink()),
+    "extra tensor": (ManifestMismatchError, lambda tensor: (tensor.parent / "extra.memmap").write_bytes(b"1234")),
+    "symlinked tensor": (ManifestMismatchError, _move_and_link),
+    "pickle inside": (ManifestMismatchError, lambda tensor: (tensor.parent / "a.pickle").write_bytes(b"cos\nsystem\n")),
+    "other dtype in the manifest": (ChecksumError, partial(_rewrite_manifest, b'"float32"', b'"int32"')),
+    "other shape in the manifest": (ChecksumError, partial(_rewrite_manifest, b"[64]", b"[8,8]")),
+    "missing manifest": (ManifestMismatchError, lambda tensor: (tensor.parent / "manifest.json").unlink()),
 }
-"""What may happen to a store after it was published, given the file of one of its tensors."""
+"""What may happen to a store after it was published, given the file of one of its tensors; and how it is refused."""
 
 ATTACKS = {
     "missing": Attack(ManifestMismatchError, lambda w, v: (_without(w, _NORM), v + 1)),
@@ -129,8 +130,7 @@ ATTACKS = {
     "same version, other weights": Attack(StaleVersionError, lambda w, v: (w, v)),
     "breaks off": Attack(ManifestMismatchError, lambda w, v: (_breaking_off(w), v + 1)),
     "bare memory map": Attack(ManifestMismatchError, lambda w, v: ("bare memory map", v + 1)),
-    "flipped bit": Attack(ChecksumError, lambda w, v: ("flipped bit", v + 1)),
-} | {name: Attack(ManifestMismatchError, partial(_damaged, name)) for name in DAMAGES if name != "flipped bit"}
+} | {name: Attack(error, partial(_damaged, name)) for name, (error, _) in DAMAGES.items()}
 """Those whose source is a name are stores with that damage."""
 
 
@@ -144,6 +144,7 @@ class UpdatesUnderLoad:
         self.refused: Counter[str] = Counter()
         self.seconds: list[float] = []
         """Of each update."""
+        self._attacks = itertools.cycle(self.random.sample(list(ATTACKS), len(ATTACKS)))
         self._stop = False
         self._num_added = 0
 
@@ -156,8 +157,7 @@ class UpdatesUnderLoad:
             deadline = time.monotonic() + seconds
             while self.num_updates < num_updates and time.monotonic() < deadline and not any(t.done() for t in tasks):
                 await self._update()
-                if self.random.random() < 0.5:
-                    await self._attack()
+                await self._attack()
         finally:
             self._stop = True
             await asyncio.gather(*tasks)
@@ -181,7 +181,7 @@ class UpdatesUnderLoad:
             assert again.num_tensors == 0, "the same weights again are not sent"
 
     async def _attack(self) -> None:
-        name = self.random.choice(list(ATTACKS))
+        name = next(self._attacks)
         version = self.engine.policy_version
         error, make = ATTACKS[name]
         source, claimed = make(spelling(version + 3), version)
@@ -204,7 +204,8 @@ class UpdatesUnderLoad:
             return path
         sync.publish(path, spelling(version), version)
         (tensor,) = path.glob(f"versions/*/{_NORM}.memmap")
-        DAMAGES[kind](tensor)
+        _, damage = DAMAGES[kind]
+        damage(tensor)
         return path
 
     async def _read(self) -> None:
