@@ -1,11 +1,18 @@
 """Messages of every kind, mutated."""
 
+import asyncio
 import random
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+import sync
+from rollout_engine import AsyncLLM, LifecycleError
+from rollout_engine.frontend.core_utilities import UTILITIES
+from rollout_engine.frontend.weight_ends import Meeting
 from rollout_engine.frontend.wire import (
     Abort,
     AddRequest,
@@ -23,9 +30,10 @@ from rollout_engine.frontend.wire import (
     Welcome,
     pack,
 )
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd, UpdateOptions
 from rollout_engine.sampling_params import SamplingParams
 from tests.faults.peers import READY, Frames, RawClient
+from tests.faults.updates import spelling
 
 
 class Thrown(NamedTuple):
@@ -43,12 +51,23 @@ def core_messages() -> list[Frames]:
     request = EngineCoreRequest(
         request_id="a", prompt_token_ids=[3, 4], params=params, max_tokens=3, seed=7, first_sequence=0, cache_salt="s"
     )
+    manifest = sync.make_sender("inproc").offer({"a": torch.ones(3)}, 5, {})
+    options, meeting = UpdateOptions(timeout=1.0), Meeting("shm", "/nowhere", 1.0)
+    calls: dict[str, dict[str, Any]] = {
+        "score": dict(prompt_token_ids=[[3]], completion_token_ids=[[4]], temperature=1.0),
+        "pause_generation": dict(mode="keep", clear_cache=True),
+        "sleep": dict(level=1, mode="keep"),
+        "wake_up": dict(tags=["weights", "kv_cache"]),
+        "reset_prefix_cache": dict(reset_running_requests=True),
+        "begin_weight_update": dict(manifest=manifest, meeting=meeting, options=options),
+        "load_weights": dict(path="/nowhere", version=5, options=options),
+    }
+    plain = [name for name, (_, kind) in UTILITIES.items() if not kind.__struct_fields__]
     return _frames_of(
         Hello(1),
         AddRequest(request),
         Abort(["a", "0_b"]),
-        Call(7, "check_health", pack({})),
-        Call(8, "score", pack(dict(prompt_token_ids=[[3]], completion_token_ids=[[4]], temperature=1.0))),
+        *(Call(7, name, pack(calls.get(name, {}))) for name in [*plain, *calls]),
         RpcCall(9, "ping", pack([[1], {"x": 2}]), [np.zeros(3, np.uint8), np.zeros(3000, np.uint8)], 1.5),
     )
 
@@ -92,6 +111,19 @@ def throw_mutants(directory: str, count: int, seed: int) -> Thrown:
             assert not client.is_gone, "the core ended, or cut the client off"
             num_bad += client.num_bad
     return Thrown(num_sent, num_bad, num_connections)
+
+
+async def restore(engine: AsyncLLM) -> None:
+    """Run again, whatever mutants have brought about that were calls: pauses, sleep, an open update."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            await engine.wake_up()
+            await engine.update_weights(spelling(engine.policy_version + 1))  # they may have been dropped
+            return await engine.resume_generation()
+        except LifecycleError as refusal:
+            assert time.monotonic() < deadline, refusal
+            await asyncio.sleep(0.01)
 
 
 def _mutate(frames: list[bytearray], choose: random.Random) -> None:

@@ -30,7 +30,7 @@ from tests.benchmarks.results import save
 from tests.faults.aborts import RandomAborts
 from tests.faults.clean import Leftovers, assert_clean
 from tests.faults.deaths import OPTIONS, TrainerDeaths, kill_core, kill_parent
-from tests.faults.garbage import client_messages, mutants, throw_mutants
+from tests.faults.garbage import client_messages, mutants, restore, throw_mutants
 from tests.faults.peers import RawCore
 from tests.faults.schedules import Schedule, make_menu
 from tests.faults.updates import UpdatesUnderLoad, spelling
@@ -258,6 +258,7 @@ async def _use(engine: AsyncLLM) -> None:
 
 
 async def _health(engine: AsyncLLM) -> Any:
+    await restore(engine)
     await assert_clean(engine)
     return await engine.check_health()
 

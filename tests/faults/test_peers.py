@@ -19,7 +19,7 @@ from rollout_engine.frontend.wire import Call, Encoder, Failure, Ready, RpcCall,
 from sync import ipc
 from tests.faults.canaries import Canary
 from tests.faults.clean import assert_clean
-from tests.faults.garbage import client_messages, core_messages, mutants, throw_mutants
+from tests.faults.garbage import client_messages, core_messages, mutants, restore, throw_mutants
 from tests.faults.peers import RawClient, RawCore
 
 OPTIONS = dict(num_kv_blocks=256, max_num_seqs=16, num_threads=1, skip_tokenizer_init=True)
@@ -83,7 +83,7 @@ def test_no_pickle_sent_to_a_core_is_unpickled(engine, canary):
         client.wait_rejected()
         bad = client.num_bad
     assert bad > 100
-    asyncio.run(engine.resume_generation())
+    asyncio.run(restore(engine))
     assert lives(engine).num_rejected >= rejected + bad
 
 
@@ -185,7 +185,7 @@ def test_no_pickle_in_a_file_of_weights_is_unpickled(engine, tmp_path, canary):
 def test_mutated_messages_leave_a_live_core_alive_and_every_bad_one_is_counted(engine):
     rejected = lives(engine).num_rejected
     found = throw_mutants(engine.address, count=20_000, seed=3)
-    asyncio.run(engine.resume_generation())
+    asyncio.run(restore(engine))
     assert lives(engine).num_rejected >= rejected + found.num_bad
     assert 0 < found.num_bad <= found.num_sent
 
