@@ -7,45 +7,64 @@ import time
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
+from rollout_engine.config import EngineConfig
 from rollout_engine.frontend.core_io import ClientLeft, CoreIO, FromClient, Stop
-from rollout_engine.frontend.lifeline import address_in
 from rollout_engine.frontend.wire import (
     PROTOCOL,
     Abort,
+    Decoder,
+    Encoder,
     Farewell,
     Goodbye,
     Heartbeat,
     Hello,
+    Ready,
     Rejected,
     Reply,
+    ToClient,
     Welcome,
     pack,
 )
-from tests.faults.peers import READY, RawClient
+
+READY = Ready(
+    protocol=PROTOCOL, pid=1, config=EngineConfig(model="m"), config_digest="", num_blocks=1, block_size=1,
+    max_model_len=1, vocab_size=1, eos_token_ids=[], choices="", heartbeat_seconds=0.05, policy_version=0,
+)  # fmt: skip
 
 
 class Core:
     """A `CoreIO` with nobody behind it, and raw clients."""
 
     def __init__(self, directory):
-        self.directory, self.address = directory, address_in(directory)
-        self.parent, self.child = socket.socketpair()
-        self.io = CoreIO(self.address, self.child, heartbeat_seconds=0.05, max_backlog_bytes=1 << 20)
-        self.orphaned, self.clients = [], []
+        self.address = f"ipc://{directory}/core"
+        self.parent, child = socket.socketpair()
+        self.io = CoreIO(self.address, child, heartbeat_seconds=0.05, max_backlog_bytes=1 << 20)
+        self.orphaned = []
         self.io.start(lambda: READY, on_orphaned=lambda: self.orphaned.append(True))
+        self.context, self.child, self.clients = zmq.Context(), child, []
 
-    def client(self, **options):
-        self.clients.append(RawClient(self.directory, **options))
-        return self.clients[-1]
+    def client(self, *, hello=True, receive_limit=1000):
+        made = self.context.socket(zmq.DEALER)
+        made.setsockopt(zmq.RCVHWM, receive_limit)
+        made.setsockopt(zmq.RCVBUF, 4096)
+        made.setsockopt(zmq.LINGER, 0)
+        self.clients.append(made)
+        made.connect(self.address)
+        if hello:
+            send(made, Hello(PROTOCOL))
+            assert isinstance(receive(made), Welcome)
+        return made
 
     def next(self):
-        return self.io.inbox.get(timeout=60)
+        return self.io.inbox.get(timeout=5)
 
     def close(self):
         self.io.close("the test is over")
         for client in self.clients:
             client.close()
+        self.context.term()
         self.parent.close()
         self.child.close()
 
@@ -57,11 +76,24 @@ def core(tmp_path_factory):
     core.close()
 
 
+def send(client, message):
+    client.send_multipart(Encoder().encode(message))
+
+
+def receive(client, *, skip=(Heartbeat,)):
+    decoder = Decoder(ToClient)
+    while True:
+        assert client.poll(5000), "nothing came"
+        message = decoder.decode(client.recv_multipart())
+        if not isinstance(message, skip):
+            return message
+
+
 def test_messages_reach_the_inbox_with_their_client(core):
     first, second = core.client(), core.client()
-    second.say(Abort(["a"]))
+    send(second, Abort(["a"]))
     assert core.next() == FromClient(1, Abort(["a"]))
-    first.say(Abort(["b"]))
+    send(first, Abort(["b"]))
     assert core.next() == FromClient(0, Abort(["b"]))
     assert core.io.stats.num_clients == 2
 
@@ -69,37 +101,37 @@ def test_messages_reach_the_inbox_with_their_client(core):
 def test_bad_frames_are_rejected_and_counted_and_everything_goes_on(core):
     bad, good = core.client(), core.client()
     for i in range(300):
-        bad.send([b"\xc1" * (i % 7), b"x"][: 1 + i % 2])
+        bad.send_multipart([b"\xc1" * (i % 7), b"x"][: 1 + i % 2])
     for _ in range(300):
-        assert isinstance(bad.hear(), Rejected)
-    good.say(Abort(["a"]))
-    bad.say(Abort(["b"]))
+        assert isinstance(receive(bad), Rejected)
+    send(good, Abort(["a"]))
+    send(bad, Abort(["b"]))
     assert {core.next().client_index, core.next().client_index} == {0, 1}
     assert core.io.stats.num_rejected == 300
 
 
 def test_strangers_and_second_hellos_are_rejected(core):
     stranger = core.client(hello=False)
-    stranger.say(Abort(["a"]))
-    assert "hello" in stranger.hear().reason
-    stranger.say(Hello(PROTOCOL))
-    assert isinstance(stranger.hear(), Welcome)
-    stranger.say(Hello(PROTOCOL))
-    assert "hello" in stranger.hear().reason
+    send(stranger, Abort(["a"]))
+    assert "hello" in receive(stranger).reason
+    send(stranger, Hello(PROTOCOL))
+    assert isinstance(receive(stranger), Welcome)
+    send(stranger, Hello(PROTOCOL))
+    assert "hello" in receive(stranger).reason
     with pytest.raises(queue.Empty):
         core.io.inbox.get(timeout=0.1)
 
 
 def test_another_protocol_is_told_so(core):
     client = core.client(hello=False)
-    client.say(Hello(PROTOCOL + 1))
-    assert f"protocol {PROTOCOL}" in client.hear().reason
+    send(client, Hello(PROTOCOL + 1))
+    assert f"protocol {PROTOCOL}" in receive(client).reason
 
 
 def test_an_oversized_frame_ends_only_its_own_connection(core):
     bad, good = core.client(), core.client()
-    bad.send([bytes((64 << 20) + 1)])
-    good.say(Abort(["a"]))
+    bad.send(bytes((64 << 20) + 1))
+    send(good, Abort(["a"]))
     left = {type(core.next()), type(core.next())}
     assert left == {FromClient, ClientLeft}
 
@@ -110,17 +142,16 @@ def test_a_client_that_stops_reading_is_cut_off_within_bounds_and_told_why(core)
     for number in range(400):
         core.io.send(0, Reply(number, data))
         core.io.send(1, Reply(number, data))
-        assert good.hear().number == number
+        assert receive(good).number == number
     assert core.next() == ClientLeft(0)
     assert core.io.stats.num_clients_cut_off == 1
-    while not isinstance(message := slow.hear(), Farewell):
-        pass
-    assert "stopped reading" in message.reason
+    reason = next(message for message in iter(lambda: receive(slow), None) if isinstance(message, Farewell)).reason
+    assert "stopped reading" in reason
 
 
 def test_clients_that_leave_or_vanish_are_noticed(core):
     polite, rude = core.client(), core.client()
-    polite.say(Goodbye())
+    send(polite, Goodbye())
     assert core.next() == ClientLeft(0)
     rude.close()
     assert core.next() == ClientLeft(1)  # found by its heartbeat
@@ -131,7 +162,7 @@ def test_a_silent_core_gives_signs_of_life(core):
     client = core.client()
     start = time.monotonic()
     for _ in range(4):
-        assert isinstance(client.hear(skip=()), Heartbeat)
+        assert isinstance(receive(client, skip=()), Heartbeat)
     assert time.monotonic() - start < 3
 
 
@@ -147,7 +178,7 @@ def test_an_absent_parent_stops_the_loop_and_then_the_process(core):
 def test_everybody_hears_the_farewell(core):
     clients = [core.client() for _ in range(3)]
     core.io.close("that was all")
-    assert [client.hear().reason for client in clients] == ["that was all"] * 3
+    assert [receive(client).reason for client in clients] == ["that was all"] * 3
     core.io = CoreIO(core.address + "2", core.child, heartbeat_seconds=1, max_backlog_bytes=1)
     core.io.start(lambda: READY, on_orphaned=lambda: None)
 
@@ -156,8 +187,8 @@ def test_a_thousand_mutated_frames_leave_the_thread_alive(core):
     client = core.client()
     body = msgspec.msgpack.encode(Abort(["a"]))
     for i in range(1000):
-        client.send([body[: i % len(body)] + bytes([i % 256]), body][: 1 + (i % 3 == 0)])
-    client.say(Abort(["last"]))
+        client.send_multipart([body[: i % len(body)] + bytes([i % 256]), body][: 1 + (i % 3 == 0)])
+    send(client, Abort(["last"]))
     while core.next().message.request_ids != ["last"]:
         pass
     assert core.io.stats.num_rejected > 900
