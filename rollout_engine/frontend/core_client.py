@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from rollout_engine.errors import EngineDeadError
 from rollout_engine.frontend.lifeline import CoreProcess, address_in
@@ -50,7 +49,9 @@ HEARTBEAT_SECONDS = 0.5
 MAX_BACKLOG_BYTES = 64 << 20
 """Bytes that may wait for a client that does not read, before the core cuts it off."""
 _CONNECT_SECONDS = 10.0
-_LAST_WORDS_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 5.0
+"""How long the end of a connection may take to be noticed, once the other end's process is gone."""
+_NEVER_MS = 1 << 30
 _STATUS_SECONDS = 0.05
 """How long open requests wait to learn how the core's process ended."""
 
@@ -83,7 +84,8 @@ class CoreClient:
         self._socket.setsockopt(zmq.LINGER, 100)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by what callers wait for
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a core that is gone does not come back
+        # A core that is gone does not come back; but "never" (-1) would drop what came before it went and is not read.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address_in(directory))
         self._outbox.append(Hello(PROTOCOL))
@@ -196,7 +198,6 @@ class CoreClient:
             if self._process is not None and self._process.lifeline.socket.fileno() in events:
                 return self._last_words()
             if self._monitor in events:
-                recv_monitor_message(self._monitor)
                 return self._last_words()
             if now - last_heard > self._hang_seconds:
                 self._is_hung = True
@@ -204,15 +205,13 @@ class CoreClient:
         return "the engine was shut down"
 
     def _last_words(self) -> str:
-        """What the core had still to say, or what became of it."""
+        """What the core had still to say, or what became of it. What it sent comes before its connection ends."""
+        status = None if self._process is None else self._process.wait(_STATUS_SECONDS)
+        if status is not None:
+            self._monitor.poll(1000 * _LAST_WORDS_SECONDS)
         farewell = self._receive()
         if farewell is not None or self._process is None:
             return farewell or "its connection is lost"
-        status = self._process.wait(_STATUS_SECONDS)
-        while status == 0 and farewell is None and self._socket.poll(1000 * _LAST_WORDS_SECONDS):
-            farewell = self._receive()  # it ended in order, so it has said why: that may still be on its way
-        if farewell is not None:
-            return farewell
         return "its process cannot be reached" if status is None else f"its process has ended with status {status}"
 
     def _send_outbox(self) -> None:

@@ -43,6 +43,8 @@ logger = logging.getLogger("rollout_engine")
 MAX_CLIENTS = 1024
 _MAX_WAITING = 4096
 """Messages that may wait for the busy loop before the socket is left unread."""
+_MAX_REMEMBERED = 4096
+"""Clients that left, whose last messages may still be on their way."""
 _RETRY_SECONDS = 0.01
 """How often a backlog is tried again."""
 _FLUSH_SECONDS = 0.5
@@ -115,6 +117,7 @@ class CoreIO:
         self._peers: dict[bytes, Peer] = {}
         self._by_index: dict[int, Peer] = {}
         self._leaving: list[Peer] = []
+        self._left: deque[bytes] = deque(maxlen=_MAX_REMEMBERED)
         self._num_welcomed = 0
         self._farewell: str | None = None
         self._orphaned_at: float | None = None
@@ -200,6 +203,8 @@ class CoreIO:
         peer = self._peers.get(identity)
         try:
             message = self._decoder.decode(frames)
+            if peer is None and identity in self._left and not isinstance(message, Hello):
+                return
             if isinstance(message, Hello) == (peer is not None):
                 raise WireError("say hello first, once")
         except WireError as problem:
@@ -280,6 +285,7 @@ class CoreIO:
         peer.backlog.clear()
         if self._peers.pop(peer.identity, None) is not None:
             del self._by_index[peer.index]
+            self._left.append(peer.identity)
             self.stats.num_clients = len(self._peers)
             self.inbox.put(ClientLeft(peer.index))
 

@@ -67,7 +67,7 @@ def test_results_equal_the_engine_in_process_token_for_token(engine, llm, params
 
 
 def test_deltas_add_up_and_cumulative_outputs_grow(engine, llm, collect):
-    params = dict(max_tokens=40, seed=4, logprobs=0, n=2, ignore_eos=True)
+    params = dict(max_tokens=400, seed=4, logprobs=0, n=2, ignore_eos=True)
 
     async def run():
         deltas = collect(engine, "hello", SamplingParams(**params, output_kind="delta"))
@@ -84,7 +84,7 @@ def test_deltas_add_up_and_cumulative_outputs_grow(engine, llm, collect):
         logprobs = np.concatenate([part.logprobs for part in parts])
         assert np.array_equal(logprobs, whole.outputs[index].logprobs)
         grown = [len(s.token_ids) for output in cumulative for s in output.outputs if s.index == index]
-        assert grown == sorted(grown) and grown[-1] == 40
+        assert grown == sorted(grown) and grown[-1] == 400
     assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
 
 

@@ -45,11 +45,11 @@ class Core:
         self.io.start(lambda: READY, on_orphaned=lambda: self.orphaned.append(True))
         self.context, self.child, self.clients = zmq.Context(), child, []
 
-    def client(self, *, hello=True, receive_limit=1000):
+    def client(self, *, hello=True, receive_limit=1000, linger=0):
         made = self.context.socket(zmq.DEALER)
         made.setsockopt(zmq.RCVHWM, receive_limit)
         made.setsockopt(zmq.RCVBUF, 4096)
-        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.LINGER, linger)
         self.clients.append(made)
         made.connect(self.address)
         if hello:
@@ -76,6 +76,13 @@ def core(tmp_path_factory):
     core.close()
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def send(client, message):
     client.send_multipart(Encoder().encode(message))
 
@@ -96,6 +103,25 @@ def test_messages_reach_the_inbox_with_their_client(core):
     send(first, Abort(["b"]))
     assert core.next() == FromClient(0, Abort(["b"]))
     assert core.io.stats.num_clients == 2
+
+
+def test_what_was_on_its_way_when_its_client_left_is_no_strangers(core):
+    client = core.client(linger=-1)
+    for _ in range(4150):  # more than the core takes while nobody reads its inbox, less than its socket takes
+        send(client, Abort(["a"]))
+    client.send_multipart([b"\xc1"])
+    send(client, Goodbye())
+    wait_until(lambda: core.io.inbox.qsize() == 4096)
+    client.close()
+    wait_until(lambda: not core.io.stats.num_clients)  # a heartbeat finds nobody
+    assert core.io.stats.num_rejected == 0
+    while not isinstance(core.next(), ClientLeft):
+        pass
+    wait_until(lambda: core.io.stats.num_rejected)  # the rest is read in order
+    send(core.client(), Abort(["b"]))
+    assert core.next().client_index == 1, "the rest has been read"
+    assert core.io.stats.num_rejected == 1, "the bad one alone"
+    assert core.io.inbox.empty()
 
 
 def test_bad_frames_are_rejected_and_counted_and_everything_goes_on(core):

@@ -1,0 +1,58 @@
+"""A client's end of the socket, over a real core's end with nobody behind it."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.frontend.core_client import CoreClient
+from rollout_engine.frontend.core_io import CoreIO
+from rollout_engine.frontend.lifeline import address_in
+from rollout_engine.frontend.wire import PROTOCOL, Outputs, Ready
+from rollout_engine.messages import EngineCoreOutputs
+
+READY = Ready(
+    protocol=PROTOCOL, pid=1, config=EngineConfig(model="m"), config_digest="", num_blocks=1, block_size=1,
+    max_model_len=1, vocab_size=1, eos_token_ids=[], choices="", heartbeat_seconds=0.05, policy_version=0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return str(tmp_path)
+
+
+@pytest.fixture
+def core(directory):
+    parent, child = socket.socketpair()
+    with parent, child:
+        io = CoreIO(address_in(directory), child, heartbeat_seconds=60.0, max_backlog_bytes=1 << 20)
+        io.start(lambda: READY, on_orphaned=lambda: None)
+        yield io
+
+
+def test_what_a_core_sent_before_it_ended_is_heard_by_a_client_that_was_late(core, directory, monkeypatch):
+    numbers, deaths, dead = [], [], threading.Event()
+    standing, go_on = threading.Event(), threading.Event()
+
+    def stand_still():  # as on a machine that has no time for this thread
+        standing.set()
+        go_on.wait(60)
+
+    client = CoreClient.connect(directory, hang_seconds=60)
+    client.wait_welcome()
+    client.listen(lambda outputs: numbers.append(outputs.number), lambda error: (deaths.append(str(error)), dead.set()))
+    monkeypatch.setattr(client, "_send_outbox", stand_still)
+    assert standing.wait(60)
+    for number in range(20):
+        core.send(0, Outputs(number, EngineCoreOutputs(0)))
+    core.close("the test ends it")
+    assert client._monitor.poll(60_000), "the connection is lost, and what came before that has come"
+    time.sleep(0.2)  # for zmq to act on it
+    go_on.set()
+    assert dead.wait(60)
+    client.close()
+    assert numbers == list(range(20))
+    assert len(deaths) == 1 and "the test ends it" in deaths[0]
