@@ -34,14 +34,16 @@ def wait_for(condition):
         time.sleep(0.001)
 
 
-def slow_down(engine, seconds=0.002):
-    execute = engine.executor.execute
+def slow_down(engine):
+    """Every step after the sixth takes a second, until the event that is returned is set."""
+    execute, hurry = engine.executor.execute, threading.Event()
 
     def slowly(work):
-        time.sleep(seconds)
+        hurry.wait(0.002 if engine.stats.num_steps < 6 else 1.0)
         return execute(work)
 
     engine.executor.execute = slowly
+    return hurry
 
 
 # Alone
@@ -193,13 +195,14 @@ def test_every_verb_after_shutdown_says_so(make_engine):
 
 def test_a_generate_in_progress_waits_for_another_thread_to_resume(make_llm):
     llm = make_llm()
-    slow_down(llm.llm_engine)
+    hurry = slow_down(llm.llm_engine)
     thread, outcome = run_in_thread(lambda: llm.generate("hello", LONG, use_tqdm=False))
     wait_for(lambda: llm.llm_engine.stats.num_steps > 5)
     llm.pause_generation(mode="keep")
     num_steps = llm.llm_engine.stats.num_steps
     time.sleep(0.2)
     assert thread.is_alive() and llm.llm_engine.stats.num_steps == num_steps
+    hurry.set()
     llm.resume_generation()
     thread.join(20)
     assert len(outcome[0][0].outputs[0].token_ids) == 60
@@ -218,9 +221,10 @@ def test_a_generate_in_progress_returns_what_it_has_when_another_thread_aborts(m
 
 def test_pausing_in_mode_wait_lets_another_thread_go_on_stepping(make_llm):
     llm = make_llm()
-    slow_down(llm.llm_engine)
+    hurry = slow_down(llm.llm_engine)
     thread, outcome = run_in_thread(lambda: llm.generate("hello", LONG, use_tqdm=False))
     wait_for(lambda: llm.llm_engine.stats.num_steps > 5)
+    hurry.set()
     llm.pause_generation(mode="wait")
     assert llm.is_paused()
     thread.join(20)
@@ -228,11 +232,12 @@ def test_pausing_in_mode_wait_lets_another_thread_go_on_stepping(make_llm):
 
 
 def test_a_wait_ends_when_another_thread_resumes(engine, drain):
-    slow_down(engine)
+    hurry = slow_down(engine)
     engine.add_request("a", "hello", LONG)
     thread, _ = run_in_thread(lambda: engine.pause_generation(mode="wait"))
     wait_for(lambda: engine.core.lifecycle.draining)
     engine.resume_generation()
+    hurry.set()
     thread.join(20)
     assert not thread.is_alive() and not engine.is_paused()
     drain(engine)
