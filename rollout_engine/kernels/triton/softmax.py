@@ -1,0 +1,38 @@
+"""What every attention kernel computes alike: products, soft caps, and how two parts of one softmax become one.
+
+Scores are in units of log2, so that a weight is one exp2. A part of a softmax is (top, total, acc): its largest score,
+the sum of 2^(score - top), and the values weighted so (Milakov and Gimelshein 2018).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1.0e30)
+"""`top` of an empty part. Finite, so that differences are numbers, and an empty part changes no bit of another."""
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b in float32."""
+    if _INTERPRETED:  # the interpreter keeps bfloat16 as integers, and multiplies those
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def tanh(x):
+    """Without overflow."""
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    magnitude = (1.0 - power) / (1.0 + power)
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def joined(top, other_top):
+    """The top of two parts together, and what each part's `total` and `acc` are to be multiplied with."""
+    both = tl.maximum(top, other_top)
+    return both, tl.exp2(top - both), tl.exp2(other_top - both)

@@ -1,0 +1,195 @@
+"""Attention's work of one step, cut into equal shares on the device: no host knows a context length in time.
+
+An *item* is up to `tokens_per_item` neighbouring tokens that read one block table; with their `group` query heads they
+are the rows of one product, so that a KV head is read once for all. Its context is counted in *units* of KV positions
+from position 0. Units of all items and KV heads stand in one line, item by item and in each head by head:
+
+    item 0                      item 1
+    head 0   head 1   head 2    head 0       head 1       head 2
+    |--+--+- |--+--+- |--+--+-  |--+--+--+-- |--+--+--+-- |--+--+--+--
+    |        program 0 |        program 1      |         program 2
+
+Each program of a fixed grid takes `chunk` units, so one long context among short ones keeps nobody waiting, and a
+captured graph fits every batch. A share may end inside a head of an item: a second kernel joins what was cut
+(`attention`). Of a list that is `whole`, shares are rounded to heads of items, and nothing has to be joined.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 8
+"""Of an item: sequence, first token, number of tokens, first position, end of context, first unit, end unit, units
+before it."""
+EVERYWHERE = 1 << 30
+"""First position of an item that sees its whole context."""
+_TOKENS_AT_ONCE = 32
+
+
+class WorkList:
+    """Device memory of one list; its addresses stay, so captured graphs read what `fill` wrote last."""
+
+    def __init__(
+        self,
+        max_items: int,
+        *,
+        tokens_per_item: int,
+        unit: int,
+        num_kv_heads: int,
+        num_programs: int,
+        is_whole: bool,
+        device: torch.device | str,
+    ) -> None:
+        """`unit` is in KV positions; `num_programs` is attention's grid."""
+        self.tokens_per_item, self.unit = tokens_per_item, unit
+        self.num_kv_heads, self.num_programs, self.is_whole = num_kv_heads, num_programs, is_whole
+        self.items = torch.zeros(max_items, COLUMNS, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        self.shares = torch.zeros(num_programs + 1, 2, dtype=torch.int32, device=device)
+        """Of each program, and of the end: item and place in the line where its share begins."""
+        self.line = torch.zeros(2, dtype=torch.int32, device=device)
+        """Units in all, and `chunk`."""
+
+    @staticmethod
+    def items_needed(num_tokens: int, num_sequences: int, tokens_per_item: int) -> int:
+        """The most items that a batch can come to."""
+        return min(num_tokens, num_tokens // tokens_per_item + num_sequences)
+
+    def fill(
+        self,
+        token_starts: Tensor,
+        context_lens: Tensor,
+        *,
+        sliding_window: int = 0,
+        prefix_units: Tensor | None = None,
+    ) -> None:
+        """List the items of N sequences.
+
+        token_starts int32 [N + 1]: where their tokens lie in the flat batch, and the end. context_lens int32 [N]: with
+        these tokens; 0 where a sequence is padding. Units that no token sees through `sliding_window` are left out,
+        and the first `prefix_units` int32 [N], which others read for it.
+        """
+        assert not (sliding_window and prefix_units is not None), "what windows see of a prefix is not shared"
+        num_sequences = len(context_lens)
+        _list_items[(num_sequences,)](
+            self.items,
+            self.num_items,
+            token_starts,
+            context_lens,
+            context_lens if prefix_units is None else prefix_units,
+            num_sequences,
+            sliding_window,
+            HAS_PREFIXES=prefix_units is not None,
+            HAS_WINDOW=sliding_window > 0,
+            TOKENS=self.tokens_per_item,
+            UNIT=self.unit,
+            COLUMNS=COLUMNS,
+            BLOCK_N=triton.next_power_of_2(num_sequences),
+            BLOCK_T=_TOKENS_AT_ONCE,
+        )
+        self.share_out()
+
+    def share_out(self) -> None:
+        """Cut `items` up to `num_items` into shares."""
+        _share_out[(self.num_programs + 1,)](
+            self.items,
+            self.num_items,
+            self.shares,
+            self.line,
+            NUM_PROGRAMS=self.num_programs,
+            NUM_KV_HEADS=self.num_kv_heads,
+            IS_WHOLE=self.is_whole,
+            COLUMNS=COLUMNS,
+            BLOCK=triton.next_power_of_2(len(self.items)),
+        )
+
+
+@triton.jit
+def _list_items(
+    items,
+    num_items,
+    token_starts,
+    context_lens,
+    prefix_units,
+    num_sequences,
+    sliding_window,
+    HAS_PREFIXES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program lists the items of one sequence, after counting those of the sequences before it."""
+    sequence = tl.program_id(0)
+    others = tl.arange(0, BLOCK_N)
+    before = others < sequence
+    tokens = tl.load(token_starts + others + 1, mask=before, other=0) - tl.load(
+        token_starts + others, mask=before, other=0
+    )
+    tokens = tl.where(tl.load(context_lens + others, mask=before, other=0) > 0, tokens, 0)
+    place = tl.sum((tokens + TOKENS - 1) // TOKENS, 0)
+    start, end = tl.load(token_starts + sequence), tl.load(token_starts + sequence + 1)
+    context = tl.load(context_lens + sequence)
+    count = tl.where(context > 0, (end - start + TOKENS - 1) // TOKENS, 0)
+    if sequence == num_sequences - 1:
+        tl.store(num_items, place + count)
+    for base in range(0, count, BLOCK_T):
+        index = base + tl.arange(0, BLOCK_T)
+        keep = index < count
+        token = start + index * TOKENS
+        num_tokens = tl.minimum(end - token, TOKENS)
+        position = context - end + token
+        first_unit = tl.zeros_like(position)
+        if HAS_PREFIXES:
+            first_unit += tl.load(prefix_units + sequence)
+        if HAS_WINDOW:
+            first_unit = tl.maximum(position - sliding_window + 1, 0) // UNIT
+        item = items + (place + index) * COLUMNS
+        tl.store(item, sequence + tl.zeros_like(position), mask=keep)
+        tl.store(item + 1, token, mask=keep)
+        tl.store(item + 2, num_tokens, mask=keep)
+        tl.store(item + 3, position, mask=keep)
+        tl.store(item + 4, position + num_tokens, mask=keep)
+        tl.store(item + 5, first_unit, mask=keep)
+        tl.store(item + 6, (position + num_tokens + UNIT - 1) // UNIT, mask=keep)
+
+
+@triton.jit
+def _share_out(
+    items,
+    num_items,
+    shares,
+    line,
+    NUM_PROGRAMS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program finds where one share begins."""
+    program = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    count = tl.load(num_items)
+    listed = index < count
+    item = items + index * COLUMNS
+    units = tl.load(item + 6, mask=listed, other=0) - tl.load(item + 5, mask=listed, other=0)
+    after = tl.cumsum(units, 0)
+    total = tl.sum(units, 0) * NUM_KV_HEADS
+    chunk = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, 1)
+    if program == 0:
+        tl.store(item + 7, after - units, mask=listed)
+        tl.store(line, total)
+        tl.store(line + 1, chunk)
+    start = tl.minimum(program * chunk, total)
+    mine = tl.sum((listed & (after * NUM_KV_HEADS <= start)).to(tl.int32), 0)
+    if IS_WHOLE:
+        length = tl.maximum(tl.sum(tl.where(index == mine, units, 0), 0), 1)
+        first = tl.sum(tl.where(index == mine, after - units, 0), 0) * NUM_KV_HEADS
+        heads = tl.where(mine < count, (start - first + length - 1) // length, 0)
+        start = tl.where(mine < count, first + heads * length, start)
+        mine += tl.where(heads == NUM_KV_HEADS, 1, 0)
+    tl.store(shares + program * 2, mine)
+    tl.store(shares + program * 2 + 1, start)
