@@ -69,10 +69,10 @@ def attend(
     lists = Lists(work.items, work.shares, work.line)
     parts = workspace if result.parts is None else result.parts
     lse = workspace.tops if result.lse is None else result.lse
-    output = Output(result.out, *result.out.stride()[:2], lse, parts)
+    output = Output(result.out, result.out.stride(0), result.out.stride(1), lse, parts)
     tables, keys, values = block_tables, layer.keys, layer.values
     attention_kernel[(work.num_programs,)](
-        Queries(q, *q.stride()[:2]),
+        Queries(q, q.stride(0), q.stride(1)),
         Pool(keys, values, keys.stride()[:3], values.stride()[:3], tables, tables.stride(0)),
         lists,
         workspace,

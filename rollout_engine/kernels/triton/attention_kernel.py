@@ -49,9 +49,9 @@ def attention_kernel(q, pool, work, parts, output, sinks, initial, numbers, SHAP
         if begins & (last == end_unit):
             write(output, token, q_head, real, acc, top, total, SHAPE)
         else:
-            place = (slot + tl.where(begins, 0, 1)) * SHAPE.rows + tl.arange(0, SHAPE.block_m)
+            part = (slot + tl.where(begins, 0, 1)) * SHAPE.rows + tl.arange(0, SHAPE.block_m)
             stored = real & begins if SHAPE.is_ordered else real
-            store_parts(parts, place, stored, acc, top, total, SHAPE)
+            store_parts(parts, part, stored, acc, top, total, SHAPE)
         start += last - first
         index += tl.where((last == end_unit) & (head == SHAPE.num_kv_heads - 1), 1, 0)
 
@@ -76,8 +76,8 @@ def _load_query(q, rows, SHAPE: tl.constexpr):
 def _context_of(item, head, pool):
     """Block table, keys and values of the head, and the end of what may be read."""
     table = pool.tables + tl.load(item).to(tl.int64) * pool.table_stride
-    keys = pool.keys + head.to(tl.int64) * pool.key_strides[1]
-    values = pool.values + head.to(tl.int64) * pool.value_strides[1]
+    keys = pool.key_data + head.to(tl.int64) * pool.key_strides[1]
+    values = pool.value_data + head.to(tl.int64) * pool.value_strides[1]
     steps = (pool.key_strides[0], pool.key_strides[2], pool.value_strides[0], pool.value_strides[2])
     return table, keys, values, steps, tl.load(item + 4)
 
@@ -87,8 +87,8 @@ def _initial_state(item, rows, begins, first_unit, sinks, initial, SHAPE: tl.con
     """What the rows have seen before the share's first key of them: nothing, sinks, or a prefix."""
     token, q_head, position, real = rows
     top = tl.full([SHAPE.block_m], LOWEST, tl.float32)
-    total = tl.zeros([SHAPE.block_m], tl.float32)
-    acc = tl.zeros([SHAPE.block_m, SHAPE.block_v], tl.float32)
+    total = tl.full([SHAPE.block_m], 0.0, tl.float32)
+    acc = tl.full([SHAPE.block_m, SHAPE.block_v], 0.0, tl.float32)
     if SHAPE.has_sinks:
         first = real & begins
         sink = tl.load(sinks + q_head, mask=first, other=0.0).to(tl.float32) * LOG2_E
@@ -115,8 +115,8 @@ def _attend_units(
     parts, slot = own_parts
     for unit in range(first, last):
         unit_top = tl.full([SHAPE.block_m], LOWEST, tl.float32)
-        unit_total = tl.zeros([SHAPE.block_m], tl.float32)
-        unit_acc = tl.zeros([SHAPE.block_m, SHAPE.block_v], tl.float32)
+        unit_total = tl.full([SHAPE.block_m], 0.0, tl.float32)
+        unit_acc = tl.full([SHAPE.block_m, SHAPE.block_v], 0.0, tl.float32)
         tile = unit * SHAPE.tiles_per_unit
         end_tile = tl.minimum(tile + SHAPE.tiles_per_unit, tl.cdiv(limit, SHAPE.tile))
         unit_acc, unit_top, unit_total = _attend_tiles(
@@ -164,7 +164,7 @@ def _attend_tiles(
     for tile in tl.range(first, last):
         key = tile * SHAPE.tile + tl.arange(0, SHAPE.tile)
         k, v = _load_tile(tile, key, context, IS_MASKED, SHAPE)
-        scores = dot(query, tl.trans(k), tl.zeros([SHAPE.block_m, SHAPE.tile], tl.float32)) * numbers.inner
+        scores = dot(query, tl.trans(k), tl.full([SHAPE.block_m, SHAPE.tile], 0.0, tl.float32)) * numbers.inner
         if SHAPE.has_softcap:
             scores = tanh(scores) * numbers.outer
         if IS_MASKED:

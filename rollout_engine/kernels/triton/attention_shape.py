@@ -39,8 +39,8 @@ class Shape(NamedTuple):
 class Pool(NamedTuple):
     """KV and who reads what of it."""
 
-    keys: Tensor
-    values: Tensor
+    key_data: Tensor
+    value_data: Tensor
     key_strides: tuple[int, ...]
     """Block, head, position."""
     value_strides: tuple[int, ...]

@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
 def decode(group: int, dim_k: int, dim_v: int, element_bytes: int) -> Tiling:
     """A token or a few of a sequence at a time: the reading of KV is all that costs."""
     tile = _tile(dim_k + dim_v, element_bytes)
-    return Tiling(_rows(group, 16), tile, tile, num_warps=4, num_stages=3, programs_per_processor=2)
+    return Tiling(_rows(group, 16), tile, tile, num_warps=4, num_stages=5, programs_per_processor=2)
 
 
 def shared_prefix(group: int, dim_k: int, dim_v: int, element_bytes: int) -> Tiling:
@@ -49,14 +49,14 @@ def prefill(group: int, dim_k: int, dim_v: int, element_bytes: int) -> Tiling:
     """Many tokens of a sequence at a time: tensor cores are to be kept busy."""
     tile = _tile(dim_k + dim_v, element_bytes)
     rows = _rows(group, 128 if element_bytes < 4 else 32)
-    return Tiling(rows, tile, tile, num_warps=8, num_stages=3, programs_per_processor=1, skips_masks=True)
+    return Tiling(rows, tile, tile, num_warps=8, num_stages=5, programs_per_processor=1, skips_masks=True)
 
 
 def ordered(group: int, dim_k: int, dim_v: int, element_bytes: int) -> Tiling:
     """For all of these where bits must not depend on the batch: another height could be another instruction."""
     tile = _tile(dim_k + dim_v, element_bytes)
     rows = _rows(group, 16)
-    return Tiling(rows, tile, _ORDERED_UNIT, num_warps=4, num_stages=3, programs_per_processor=2, is_ordered=True)
+    return Tiling(rows, tile, _ORDERED_UNIT, num_warps=4, num_stages=5, programs_per_processor=2, is_ordered=True)
 
 
 def _rows(group: int, at_least: int) -> int:

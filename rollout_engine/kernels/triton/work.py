@@ -24,7 +24,8 @@ COLUMNS = 8
 before it."""
 EVERYWHERE = 1 << 30
 """First position of an item that sees its whole context."""
-_TOKENS_AT_ONCE = 32
+_SEQUENCE_ITEMS_AT_ONCE = 32
+_ITEMS_AT_ONCE = 1024
 
 
 class WorkList:
@@ -86,12 +87,17 @@ class WorkList:
             UNIT=self.unit,
             COLUMNS=COLUMNS,
             BLOCK_N=triton.next_power_of_2(num_sequences),
-            BLOCK_T=_TOKENS_AT_ONCE,
+            BLOCK_T=_SEQUENCE_ITEMS_AT_ONCE,
         )
-        self.share_out()
+        self._share_out()
 
-    def share_out(self) -> None:
-        """Cut `items` up to `num_items` into shares."""
+    def put(self, items: Tensor) -> None:
+        """List these, int32 [P, COLUMNS], the last column free; copied without waiting from pinned memory."""
+        self.items[: len(items)].copy_(items, non_blocking=True)
+        self.num_items.fill_(len(items))
+        self._share_out()
+
+    def _share_out(self) -> None:
         _share_out[(self.num_programs + 1,)](
             self.items,
             self.num_items,
@@ -101,7 +107,7 @@ class WorkList:
             NUM_KV_HEADS=self.num_kv_heads,
             IS_WHOLE=self.is_whole,
             COLUMNS=COLUMNS,
-            BLOCK=triton.next_power_of_2(len(self.items)),
+            BLOCK=min(_ITEMS_AT_ONCE, triton.next_power_of_2(len(self.items))),
         )
 
 
@@ -171,25 +177,39 @@ def _share_out(
 ):
     """One program finds where one share begins."""
     program = tl.program_id(0)
-    index = tl.arange(0, BLOCK)
     count = tl.load(num_items)
-    listed = index < count
-    item = items + index * COLUMNS
-    units = tl.load(item + 6, mask=listed, other=0) - tl.load(item + 5, mask=listed, other=0)
-    after = tl.cumsum(units, 0)
-    total = tl.sum(units, 0) * NUM_KV_HEADS
-    chunk = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, 1)
-    if program == 0:
-        tl.store(item + 7, after - units, mask=listed)
-        tl.store(line, total)
-        tl.store(line + 1, chunk)
-    start = tl.minimum(program * chunk, total)
-    mine = tl.sum((listed & (after * NUM_KV_HEADS <= start)).to(tl.int32), 0)
-    if IS_WHOLE:
-        length = tl.maximum(tl.sum(tl.where(index == mine, units, 0), 0), 1)
-        first = tl.sum(tl.where(index == mine, after - units, 0), 0) * NUM_KV_HEADS
-        heads = tl.where(mine < count, (start - first + length - 1) // length, 0)
-        start = tl.where(mine < count, first + heads * length, start)
+    total = 0
+    for base in range(0, count, BLOCK):
+        total += tl.sum(_units(items, base, count, COLUMNS, BLOCK), 0)
+    chunk = tl.maximum((total * NUM_KV_HEADS + NUM_PROGRAMS - 1) // NUM_PROGRAMS, 1)
+    start = tl.minimum(program * chunk, total * NUM_KV_HEADS)
+    before, mine, first = 0, 0, 0
+    for base in range(0, count, BLOCK):
+        units = _units(items, base, count, COLUMNS, BLOCK)
+        after = before + tl.cumsum(units, 0)
+        index = base + tl.arange(0, BLOCK)
+        if program == 0:
+            tl.store(items + index * COLUMNS + 7, after - units, mask=index < count)
+        passed = (index < count) & (after * NUM_KV_HEADS <= start)
+        mine += tl.sum(passed.to(tl.int32), 0)
+        first += tl.sum(tl.where(passed, units, 0), 0)
+        before += tl.sum(units, 0)
+    if IS_WHOLE and mine < count:
+        item = items + mine * COLUMNS
+        length = tl.load(item + 6) - tl.load(item + 5)
+        heads = (start - first * NUM_KV_HEADS + length - 1) // length
+        start = first * NUM_KV_HEADS + heads * length
         mine += tl.where(heads == NUM_KV_HEADS, 1, 0)
+    if program == 0:
+        tl.store(line, total * NUM_KV_HEADS)
+        tl.store(line + 1, chunk)
     tl.store(shares + program * 2, mine)
     tl.store(shares + program * 2 + 1, start)
+
+
+@triton.jit
+def _units(items, base, count, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the items from `base` on, zeros past the last."""
+    index = base + tl.arange(0, BLOCK)
+    item = items + index * COLUMNS
+    return tl.load(item + 6, mask=index < count, other=0) - tl.load(item + 5, mask=index < count, other=0)

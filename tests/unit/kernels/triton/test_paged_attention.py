@@ -1,0 +1,101 @@
+"""Whole batches: decoding groups, then chunks; and the trainer's side of the same bits."""
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.triton import tiling
+from rollout_engine.kernels.triton.dense import attend_dense
+from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention, Prefixes
+from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
+from tests.unit.kernels.triton.paged import Contexts, starts_of
+
+HEADS = (6, 2)
+DIM = 16
+SCORING = Scoring(0.25)
+ENDS, COUNTS, NUM_DECODES = [140, 133, 150, 20, 90], [1, 1, 1, 1, 12], 4
+"""The first three are a group."""
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """Several to a short context."""
+    monkeypatch.setattr(tiling, "_ORDERED_UNIT", 64)
+
+
+@pytest.fixture
+def contexts(device):
+    made = Contexts([150] * 5, HEADS, (DIM, DIM), num_shared=128, device=device)
+    made.tables[3:, :8] = made.tables[3:, :8].flip(1)  # shared memory, but another prefix
+    for rows, pool in zip((made.keys, made.values), made.layer, strict=True):
+        for sequence in (3, 4):
+            blocks = pool[made.tables[sequence].long()].transpose(1, 2).flatten(0, 1)
+            rows[sequence] = blocks[:150].cpu()
+    return made
+
+
+def run(contexts, *, is_ordered, scoring=SCORING, grouped=False, sinks=None):
+    device = contexts.device
+    heads = Heads(*HEADS, DIM, DIM, torch.float32)
+    attention = PagedAttention(heads, Limits(64, 5, 150), device, is_ordered=is_ordered, num_processors=2)
+    prefixes = None
+    if grouped:
+        shared = shared_prefixes(
+            contexts.tables[:NUM_DECODES].cpu().numpy(),
+            np.array(ENDS[:NUM_DECODES], np.int32),
+            block_size=16,
+            unit=attention.prefix.tiling.unit,
+            tokens_per_item=attention.prefix.tokens_per_item,
+        )
+        assert shared.units.tolist() == [2, 2, 2, 0]
+        prefixes = Prefixes(torch.from_numpy(shared.items), torch.from_numpy(shared.units).to(device))
+    lens = torch.tensor(ENDS, dtype=torch.int32, device=device)
+    batch = Batch(starts_of(COUNTS, device), lens, contexts.tables, NUM_DECODES, prefixes)
+    attention.plan(batch, {scoring.sliding_window})
+    q = contexts.flat_queries(ENDS, COUNTS)
+    out = torch.full_like(q, torch.nan)
+    attention.attend(q, contexts.layer, scoring, out, sinks=sinks)
+    return out
+
+
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["fast", "ordered"])
+def test_groups_read_their_prefix_together_and_each_its_own(contexts, is_ordered):
+    sinks = torch.randn(6)
+    out = run(contexts, is_ordered=is_ordered, grouped=True, sinks=sinks.to(contexts.device))
+    expected, _ = contexts.expected(ENDS, COUNTS, SCORING, sinks)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_layers_with_a_window_read_their_prefixes_alone(contexts):
+    scoring = Scoring(0.25, sliding_window=70)
+    out = run(contexts, is_ordered=False, scoring=scoring, grouped=True)
+    expected, _ = contexts.expected(ENDS, COUNTS, scoring)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_in_order_groups_change_no_bit(contexts):
+    assert torch.equal(run(contexts, is_ordered=True, grouped=True), run(contexts, is_ordered=True))
+
+
+def test_in_order_engine_and_trainer_compute_the_same_bits(contexts):
+    served = run(contexts, is_ordered=True)
+    places = [(3, 20, 1), (4, 90, 12)]
+    for sequence, end, count in places:
+        rows = (x[sequence][:end][None].transpose(1, 2) for x in (contexts.queries, contexts.keys, contexts.values))
+        out, lse = attend_dense(*(x.to(contexts.device) for x in rows), SCORING, num_processors=2)
+        start = sum(COUNTS[:sequence])
+        assert torch.equal(out[0, end - count :], served[start : start + count])
+        ends = [end if i == sequence else 1 for i in range(5)]
+        expected = contexts.expected(ends, ends, SCORING)[1][sequence : sequence + end]
+        torch.testing.assert_close(lse[0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tilings_fit_a_multiprocessor_and_hold_every_group():
+    for group in (1, 2, 7, 16, 24, 71):
+        for dim, element_bytes in ((32, 2), (64, 2), (128, 2), (256, 2), (128, 4), (256, 4)):
+            heads = Heads(group, 1, dim, dim, torch.bfloat16 if element_bytes == 2 else torch.float32)
+            for kind in ("decode", "shared_prefix", "prefill", "ordered"):
+                chosen = heads.tiling(kind)
+                assert chosen.block_m >= max(16, group) and chosen.unit % chosen.tile == 0
+                assert chosen.tile * 2 * dim * element_bytes <= 32 * 1024 or chosen.tile == 16
