@@ -32,7 +32,7 @@ def map_checkpoint(directory: Path) -> dict[str, Tensor]:
     index = directory / INDEX_FILE
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ManifestMismatch(f"{index} is not a valid index ({problem}).") from None
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(weight_map.values())):

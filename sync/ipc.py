@@ -208,7 +208,7 @@ class Channel:
     def _decoded(self, frame: bytes) -> _Message | None:
         try:
             message: _Message = msgspec.msgpack.decode(frame, type=self._accepts)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         return message
 

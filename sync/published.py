@@ -165,7 +165,7 @@ def read_pointer(directory: Path) -> Pointer:
         raise ManifestMismatch(f"{directory} {what}: it has no {CURRENT} file. {advice}") from None
     try:
         pointer = msgspec.json.decode(content, type=Pointer)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ManifestMismatch(f"{directory / CURRENT} is damaged: {problem}. Publish again.") from None
     if not re.fullmatch(r"[0-9]{6,19}(-[0-9]{1,9})?", pointer.directory):
         raise ManifestMismatch(f"{directory / CURRENT} is damaged: it names no version. Publish again.")
@@ -184,7 +184,7 @@ def checked_manifest(lease: Lease) -> WeightManifest:
         raise ChecksumMismatch(f"The manifest of version {version} is not the one published: publish it again.")
     try:
         manifest = msgspec.json.decode(content, type=WeightManifest)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ManifestMismatch(f"The manifest of version {version} is not valid: {problem}.") from None
     manifest.check()
     if manifest.version != version:

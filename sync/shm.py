@@ -195,5 +195,5 @@ def _read_header(mapping: mmap.mmap) -> _Header | None:
         return None
     try:
         return msgspec.msgpack.decode(mapping[8 : 8 + length], type=_Header)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -76,12 +76,17 @@ class Lifeline:
         self.socket.sendall(len(body).to_bytes(4, "big") + body)
 
     def read(self, kind: type, timeout: float | None) -> object:
-        """The next message. Raises `EOFError` when the other end is gone, `TimeoutError` after `timeout` seconds."""
+        """The next message. Raises `EOFError` when the other end is gone, `TimeoutError` after `timeout` seconds,
+        `msgspec.DecodeError` for what is no message."""
         deadline = None if timeout is None else time.monotonic() + timeout
         length = int.from_bytes(self._read_exactly(4, deadline), "big")
         if length > _MAX_MESSAGE_BYTES:
             raise EOFError(f"a message of {length} bytes")
-        return msgspec.msgpack.decode(self._read_exactly(length, deadline), type=kind)
+        body = self._read_exactly(length, deadline)
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except UnicodeDecodeError as problem:
+            raise msgspec.DecodeError(str(problem)) from None
 
     def _read_exactly(self, count: int, deadline: float | None) -> bytes:
         data = b""

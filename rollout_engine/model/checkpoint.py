@@ -138,7 +138,7 @@ def _read_header(path: Path) -> list[TensorEntry]:
         header = file.read(length)
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{path} is not a safetensors file: its header is not valid ({problem}).") from None
     raw.pop("__metadata__", None)
     return [_checked(path, name, declared, size - 8 - length) for name, declared in raw.items()]
@@ -148,7 +148,7 @@ def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> TensorE
     """The entry of one tensor: shape and dtype agree with its bytes, which lie within `num_bytes` of data."""
     try:
         declared = msgspec.json.decode(raw, type=_Declared)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{path}: the header's entry of tensor '{name}' is not valid ({problem}).") from None
     start, end = declared.data_offsets
     bits = _BITS.get(declared.dtype)
@@ -171,7 +171,7 @@ def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> TensorE
 def _read_shards(index_path: Path) -> list[TensorEntry]:
     try:
         weight_map = msgspec.json.decode(index_path.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{index_path} is not a valid index ({problem}).") from None
     found: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):

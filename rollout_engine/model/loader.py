@@ -97,7 +97,7 @@ def _read_config(directory: Path) -> PretrainedConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise ConfigError(f"{path} is not valid JSON ({problem}).") from None
 
 

@@ -37,7 +37,7 @@ def read(key: str) -> list[LayerGeometry] | None:
     """The geometry of what passed under `key`; None when nothing readable is known of it."""
     try:
         return msgspec.json.decode((cache_directory("gate") / f"{key}.json").read_bytes(), type=list[LayerGeometry])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

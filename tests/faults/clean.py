@@ -15,7 +15,7 @@ from zmq.utils import garbage
 
 from rollout_engine import AsyncLLM
 
-_SECONDS = 10.0
+_SECONDS = 60.0
 """How long what has ended may take to go away."""
 
 

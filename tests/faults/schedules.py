@@ -64,7 +64,8 @@ class Schedule:
         while any(not task.done() for task in self._tasks) and not self._failed:
             await self._verb("wake_up", self.engine.wake_up())
             await self._verb("resume_generation", self.engine.resume_generation())
-            await asyncio.wait(self._tasks, timeout=0.5)
+            if self._tasks:  # the last may have ended meanwhile
+                await asyncio.wait(self._tasks, timeout=0.5)
         if self._failed:
             for task in self._tasks:
                 task.cancel()

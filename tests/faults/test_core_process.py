@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
@@ -12,29 +10,9 @@ import pytest
 
 from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError, SamplingParams
 from rollout_engine.frontend.lifeline import CoreProcess, lock_directory, sweep_stale_directories
-from rollout_engine.testing import tiny_checkpoint
+from tests.faults.deaths import OPTIONS, kill_parent, wait_gone
 
-OPTIONS = dict(num_kv_blocks=512, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True)
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
-
-PARENT = """
-import asyncio, sys
-from rollout_engine import AsyncLLM, SamplingParams
-
-async def main():
-    async for output in engine.generate([5, 6], SamplingParams(max_tokens=1900, ignore_eos=True)):
-        if len(output.outputs[0].token_ids) == 3:
-            print(engine.remote.ready.pid, engine.address, flush=True)
-
-engine = AsyncLLM(sys.argv[1], num_kv_blocks=512, num_threads=1, skip_tokenizer_init=True)
-while True:
-    asyncio.run(main())
-"""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 async def drain(engine, prompt):
@@ -65,24 +43,10 @@ async def all_dead(engine, tasks, limit):
     return str(engine.dead_error)
 
 
-def assert_gone(pid, address, seconds):
-    deadline = time.monotonic() + seconds
-    while lives(pid) or os.path.exists(address):
-        assert time.monotonic() < deadline, f"core process lives: {lives(pid)}, {address}"
-        time.sleep(0.02)
-
-
-def lives(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # nobody may be there to reap an orphan
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_killed_core_and_a_stopped_one_fail_their_own_requests_and_no_others(checkpoint):
     config = EngineConfig(model=str(checkpoint), **OPTIONS)
     with (
-        AsyncLLM.from_config(config) as killed,
+        AsyncLLM.from_config(config, hang_seconds=60.0) as killed,
         AsyncLLM.from_config(config, hang_seconds=1.0) as stopped,
     ):
         killed_pid, stopped_pid = killed.remote.ready.pid, stopped.remote.ready.pid
@@ -90,14 +54,14 @@ def test_a_killed_core_and_a_stopped_one_fail_their_own_requests_and_no_others(c
         async def run():
             doomed, others = await run_long(killed, 16), await run_long(stopped, 16)
             os.kill(killed_pid, signal.SIGKILL)
-            assert "status -9" in await all_dead(killed, doomed, limit=1.0)
+            assert "status -9" in await all_dead(killed, doomed, limit=10.0)
             assert not any(task.done() for task in others)
             os.kill(stopped_pid, signal.SIGSTOP)
-            assert "no sign of life" in await all_dead(stopped, others, limit=5.0)
+            assert "no sign of life" in await all_dead(stopped, others, limit=30.0)
 
         asyncio.run(run())
-        assert_gone(killed_pid, killed.address, 5)
-        assert_gone(stopped_pid, stopped.address, 5)
+        wait_gone(killed_pid, killed.address, 60)
+        wait_gone(stopped_pid, stopped.address, 60)
 
 
 def test_a_core_told_to_end_gives_out_what_it_has_and_ends_once(checkpoint):
@@ -120,18 +84,12 @@ def test_a_core_told_to_end_gives_out_what_it_has_and_ends_once(checkpoint):
                 assert "SIGTERM" in str(engine.dead_error) and "SIGTERM" in str(other.dead_error)
 
         asyncio.run(run())
-        assert_gone(process.pid, engine.address, 5)
+        wait_gone(process.pid, engine.address, 60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_core_does_not_outlive_its_parent(checkpoint, number):
-    command = [sys.executable, "-c", PARENT, str(checkpoint)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        pid, address = parent.stdout.readline().split()
-        assert lives(int(pid)) and os.path.exists(address)
-        parent.send_signal(number)
-        parent.wait()
-        assert_gone(int(pid), address, 1.5)
+    kill_parent(checkpoint, number)
 
 
 def test_what_prevents_the_start_is_told_as_in_process(tmp_path, checkpoint):

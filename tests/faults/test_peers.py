@@ -108,6 +108,21 @@ def test_no_pickle_on_the_lifeline_is_unpickled(canary):
                     Lifeline(theirs).read(kind, 5)
 
 
+def test_garbage_on_the_lifeline_is_an_error_of_whoever_reads_it():
+    choose = random.Random(8)
+    message = msgspec.msgpack.encode({"type": "ready", "pid": 3, "config": {"model": "m"}})
+    for count in range(500):
+        body = bytearray(message)
+        body[choose.randrange(len(body))] = choose.randrange(256)
+        lengths = [len(body), choose.randrange(1 << 32), choose.randrange(len(body))]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(lengths[count % 3].to_bytes(4, "big") + body)
+            ours.shutdown(socket.SHUT_WR)
+            with pytest.raises((EOFError, msgspec.MsgspecError)):
+                Lifeline(theirs).read(CoreSettings, 60)
+
+
 def test_no_pickle_on_the_channel_of_a_weight_transport_is_unpickled(tmp_path, canary):
     handle = ipc.MemoryHandle(b"s", 1, 0, b"c", 0, b"e", False)
     messages = [

@@ -75,7 +75,7 @@ def test_a_pickle_named_safetensors_is_refused_unread(tmp_path):
         read_entries(tmp_path)
 
 
-@pytest.mark.parametrize("header", [b"{", b"[1]", b'{"a": 1}', b"\xff\xfe"])
+@pytest.mark.parametrize("header", [b"{", b"[1]", b'{"a": 1}', b"\xff\xfe", b'{"\xff": {}}'])
 def test_a_header_that_is_not_one_is_refused(tmp_path, header):
     (tmp_path / SINGLE_FILE).write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(ConfigError, match="not valid"):
@@ -136,8 +136,9 @@ def test_an_index_cannot_name_files_outside_its_directory(sharded):
         read_entries(inner)
 
 
-def test_a_broken_index_is_refused(sharded):
-    (sharded / INDEX_FILE).write_text('{"weight_map": 3}')
+@pytest.mark.parametrize("content", [b'{"weight_map": 3}', b'{"weight_map": {"\xff": "a.safetensors"}}'])
+def test_a_broken_index_is_refused(sharded, content):
+    (sharded / INDEX_FILE).write_bytes(content)
     with pytest.raises(ConfigError, match="not a valid index"):
         read_entries(sharded)
 

@@ -245,9 +245,13 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[1, 2]", '{"model_type": "no-such-type"}', "{}"])
-def test_a_configuration_that_is_not_one_is_refused(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[1, 2]", b'{"model_type": "no-such-type"}', b"{}", b'{"\xff": 1}', b'{"a": ' + b"[" * 100_000],
+    ids=["cut", "list", "unknown", "empty", "no-text", "deep"],
+)
+def test_a_configuration_that_is_not_one_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json is not"):
         load(tmp_path)
 

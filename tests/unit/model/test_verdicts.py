@@ -28,7 +28,7 @@ def test_what_is_written_is_read(cache):
     assert [path.name for path in cache.iterdir()] == ["some-key.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b"[{", b'{"a": 1}', b'[{"num_heads": "four"}]'])
+@pytest.mark.parametrize("content", [b"", b"[{", b'{"a": 1}', b'[{"\xff": 1}]', b'[{"num_heads": "four"}]'])
 def test_a_damaged_file_is_as_good_as_none(cache, content):
     verdicts.write("some-key", GEOMETRY)
     (cache / "some-key.json").write_bytes(content)

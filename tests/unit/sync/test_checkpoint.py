@@ -61,7 +61,8 @@ def test_an_index_that_contradicts_its_shards_is_refused(tmp_path, weight_map, m
         read_source(tmp_path)
 
 
-def test_an_index_that_is_none_is_refused(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
+@pytest.mark.parametrize("content", [b"[]", b'{"weight_map": {"\xff": "a.safetensors"}}'])
+def test_an_index_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(ManifestMismatch, match="not a valid index"):
         read_source(tmp_path)

@@ -152,6 +152,7 @@ def test_a_request_that_was_given_up_is_passed_over(ends):
     [
         b"",
         b"\x80\x04cos\nsystem\n(S'false'\ntR.",
+        msgspec.msgpack.encode(Want(1, 1, "digest", "memory")).replace(b"digest", b"dig\xffst"),
         msgspec.msgpack.encode({"type": "Want", "transfer": 1, "version": "1", "digest": "", "memory": ""}),
         msgspec.msgpack.encode({"type": "Want", "transfer": 1, "version": 1, "digest": "", "memory": "", "more": 1}),
         msgspec.msgpack.encode(Filled(1, 1)),

@@ -128,7 +128,13 @@ def test_a_manifest_larger_than_the_memory_is_refused(ends):
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff" * 8, (300).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"\x80\x04.."]
+    "content",
+    [
+        b"\xff" * 8,
+        (300).to_bytes(8, "little"),
+        (4).to_bytes(8, "little") + b"\x80\x04..",
+        (4).to_bytes(8, "little") + b"\x81\xa1\xff\x01",
+    ],
 )
 def test_a_header_that_is_none_is_refused(ends, directory, content):
     sender, receiver = ends

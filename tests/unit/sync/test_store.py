@@ -327,12 +327,13 @@ def test_every_damage_is_refused_and_mended_by_publishing_again(store, damage):
         assert current(store) == (3, 3.0)
 
 
+@pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize("byte", range(0, 96, 5))
-def test_any_bit_of_current_is_told_or_means_the_same(store, byte):
+def test_any_bit_of_current_is_told_or_means_the_same(store, byte, bit):
     sync.publish(store, weights(1), 1)
     sync.publish(store, weights(2), 2)
     content = bytearray((store / "CURRENT").read_bytes())
-    content[byte % len(content)] ^= 1
+    content[byte % len(content)] ^= 1 << bit
     (store / "CURRENT").write_bytes(content)
     with pytest.raises((ManifestMismatch, ChecksumMismatch)):
         sync.open_current(store)
