@@ -35,17 +35,18 @@ while True:
 """
 
 TRAINERS = """
-import asyncio, os, sys
+import asyncio, contextlib, os, sys
 import torch
 torch.set_num_threads(1)
-from rollout_engine import AsyncLLM
+from rollout_engine import AsyncLLM, RolloutEngineError
 from tests.faults.updates import spelling
 
 async def push(engine, options):
     while True:
         version = (await engine.check_health()).policy_version + 1
         print("begin", version, flush=True)
-        await engine.update_weights(spelling(version), version=version, timeout=3, **options)
+        with contextlib.suppress(RolloutEngineError):  # on a busy machine the deadline may pass without a fault
+            await engine.update_weights(spelling(version), version=version, timeout=3, **options)
 
 for line in sys.stdin:
     address, transport = line.split()

@@ -172,12 +172,12 @@ class UpdatesUnderLoad:
             weights = {name: weights[name] for name in names}
         start = time.perf_counter()
         kv: Any = self.random.choice(["keep", "recompute"])
-        report = await self.engine.update_weights(weights, version=version, kv=kv, timeout=30)
+        report = await self.engine.update_weights(weights, version=version, kv=kv, timeout=300)
         self.seconds.append(time.perf_counter() - start)
         assert report.version == version and report.num_tensors > 0
         self.num_updates += 1
         if self.random.random() < 0.1:
-            again = await self.engine.update_weights(spelling(version), version=version, timeout=30)
+            again = await self.engine.update_weights(spelling(version), version=version, timeout=300)
             assert again.num_tensors == 0, "the same weights again are not sent"
 
     async def _attack(self) -> None:
@@ -188,7 +188,7 @@ class UpdatesUnderLoad:
         if isinstance(source, str):
             source = await asyncio.to_thread(self._damaged_store, source, claimed)
         try:
-            await self.engine.update_weights(source, version=claimed, timeout=30)
+            await self.engine.update_weights(source, version=claimed, timeout=300)
         except error:
             self.refused[name] += 1
         else:
