@@ -7,64 +7,45 @@ import time
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
-from rollout_engine.config import EngineConfig
 from rollout_engine.frontend.core_io import ClientLeft, CoreIO, FromClient, Stop
+from rollout_engine.frontend.lifeline import address_in
 from rollout_engine.frontend.wire import (
     PROTOCOL,
     Abort,
-    Decoder,
-    Encoder,
     Farewell,
     Goodbye,
     Heartbeat,
     Hello,
-    Ready,
     Rejected,
     Reply,
-    ToClient,
     Welcome,
     pack,
 )
-
-READY = Ready(
-    protocol=PROTOCOL, pid=1, config=EngineConfig(model="m"), config_digest="", num_blocks=1, block_size=1,
-    max_model_len=1, vocab_size=1, eos_token_ids=[], choices="", heartbeat_seconds=0.05, policy_version=0,
-)  # fmt: skip
+from tests.faults.peers import READY, RawClient
 
 
 class Core:
     """A `CoreIO` with nobody behind it, and raw clients."""
 
     def __init__(self, directory):
-        self.address = f"ipc://{directory}/core"
-        self.parent, child = socket.socketpair()
-        self.io = CoreIO(self.address, child, heartbeat_seconds=0.05, max_backlog_bytes=1 << 20)
-        self.orphaned = []
+        self.directory, self.address = directory, address_in(directory)
+        self.parent, self.child = socket.socketpair()
+        self.io = CoreIO(self.address, self.child, heartbeat_seconds=0.05, max_backlog_bytes=1 << 20)
+        self.orphaned, self.clients = [], []
         self.io.start(lambda: READY, on_orphaned=lambda: self.orphaned.append(True))
-        self.context, self.child, self.clients = zmq.Context(), child, []
 
-    def client(self, *, hello=True, receive_limit=1000, linger=0):
-        made = self.context.socket(zmq.DEALER)
-        made.setsockopt(zmq.RCVHWM, receive_limit)
-        made.setsockopt(zmq.RCVBUF, 4096)
-        made.setsockopt(zmq.LINGER, linger)
-        self.clients.append(made)
-        made.connect(self.address)
-        if hello:
-            send(made, Hello(PROTOCOL))
-            assert isinstance(receive(made), Welcome)
-        return made
+    def client(self, **options):
+        self.clients.append(RawClient(self.directory, **options))
+        return self.clients[-1]
 
     def next(self):
-        return self.io.inbox.get(timeout=5)
+        return self.io.inbox.get(timeout=60)
 
     def close(self):
         self.io.close("the test is over")
         for client in self.clients:
             client.close()
-        self.context.term()
         self.parent.close()
         self.child.close()
 
@@ -83,42 +64,29 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def send(client, message):
-    client.send_multipart(Encoder().encode(message))
-
-
-def receive(client, *, skip=(Heartbeat,)):
-    decoder = Decoder(ToClient)
-    while True:
-        assert client.poll(5000), "nothing came"
-        message = decoder.decode(client.recv_multipart())
-        if not isinstance(message, skip):
-            return message
-
-
 def test_messages_reach_the_inbox_with_their_client(core):
     first, second = core.client(), core.client()
-    send(second, Abort(["a"]))
+    second.say(Abort(["a"]))
     assert core.next() == FromClient(1, Abort(["a"]))
-    send(first, Abort(["b"]))
+    first.say(Abort(["b"]))
     assert core.next() == FromClient(0, Abort(["b"]))
     assert core.io.stats.num_clients == 2
 
 
 def test_what_was_on_its_way_when_its_client_left_is_no_strangers(core):
-    client = core.client(linger=-1)
+    client = core.client()
     for _ in range(4150):  # more than the core takes while nobody reads its inbox, less than its socket takes
-        send(client, Abort(["a"]))
-    client.send_multipart([b"\xc1"])
-    send(client, Goodbye())
+        client.say(Abort(["a"]))
+    client.send([b"\xc1"])
+    client.say(Goodbye())
     wait_until(lambda: core.io.inbox.qsize() == 4096)
-    client.close()
+    client.close(linger=60)
     wait_until(lambda: not core.io.stats.num_clients)  # a heartbeat finds nobody
     assert core.io.stats.num_rejected == 0
     while not isinstance(core.next(), ClientLeft):
         pass
     wait_until(lambda: core.io.stats.num_rejected)  # the rest is read in order
-    send(core.client(), Abort(["b"]))
+    core.client().say(Abort(["b"]))
     assert core.next().client_index == 1, "the rest has been read"
     assert core.io.stats.num_rejected == 1, "the bad one alone"
     assert core.io.inbox.empty()
@@ -127,37 +95,37 @@ def test_what_was_on_its_way_when_its_client_left_is_no_strangers(core):
 def test_bad_frames_are_rejected_and_counted_and_everything_goes_on(core):
     bad, good = core.client(), core.client()
     for i in range(300):
-        bad.send_multipart([b"\xc1" * (i % 7), b"x"][: 1 + i % 2])
+        bad.send([b"\xc1" * (i % 7), b"x"][: 1 + i % 2])
     for _ in range(300):
-        assert isinstance(receive(bad), Rejected)
-    send(good, Abort(["a"]))
-    send(bad, Abort(["b"]))
+        assert isinstance(bad.hear(), Rejected)
+    good.say(Abort(["a"]))
+    bad.say(Abort(["b"]))
     assert {core.next().client_index, core.next().client_index} == {0, 1}
     assert core.io.stats.num_rejected == 300
 
 
 def test_strangers_and_second_hellos_are_rejected(core):
     stranger = core.client(hello=False)
-    send(stranger, Abort(["a"]))
-    assert "hello" in receive(stranger).reason
-    send(stranger, Hello(PROTOCOL))
-    assert isinstance(receive(stranger), Welcome)
-    send(stranger, Hello(PROTOCOL))
-    assert "hello" in receive(stranger).reason
+    stranger.say(Abort(["a"]))
+    assert "hello" in stranger.hear().reason
+    stranger.say(Hello(PROTOCOL))
+    assert isinstance(stranger.hear(), Welcome)
+    stranger.say(Hello(PROTOCOL))
+    assert "hello" in stranger.hear().reason
     with pytest.raises(queue.Empty):
         core.io.inbox.get(timeout=0.1)
 
 
 def test_another_protocol_is_told_so(core):
     client = core.client(hello=False)
-    send(client, Hello(PROTOCOL + 1))
-    assert f"protocol {PROTOCOL}" in receive(client).reason
+    client.say(Hello(PROTOCOL + 1))
+    assert f"protocol {PROTOCOL}" in client.hear().reason
 
 
 def test_an_oversized_frame_ends_only_its_own_connection(core):
     bad, good = core.client(), core.client()
-    bad.send(bytes((64 << 20) + 1))
-    send(good, Abort(["a"]))
+    bad.send([bytes((64 << 20) + 1)])
+    good.say(Abort(["a"]))
     left = {type(core.next()), type(core.next())}
     assert left == {FromClient, ClientLeft}
 
@@ -168,16 +136,17 @@ def test_a_client_that_stops_reading_is_cut_off_within_bounds_and_told_why(core)
     for number in range(400):
         core.io.send(0, Reply(number, data))
         core.io.send(1, Reply(number, data))
-        assert receive(good).number == number
+        assert good.hear().number == number
     assert core.next() == ClientLeft(0)
     assert core.io.stats.num_clients_cut_off == 1
-    reason = next(message for message in iter(lambda: receive(slow), None) if isinstance(message, Farewell)).reason
-    assert "stopped reading" in reason
+    while not isinstance(message := slow.hear(), Farewell):
+        pass
+    assert "stopped reading" in message.reason
 
 
 def test_clients_that_leave_or_vanish_are_noticed(core):
     polite, rude = core.client(), core.client()
-    send(polite, Goodbye())
+    polite.say(Goodbye())
     assert core.next() == ClientLeft(0)
     rude.close()
     assert core.next() == ClientLeft(1)  # found by its heartbeat
@@ -188,7 +157,7 @@ def test_a_silent_core_gives_signs_of_life(core):
     client = core.client()
     start = time.monotonic()
     for _ in range(4):
-        assert isinstance(receive(client, skip=()), Heartbeat)
+        assert isinstance(client.hear(skip=()), Heartbeat)
     assert time.monotonic() - start < 3
 
 
@@ -204,7 +173,7 @@ def test_an_absent_parent_stops_the_loop_and_then_the_process(core):
 def test_everybody_hears_the_farewell(core):
     clients = [core.client() for _ in range(3)]
     core.io.close("that was all")
-    assert [receive(client).reason for client in clients] == ["that was all"] * 3
+    assert [client.hear().reason for client in clients] == ["that was all"] * 3
     core.io = CoreIO(core.address + "2", core.child, heartbeat_seconds=1, max_backlog_bytes=1)
     core.io.start(lambda: READY, on_orphaned=lambda: None)
 
@@ -213,8 +182,8 @@ def test_a_thousand_mutated_frames_leave_the_thread_alive(core):
     client = core.client()
     body = msgspec.msgpack.encode(Abort(["a"]))
     for i in range(1000):
-        client.send_multipart([body[: i % len(body)] + bytes([i % 256]), body][: 1 + (i % 3 == 0)])
-    send(client, Abort(["last"]))
+        client.send([body[: i % len(body)] + bytes([i % 256]), body][: 1 + (i % 3 == 0)])
+    client.say(Abort(["last"]))
     while core.next().message.request_ids != ["last"]:
         pass
     assert core.io.stats.num_rejected > 900
