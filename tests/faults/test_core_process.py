@@ -138,7 +138,8 @@ def test_idle_threads_of_a_core_spin_briefly_unless_the_user_says_otherwise(chec
         EngineConfig(model=str(checkpoint), **OPTIONS), heartbeat_seconds=0.5, max_backlog_bytes=1 << 20
     )
     try:
-        environment = psutil.Process(process.pid).environ()
+        while not (environment := psutil.Process(process.pid).environ()):
+            time.sleep(0.001)  # the kernel is still setting it up
     finally:
         process.end(kill=True)
     assert environment.get("GOMP_SPINCOUNT") == spins
