@@ -108,7 +108,8 @@ class PagedAttention:
                 lists = self.decode.list_of(window)
                 lists.fill(starts[: count + 1], lens[:count], sliding_window=window, prefix_units=units)
             if count < len(lens):
-                self.chunk.list_of(window).fill(starts[count:], lens[count:], sliding_window=window)
+                lists = self.chunk.list_of(window)
+                lists.fill(starts[count:], lens[count:], first_sequence=count, sliding_window=window)
         if batch.prefixes is not None:
             self.prefix.list_of(0).put(batch.prefixes.items)
 
@@ -134,7 +135,7 @@ class PagedAttention:
                 self.prefix.attend(q, layer, tables, scoring, Result(out, parts=initial), sinks)
             self.decode.attend(q, layer, tables, scoring, result, sinks, initial)
         if count < len(batch.context_lens):
-            self.chunk.attend(q, layer, tables[count:], scoring, result, sinks)
+            self.chunk.attend(q, layer, tables, scoring, result, sinks)
 
 
 class _Stage:

@@ -19,6 +19,7 @@ class Tiling(NamedTuple):
     """KV positions of one unit of work; a multiple of `tile`."""
     num_warps: int
     num_stages: int
+    """Odd: a tile is found through its block table, so each fetched ahead takes two."""
     programs_per_processor: int
     is_ordered: bool = False
     """Bits of a row depend on nothing but its position and what it reads."""

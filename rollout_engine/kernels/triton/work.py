@@ -26,6 +26,8 @@ EVERYWHERE = 1 << 30
 """First position of an item that sees its whole context."""
 _SEQUENCE_ITEMS_AT_ONCE = 32
 _ITEMS_AT_ONCE = 1024
+_SEQUENCES_AT_LEAST = 256
+"""So that batches of many sizes share one compiled kernel."""
 
 
 class WorkList:
@@ -62,10 +64,11 @@ class WorkList:
         token_starts: Tensor,
         context_lens: Tensor,
         *,
+        first_sequence: int = 0,
         sliding_window: int = 0,
         prefix_units: Tensor | None = None,
     ) -> None:
-        """List the items of N sequences.
+        """List the items of N sequences, of which the first has row `first_sequence` of the block tables.
 
         token_starts int32 [N + 1]: where their tokens lie in the flat batch, and the end. context_lens int32 [N]: with
         these tokens; 0 where a sequence is padding. Units that no token sees through `sliding_window` are left out,
@@ -80,13 +83,14 @@ class WorkList:
             context_lens,
             context_lens if prefix_units is None else prefix_units,
             num_sequences,
+            first_sequence,
             sliding_window,
             HAS_PREFIXES=prefix_units is not None,
             HAS_WINDOW=sliding_window > 0,
             TOKENS=self.tokens_per_item,
             UNIT=self.unit,
             COLUMNS=COLUMNS,
-            BLOCK_N=triton.next_power_of_2(num_sequences),
+            BLOCK_N=max(_SEQUENCES_AT_LEAST, triton.next_power_of_2(num_sequences)),
             BLOCK_T=_SEQUENCE_ITEMS_AT_ONCE,
         )
         self._share_out()
@@ -111,7 +115,7 @@ class WorkList:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "first_sequence", "sliding_window"])
 def _list_items(
     items,
     num_items,
@@ -119,6 +123,7 @@ def _list_items(
     context_lens,
     prefix_units,
     num_sequences,
+    first_sequence,
     sliding_window,
     HAS_PREFIXES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -154,7 +159,7 @@ def _list_items(
         if HAS_WINDOW:
             first_unit = tl.maximum(position - sliding_window + 1, 0) // UNIT
         item = items + (place + index) * COLUMNS
-        tl.store(item, sequence + tl.zeros_like(position), mask=keep)
+        tl.store(item, first_sequence + sequence + tl.zeros_like(position), mask=keep)
         tl.store(item + 1, token, mask=keep)
         tl.store(item + 2, num_tokens, mask=keep)
         tl.store(item + 3, position, mask=keep)

@@ -38,7 +38,7 @@ def test_a_hopper_with_triton_is_served(monkeypatch):
     assert availability.why_not(CUDA) is None
 
 
-def test_the_package_loads_without_triton():
-    blocked = "import sys; sys.modules['triton'] = None; "
-    code = blocked + "import rollout_engine.kernels.paged_attention, rollout_engine.kernels.triton.availability; print('loaded')"
+def test_the_twins_load_without_triton():
+    modules = "rollout_engine.kernels.paged_attention, rollout_engine.kernels.triton.availability"
+    code = f"import sys; sys.modules['triton'] = None; import {modules}; print('loaded')"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

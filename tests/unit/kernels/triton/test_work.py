@@ -54,6 +54,10 @@ def test_padding_comes_to_nothing_wherever_it_is(device):
     assert int(work.line[0]) == 2 * (2 + 3)
 
 
+def test_sequences_may_begin_further_down_the_block_tables(device):
+    assert [item[0] for item in items_of(filled([1, 3], [20, 9], device, programs=3, first_sequence=4))] == [4, 5, 5, 5]
+
+
 def test_units_that_no_token_sees_are_left_out(device):
     work = filled([1, 4], [100, 40], device, programs=3, tokens_per_item=2, sliding_window=20)
     assert [item[5:] for item in items_of(work)] == [[5, 7], [1, 3], [1, 3]]

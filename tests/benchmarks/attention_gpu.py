@@ -1,0 +1,254 @@
+"""Attention on a CUDA device: shares of the bandwidth of a copy in the same run, and of torch's own attention.
+
+    python tests/benchmarks/attention_gpu.py --json
+    python tests/benchmarks/attention_gpu.py --tune        # other shapes of the products, fastest first
+
+32 (or 16) query and 8 key/value heads of 128 channels, bfloat16, blocks of 16 in random order. Every figure is the
+median of replays of a CUDA graph that goes through several layers, each with a pool of its own, so that no cache holds
+their KV. Bytes are those of keys and values, each counted once per sequence.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.triton import tiling as tilings
+from rollout_engine.kernels.triton.layout import KVLayer
+from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention, Prefixes
+from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
+from rollout_engine.kernels.triton.tiling import Tiling
+
+BLOCK_SIZE, DIM, NUM_KV_HEADS = 16, 128, 8
+DTYPE = torch.bfloat16
+SCORING = Scoring(DIM**-0.5)
+BYTES_PER_POSITION = NUM_KV_HEADS * 2 * DIM * DTYPE.itemsize
+DEVICE = "cuda"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--pool-bytes", type=int, default=8 << 30, help="KV of all layers of a figure, at least")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    bench = Bench(args.replays, args.pool_bytes)
+    result = dict(bench.tune() if args.tune else bench.measure())
+    if args.json:
+        print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__} | result, indent=1))
+    else:
+        for name, value in result.items():
+            print(f"{name:72} {value}")
+
+
+class Bench:
+    """Figures by name, one after the other."""
+
+    def __init__(self, replays: int, pool_bytes: int) -> None:
+        self._replays, self._pool_bytes = replays, pool_bytes
+
+    def measure(self) -> Iterator[tuple[str, float]]:
+        """What issue and README ask for."""
+        bandwidth = self.copy_bandwidth()
+        yield "copy, GB/s read and written", round(bandwidth / 1e9)
+        for num_heads, (name, lengths) in itertools.product((16, 32), DECODES.items()):
+            for is_ordered in (False, True):
+                seconds = self.decode(num_heads, lengths, is_ordered=is_ordered)
+                share = sum(lengths) * BYTES_PER_POSITION / seconds / bandwidth
+                way = "ordered" if is_ordered else "fast"
+                yield f"decode, {num_heads} heads, {name}, {way}: share of copy", round(share, 3)
+        for is_ordered in (False, True):
+            alone = self.decode(16, GROUPED, is_ordered=is_ordered)
+            together = self.decode(16, GROUPED, is_ordered=is_ordered, samples=16, shared=2048)
+            way = "ordered" if is_ordered else "fast"
+            yield f"decode, 32 prompts of 2,048 x 16, {way}: times ungrouped", round(alone / together, 2)
+        for num_sequences, length in ((1, 8192), (4, 8192), (16, 1024)):
+            name = f"prefill, {num_sequences} x {length:,}"
+            ours, theirs = self.prefill(num_sequences, length), self.torch_prefill(num_sequences, length)
+            flops = 4 * 32 * DIM * num_sequences * length * (length + 1) / 2
+            yield f"{name}: TFLOP/s", round(flops / ours / 1e12)
+            yield f"{name}: times torch's speed", round(theirs / ours, 2)
+            ordered = self.prefill(num_sequences, length, is_ordered=True)
+            yield f"{name}, ordered: TFLOP/s", round(flops / ordered / 1e12)
+
+    def tune(self) -> Iterator[tuple[str, float]]:
+        """Microseconds of one layer, by tiling."""
+        figures: dict[str, float] = {}
+        for name in ("256 x 1,024", "1 x 128k, 31 x 4k", "1 x 32k"):
+            for base, new in _candidates("decode", (16, 32), (32, 64, 128), (2, 4, 8), (3, 5, 7), (1, 2, 3, 4)):
+                with _tiling(base, new):
+                    figures[f"decode {name} {_named(new)}"] = self._tried(lambda n=name: self.decode(32, DECODES[n]))
+        for base, new in _candidates("prefill", (64, 128, 256), (32, 64, 128), (4, 8), (3, 5), (1, 2)):
+            with _tiling(base, new):
+                figures[f"prefill 4 x 8,192 {_named(new)}"] = self._tried(lambda: self.prefill(4, 8192))
+        for base, new in _candidates("shared_prefix", (64,), (32, 64, 128), (4, 8), (3, 5), (1, 2)):
+            with _tiling(base, new):
+                grouped = lambda: self.decode(16, GROUPED, samples=16, shared=2048)  # noqa: E731
+                figures[f"groups {_named(new)}"] = self._tried(grouped)
+        yield from sorted(figures.items(), key=lambda figure: (figure[0].split("  ")[0], figure[1]))
+
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written per second."""
+        source = torch.ones(2 << 30, dtype=torch.uint8, device=DEVICE)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
+
+    def decode(
+        self, num_heads: int, lengths: list[int], *, is_ordered: bool = False, samples: int = 1, shared: int = 0
+    ) -> float:
+        """Seconds per layer; groups of `samples` neighbours begin with the same `shared` positions."""
+        heads = Heads(num_heads, NUM_KV_HEADS, DIM, DIM, DTYPE)
+        tables, num_blocks = _tables(lengths, samples, shared)
+        count = len(lengths)
+        limits = Limits(count, count, max(lengths))
+        attention = PagedAttention(heads, limits, DEVICE, is_ordered=is_ordered)
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        prefixes = None
+        if shared:
+            found = shared_prefixes(
+                tables.numpy(),
+                lens.numpy(),
+                block_size=BLOCK_SIZE,
+                unit=attention.prefix.tiling.unit,
+                tokens_per_item=attention.prefix.tokens_per_item,
+            )
+            prefixes = Prefixes(torch.from_numpy(found.items), torch.from_numpy(found.units).to(DEVICE))
+        starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
+        attention.plan(Batch(starts, lens.to(DEVICE), tables.to(DEVICE), count, prefixes), {0})
+        return self._per_layer(attention, heads, count, num_blocks)
+
+    def prefill(self, num_sequences: int, length: int, *, is_ordered: bool = False) -> float:
+        """Seconds per layer of prompts from position 0."""
+        heads = Heads(32, NUM_KV_HEADS, DIM, DIM, DTYPE)
+        tables, num_blocks = _tables([length] * num_sequences, 1, 0)
+        tokens = num_sequences * length
+        attention = PagedAttention(heads, Limits(tokens, num_sequences, length), DEVICE, is_ordered=is_ordered)
+        starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=DEVICE) * length
+        lens = torch.full((num_sequences,), length, dtype=torch.int32, device=DEVICE)
+        attention.plan(Batch(starts, lens, tables.to(DEVICE), 0), {0})
+        return self._per_layer(attention, heads, tokens, num_blocks)
+
+    def torch_prefill(self, num_sequences: int, length: int) -> float:
+        """The same by torch's own kernels, over KV that lies in one piece."""
+        q = torch.randn(num_sequences, 32, length, DIM, dtype=DTYPE, device=DEVICE)
+        k, v = torch.randn(2, num_sequences, NUM_KV_HEADS, length, DIM, dtype=DTYPE, device=DEVICE)
+        return self._seconds(lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+
+    def _per_layer(self, attention: PagedAttention, heads: Heads, tokens: int, num_blocks: int) -> float:
+        layer_bytes = num_blocks * BLOCK_SIZE * BYTES_PER_POSITION
+        shape = num_blocks, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM
+        layers = [
+            KVLayer.zeros(*shape, dtype=DTYPE, device=DEVICE)
+            for _ in range(min(16, max(2, self._pool_bytes // layer_bytes)))
+        ]
+        for pool in itertools.chain(*layers):
+            pool.normal_()
+        q = torch.randn(tokens, heads.num_heads, DIM, dtype=DTYPE, device=DEVICE)
+        out = torch.empty_like(q)
+
+        def run() -> None:
+            for layer in layers:
+                attention.attend(q, layer, SCORING, out)
+
+        return self._seconds(run) / len(layers)
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        """Median of replays, after one to compile and one to warm up."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            work()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(self._replays + 1)]
+        for event in events[:-1]:
+            event.record()
+            graph.replay()
+        events[-1].record()
+        torch.cuda.synchronize()
+        times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
+        return statistics.median(times) / 1e3
+
+    def _tried(self, work: Callable[[], float]) -> float:
+        try:
+            return round(work() * 1e6, 1)
+        except Exception as error:  # of the compiler, or too much shared memory: not a shape for this device
+            print(f"left out: {str(error).splitlines()[0]}")
+            return float("inf")
+
+
+DECODES = {
+    "256 x 1,024": [1024] * 256,
+    "256 x 2,048": [2048] * 256,
+    "256 x 4,096": [4096] * 256,
+    "256 x 8,192": [8192] * 256,
+    "1 x 128k, 31 x 4k": [131072] + [4096] * 31,
+    "1 x 32k": [32768],
+    "2 x 32k": [32768] * 2,
+    "4 x 32k": [32768] * 4,
+    "8 x 32k": [32768] * 8,
+    "256 of 100 to 1,024": np.random.default_rng(0).integers(100, 1025, 256).tolist(),
+}
+GROUPED = [2048 + 256] * 512
+
+
+def _tables(lengths: list[int], samples: int, shared: int) -> tuple[Tensor, int]:
+    """Block tables over shuffled blocks, and how many blocks there are."""
+    common, counts = shared // BLOCK_SIZE, [-(-length // BLOCK_SIZE) for length in lengths]
+    groups = len(lengths) // samples
+    free = torch.randperm(sum(counts) - common * (len(lengths) - groups)).to(torch.int32)
+    num_blocks, used = len(free), 0
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for index, count in enumerate(counts):
+        begun = common if index % samples else 0
+        tables[index, :begun] = tables[index - index % samples, :begun]
+        tables[index, begun:count] = free[used : used + count - begun]
+        used += count - begun
+    return tables, num_blocks
+
+
+def _candidates(
+    kind: str,
+    heights: tuple[int, ...],
+    tiles: tuple[int, ...],
+    warps: tuple[int, ...],
+    stages: tuple[int, ...],
+    programs: tuple[int, ...],
+) -> Iterator[tuple[str, Tiling]]:
+    base: Tiling = getattr(tilings, kind)(4, DIM, DIM, DTYPE.itemsize)
+    for height, tile, *rest in itertools.product(heights, tiles, warps, stages, programs):
+        yield kind, Tiling(height, tile, tile, *rest, is_ordered=False, skips_masks=base.skips_masks)
+
+
+@contextmanager
+def _tiling(kind: str, tiling: Tiling) -> Iterator[None]:
+    usual = getattr(tilings, kind)
+    setattr(tilings, kind, lambda *args: tiling)
+    try:
+        yield
+    finally:
+        setattr(tilings, kind, usual)
+
+
+def _named(tiling: Tiling) -> str:
+    return (
+        f" rows {tiling.block_m} tile {tiling.tile} warps {tiling.num_warps} stages {tiling.num_stages}"
+        f" programs {tiling.programs_per_processor}"
+    )
+
+
+if __name__ == "__main__":
+    main()

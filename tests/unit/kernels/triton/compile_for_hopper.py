@@ -1,0 +1,137 @@
+"""Compile attention's kernels for a Hopper, where none need be, and print what each takes, as JSON.
+
+    python -m tests.unit.kernels.triton.compile_for_hopper [name ...]
+
+The interpreter accepts what the compiler does not; this is the other half of the proof.
+"""
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rollout_engine.kernels.triton import tiling as tilings
+from rollout_engine.kernels.triton import work
+from rollout_engine.kernels.triton.attention_kernel import attention_kernel
+from rollout_engine.kernels.triton.attention_shape import Lists, Numbers, Output, Parts, Pool, Queries, Shape
+from rollout_engine.kernels.triton.joining_kernel import joining_kernel
+from rollout_engine.kernels.triton.tiling import Tiling
+
+HOPPER = GPUTarget("cuda", 90, 32)
+EVERYTHING = dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_initial", "writes_lse"), True)
+
+
+def attention(kind: str, heads: tuple[int, int], dim: int, block_size: int, **flags: bool) -> Any:
+    """The attention kernel of one of `tilings`, in bfloat16."""
+    group = heads[0] // heads[1]
+    tiling = getattr(tilings, kind)(group, dim, dim, 2)
+    shape = shape_of(tiling, heads, dim, block_size, **flags)
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    return compiled(attention_kernel, attention_arguments(), {"SHAPE": shape}, **options)
+
+
+def joining(is_ordered: bool) -> Any:
+    """The joining kernel."""
+    tiling = (tilings.ordered if is_ordered else tilings.decode)(2, 128, 128, 2)
+    arguments = attention_arguments()
+    shape = shape_of(tiling, (16, 8), 128, 16, writes_lse=True)
+    return compiled(joining_kernel, {name: arguments[name] for name in ("work", "parts", "output")}, {"SHAPE": shape})
+
+
+def listing() -> Any:
+    """The kernel that lists items."""
+    names = "items", "num_items", "token_starts", "context_lens", "prefix_units"
+    numbers = dict.fromkeys(("num_sequences", "first_sequence", "sliding_window"), "i32")
+    arguments = dict.fromkeys(names, "*i32") | numbers
+    constants = {"HAS_PREFIXES": True, "HAS_WINDOW": True, "TOKENS": 1, "UNIT": 64, "COLUMNS": work.COLUMNS}
+    return compiled(work._list_items, arguments, constants | {"BLOCK_N": 256, "BLOCK_T": 32})
+
+
+def sharing() -> Any:
+    """The kernel that cuts the line."""
+    arguments = dict.fromkeys(("items", "num_items", "shares", "line"), "*i32")
+    constants = {"NUM_PROGRAMS": 264, "NUM_KV_HEADS": 8, "IS_WHOLE": True, "COLUMNS": work.COLUMNS, "BLOCK": 1024}
+    return compiled(work._share_out, arguments, constants)
+
+
+KERNELS = {
+    "decode": lambda: attention("decode", (16, 8), 128, 16),
+    "decode, everything": lambda: attention("decode", (14, 2), 64, 48, **EVERYTHING),
+    "shared prefix": lambda: attention("shared_prefix", (32, 8), 128, 16, writes_parts=True, has_sinks=True),
+    "prefill": lambda: attention("prefill", (16, 8), 128, 16),
+    "prefill, everything": lambda: attention("prefill", (14, 2), 80, 64, **EVERYTHING),
+    "prefill, 256 channels": lambda: attention("prefill", (16, 8), 256, 16),
+    "ordered": lambda: attention("ordered", (16, 8), 128, 16),
+    "ordered, everything": lambda: attention("ordered", (14, 2), 64, 16, **EVERYTHING),
+    "joining": lambda: joining(False),
+    "joining, ordered": lambda: joining(True),
+    "listing": listing,
+    "sharing": sharing,
+}
+
+
+def attention_arguments() -> dict[str, Any]:
+    """Types of the attention kernel's arguments."""
+    parts, strides = Parts("*fp32", "*fp32", "*fp32"), ("i32", "i32", "i32")
+    return {
+        "q": Queries("*bf16", "i32", "i32"),
+        "pool": Pool("*bf16", "*bf16", strides, strides, "*i32", "i32"),
+        "work": Lists("*i32", "*i32", "*i32"),
+        "parts": parts,
+        "output": Output("*bf16", "i32", "i32", "*fp32", parts),
+        "sinks": "*bf16",
+        "initial": parts,
+        "numbers": Numbers("fp32", "fp32", "i32"),
+    }
+
+
+def shape_of(tiling: Tiling, heads: tuple[int, int], dim: int, block_size: int, **flags: bool) -> Shape:
+    absent = dict.fromkeys(
+        ("has_window", "has_softcap", "has_sinks", "has_initial", "writes_parts", "writes_lse"), False
+    )
+    return Shape(
+        group=heads[0] // heads[1],
+        num_kv_heads=heads[1],
+        dim_k=dim,
+        dim_v=dim,
+        block_k=triton.next_power_of_2(dim),
+        block_v=triton.next_power_of_2(dim),
+        block_size=block_size,
+        block_m=tiling.block_m,
+        tile=tiling.tile,
+        tiles_per_unit=tiling.unit // tiling.tile,
+        rows=tiling.block_m,
+        slots=9,
+        is_ordered=tiling.is_ordered,
+        skips_masks=tiling.skips_masks,
+        **(absent | flags),
+    )
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], **options: int) -> Any:
+    """For a Hopper, with pointers and strides in multiples of 16, as torch gives them."""
+    signature = arguments | dict.fromkeys(constants, "constexpr")
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = {path: [["tt.divisibility", 16]] for path, kind in _leaves(tuple(signature.values())) if kind != "fp32"}
+    return triton.compile(ASTSource(kernel, signature, values, aligned), target=HOPPER, options=options)
+
+
+def _leaves(tree: Any, path: tuple[int, ...] = ()) -> Any:
+    if isinstance(tree, tuple):
+        for index, branch in enumerate(tree):
+            yield from _leaves(branch, (*path, index))
+    elif tree != "constexpr":
+        yield path, tree
+
+
+if __name__ == "__main__":
+    figures = {}
+    for name in sys.argv[1:] or KERNELS:
+        made = KERNELS[name]()
+        ptx = made.asm["ptx"]
+        counts = {instruction: ptx.count(instruction) for instruction in ("wgmma.mma", "mma.sync", "cp.async.cg")}
+        figures[name] = {"shared_bytes": made.metadata.shared, **counts}
+    print(json.dumps(figures, indent=1))
