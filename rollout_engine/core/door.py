@@ -1,5 +1,6 @@
 """The core's own check of a request: whatever came in can be computed, or is refused."""
 
+import sys
 from typing import Literal, NoReturn
 
 import msgspec
@@ -25,6 +26,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     """Most tokens computed in one step."""
     vocab_size: int
+    max_prefill_beside_decode: int = sys.maxsize
+    """Most tokens, in chunks of more than one, of a step in which other sequences decode: those wait for all of it."""
     enable_prefix_caching: bool = True
     admission: Literal["queue", "reject"] = "queue"
 
@@ -34,7 +37,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, _MAX_PROMPT_LOGITS // self.vocab_size)
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__[:6]:
+        for name in self.__struct_fields__[:7]:
             assert getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
 
 

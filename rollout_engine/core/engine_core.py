@@ -42,6 +42,7 @@ class EngineCore:
             self._tables,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_beside_decode=config.max_prefill_beside_decode,
             max_scored_tokens=config.max_scored_tokens,
         )
         self.lifecycle = Lifecycle()

@@ -1,5 +1,6 @@
 """Who computes what in the next step."""
 
+import sys
 from bisect import bisect_left, insort
 
 from rollout_engine.core.block_tables import BlockTables
@@ -28,6 +29,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_prefill_beside_decode: int,
         max_scored_tokens: int,
     ) -> None:
         self.tables = tables
@@ -37,6 +39,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_prefill_beside_decode = self._prefill_budget = max_prefill_beside_decode
+        """Tokens in chunks of more than one. The limit of a step in which sequences decode, and what is left of it."""
         self._max_scored_tokens = self._scored_budget = max_scored_tokens
         """Prompt tokens to score: their logits all exist at the same time. A step's limit, and what is left of it."""
         self._forgotten: list[str] = []
@@ -50,6 +54,8 @@ class Scheduler:
         """One token budget: running sequences first, then parked and waiting ones by (priority, arrival)."""
         work = self.farewell()
         self._scored_budget = self._max_scored_tokens
+        decodes = any(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence in self.running)
+        self._prefill_budget = self._max_prefill_beside_decode if decodes else sys.maxsize
         budget = self._schedule_running(work, self._max_num_batched_tokens)
         self._schedule_waiting(work, budget)
         work.finished += self._take_forgotten()
@@ -142,18 +148,27 @@ class Scheduler:
     def _schedule_waiting(self, work: SchedulerOutput, budget: int) -> None:
         while budget and len(self.running) < self._max_num_seqs and (self.waiting or self.parked):
             sequence = min(self.waiting[:1] + self.parked[:1])
-            if (sequence.scores_prompt and not self._scored_budget) or not self._admit(sequence):
+            if self._must_wait(sequence) or not self._admit(sequence):
                 break
             num_tokens = self._take(sequence, budget)
             self._assign(work, sequence, num_tokens)
             budget -= num_tokens
 
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Whether this step has computed as much of prompts as it may."""
+        if sequence.scores_prompt and not self._scored_budget:
+            return True
+        return not self._prefill_budget and sequence.num_tokens - sequence.num_computed_tokens > 1
+
     def _take(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of `sequence` this step computes; 0 where it must wait to score its prompt."""
+        """How many tokens of `sequence` this step computes; 0 where it must wait for another step."""
         num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
-        if num_tokens > 1 and sequence.scores_prompt:
-            num_tokens = min(num_tokens, self._scored_budget)
-            self._scored_budget -= num_tokens
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, self._prefill_budget)
+            if sequence.scores_prompt:
+                num_tokens = min(num_tokens, self._scored_budget)
+                self._scored_budget -= num_tokens
+            self._prefill_budget -= num_tokens
         return num_tokens
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:

@@ -29,6 +29,9 @@ from sync.manifest import first_names
 
 logger = logging.getLogger("rollout_engine")
 
+_PREFILL_BESIDE_DECODE = 512
+"""A CPU computes a longer step no faster per token; it would only keep those waiting who decode."""
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the front end and the core need to know of a loaded model."""
@@ -39,6 +42,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     dtype: str
+    max_prefill_beside_decode: int
+    """See `CoreConfig`."""
     choices: str
     """Every choice made at start-up, for one log line."""
 
@@ -80,6 +85,7 @@ class Worker:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             dtype=str(loaded.dtype).removeprefix("torch."),
+            max_prefill_beside_decode=_PREFILL_BESIDE_DECODE,
             choices=self._choices(config, loaded, num_blocks),
         )
         self.update = CalledUpdate(self.updater)

@@ -381,6 +381,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=info.vocab_size,
+        max_prefill_beside_decode=info.max_prefill_beside_decode,
         enable_prefix_caching=config.enable_prefix_caching,
         admission=config.admission,
     )

@@ -17,6 +17,9 @@ SHAPES = {
     ),
     "one token a block": dict(num_blocks=80, block_size=1, max_num_seqs=5, max_num_batched_tokens=7),
     "wide blocks, few slots": dict(num_blocks=9, block_size=16, max_num_seqs=3, max_num_batched_tokens=20),
+    "little prefill beside decode": dict(
+        num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=32, max_prefill_beside_decode=5
+    ),
     "small budget": dict(num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=3),
 }
 

@@ -20,6 +20,28 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences(make_rig):
     rig.assert_clean()
 
 
+def test_prompts_are_computed_in_smaller_chunks_while_others_decode(make_rig):
+    rig = make_rig(max_prefill_beside_decode=6)
+    rig.add("a", range(20), max_tokens=6)
+    rig.step()
+    rig.add("b", range(30, 40), max_tokens=1)
+    rig.add("c", range(50, 54), max_tokens=1)
+    rig.run()
+    assert rows(rig) == [{"a": 20}, {"a": 1, "b": 6}, {"a": 1, "b": 4, "c": 2}, {"a": 1, "c": 2}, {"a": 1}, {"a": 1}]
+    rig.assert_clean()
+
+
+def test_samples_of_a_computed_prompt_join_a_step_without_room_for_more_prompts(make_rig):
+    rig = make_rig(max_prefill_beside_decode=4)
+    rig.add("a", range(8), n=3, max_tokens=4)
+    rig.step()
+    rig.add("urgent", range(50, 64), priority=-1, max_tokens=1)
+    rig.add("later", range(30, 34), max_tokens=1)
+    rig.run()
+    assert rows(rig)[1] == {"0_a": 1, "urgent": 4, "1_a": 1, "2_a": 1}
+    rig.assert_clean()
+
+
 def test_waiting_requests_run_by_priority_then_arrival(make_rig):
     rig = make_rig(max_num_seqs=1)
     for name, priority in (("low", 1), ("first", 0), ("second", 0), ("high", -1)):
