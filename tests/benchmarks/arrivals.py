@@ -3,17 +3,24 @@
 import random
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
 from prompts import FreshPrompts
+from transformers import AutoConfig
 from workers import Worker
+
+from rollout_engine.cli.ceilings import Dimensions, products_seconds
 
 NUM_REQUESTS = 200
 _PROMPT_TOKENS = (64, 256)
 _SAMPLED_TOKENS = (32, 128)
 _LOAD = 0.7
-"""Of what this engine can do when all requests are there at once."""
+"""Of what the slowest engine can do when all requests are there at once: none of them falls behind."""
 _OURS = "async"
+_ROWS = 256
+"""Of a product at full speed."""
 _PAUSE_SECONDS = 0.5
 """Between turns: threads of the engine that was just busy still spin for a moment."""
 
@@ -21,8 +28,10 @@ _PAUSE_SECONDS = 0.5
 def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
     """Throughput with all requests at once, then what a request sees when they come as a Poisson process.
 
-    Every engine gets the same lengths at the same times. Milliseconds to the first token and between outputs, over all
-    rounds; ratios are this engine over the peer, so below 1 is better for times.
+    An engine that keeps up with its arrivals is as fast as they are: its own throughput shows only where there are more
+    of them than it can serve, and most where all are there. Every engine gets the same lengths at the same times.
+    Milliseconds to the first token and between outputs, over all rounds; ratios are this engine over the peer, so below
+    1 is better for times.
     """
     rates: dict[str, list[float]] = {name: [] for name in workers}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
@@ -31,7 +40,7 @@ def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> d
     for name, i in _turns(workers, rounds):
         result = _stream(workers[name], _requests(prompts, i, rate=1e9))
         rates[name].append(result["tokens"] / result["seconds"])
-    offered = _LOAD * statistics.median(rates[_OURS])
+    offered = _LOAD * min(statistics.median(values) for values in rates.values())
     for name, i in _turns(workers, rounds):
         rate = offered / statistics.mean(_SAMPLED_TOKENS)
         seen[name].append(_stream(workers[name], _requests(prompts, i, rate)))
@@ -50,6 +59,15 @@ def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> d
             for key in ("first_p50_ms", "gap_p50_ms")
         },
     }
+
+
+def by_products(directory: Path, dtype: torch.dtype) -> float:
+    """Tokens per second of these requests, all at once, were there nothing but the products of their tokens."""
+    dims = Dimensions.of(AutoConfig.from_pretrained(directory), dtype)
+    layers = products_seconds(dims.layers, _ROWS, dtype) / _ROWS
+    head = products_seconds([dims.head], _ROWS, dtype) / _ROWS
+    prompt, sampled = statistics.mean(_PROMPT_TOKENS), statistics.mean(_SAMPLED_TOKENS)
+    return round(sampled / ((prompt + sampled - 1) * layers + sampled * head), 1)
 
 
 def _turns(workers: dict[str, Worker], rounds: int) -> list[tuple[str, int]]:

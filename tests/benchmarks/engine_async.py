@@ -83,8 +83,9 @@ class Engine:
     async def _pause(self) -> tuple[float, float]:
         first, start = (await self._engine.check_health()).num_steps, time.perf_counter()
         await asyncio.sleep(random.uniform(0.1, 0.2))  # to come at any point of a step
-        last, paused = (await self._engine.check_health()).num_steps, time.perf_counter()
-        step = (paused - start) / (last - first)
+        while (last := (await self._engine.check_health()).num_steps) == first:
+            await asyncio.sleep(_TICK_SECONDS)
+        step = (time.perf_counter() - start) / (last - first)
         await asyncio.sleep(random.uniform(0.0, step))
         start = time.perf_counter()
         await self._engine.pause_generation(mode="keep")

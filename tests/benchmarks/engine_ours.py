@@ -1,5 +1,7 @@
 """This engine, as a worker serves it."""
 
+import random
+import threading
 import time
 from typing import Any
 
@@ -9,6 +11,8 @@ from works import KV_POOL_BYTES
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.cli import ceilings
+
+_TICK_SECONDS = 0.001
 
 
 class Engine:
@@ -45,6 +49,44 @@ class Engine:
             "stalls": [report.stall_seconds for report in reports],
             "step": (time.perf_counter() - start - sum(updates)) / num_steps,
         }
+
+    def pauses(self, prompts: list[list[int]], num_pauses: int) -> list[tuple[float, float]]:
+        """(milliseconds of a pause with "keep", milliseconds of a step just before it), while another thread steps."""
+        params = SamplingParams(max_tokens=800, ignore_eos=True, detokenize=False, logprobs=0)
+        engine, stopped = self._llm.llm_engine, threading.Event()
+        names = engine.add_requests(prompts, params)
+
+        def run() -> None:
+            while not stopped.is_set():
+                engine.wait_until_steppable(_TICK_SECONDS)
+                engine.step()
+
+        stepping = threading.Thread(target=run)
+        stepping.start()
+        try:
+            while engine.get_metrics().core.num_running < len(prompts):
+                time.sleep(_TICK_SECONDS)
+            return [self._pause() for _ in range(num_pauses)]
+        finally:
+            stopped.set()
+            stepping.join()
+            engine.abort_request(names, discard=True)
+
+    def _pause(self) -> tuple[float, float]:
+        first, start = self._num_steps(), time.perf_counter()
+        time.sleep(random.uniform(0.1, 0.2))  # to come at any point of a step
+        while (last := self._num_steps()) == first:
+            time.sleep(_TICK_SECONDS)
+        step = (time.perf_counter() - start) / (last - first)
+        time.sleep(random.uniform(0.0, step))
+        start = time.perf_counter()
+        self._llm.pause_generation(mode="keep")
+        seconds = time.perf_counter() - start
+        self._llm.resume_generation()
+        return 1000 * seconds, 1000 * step
+
+    def _num_steps(self) -> int:
+        return self._llm.get_metrics().core.counters.num_steps
 
     def make_trainer(self) -> None:
         """The module whose weights `run_with_updates` sends."""

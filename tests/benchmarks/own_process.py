@@ -42,12 +42,15 @@ def streams(own_process: Worker, prompts: FreshPrompts, rounds: int) -> dict[str
     return {"p50_ms": _at(late, 0.5), "p99_ms": _at(late, 0.99), "max_ms": round(late[-1], 2), "ticks": len(late)}
 
 
-def pauses(own_process: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
-    """What a pause with "keep" takes beyond the step in progress, milliseconds, while 64 requests stream."""
+def pauses(worker: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
+    """What a pause with "keep" takes beyond the step in progress, milliseconds, while 64 requests run.
+
+    `worker`: an engine in a process of its own, or one in process that another thread steps.
+    """
     pairs = [
         pair
         for _ in range(rounds)
-        for pair in own_process.ask("pauses", prompts=prompts.draw(64, 16), num_pauses=8)["answer"]
+        for pair in worker.ask("pauses", prompts=prompts.draw(64, 16), num_pauses=8)["answer"]
     ]
     beyond = sorted(took - step for took, step in pairs)
     return {

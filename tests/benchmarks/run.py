@@ -26,6 +26,7 @@ import psutil
 import results
 import startup
 import throughput
+import torch
 from prompts import FreshPrompts
 from workers import HERE, ROOT, Worker
 from works import SHAPES, WORKS, figure_name, write_config
@@ -133,6 +134,7 @@ def measure_own_process(run: Run) -> None:
             name = f"own process, {figure_name(shape, work)}"
             run.keep(name, lambda o=ours, a=other, w=work, p=prompts: own_process.throughput(o, a, w, p, run.rounds))
             run.keep(f"pause, {shape}", lambda a=other, p=prompts: own_process.pauses(a, p, run.rounds))
+            run.keep(f"pause in process, {shape}", lambda o=ours, p=prompts: own_process.pauses(o, p, run.rounds))
             if shape == "S":
                 run.keep("own process, 256 streams", lambda a=other, p=prompts: own_process.streams(a, p, run.rounds))
                 run.keep("own process, killed", lambda a=other, p=prompts: own_process.kills(a, p, run.rounds))
@@ -141,9 +143,10 @@ def measure_own_process(run: Run) -> None:
 def measure_arrivals(run: Run) -> None:
     prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
     peers = ["vllm_async"] if "vllm" in run.peers else []
+    ceiling = arrivals.by_products(run.directory("M"), getattr(torch, SHAPES["M"]["dtype"]))
     with run.only("M", ["async", *peers]) as workers:
         name = f"arrivals, M, {arrivals.NUM_REQUESTS} requests"
-        run.keep(name, lambda: arrivals.measure(workers, prompts, run.rounds))
+        run.keep(name, lambda: arrivals.measure(workers, prompts, run.rounds) | {"tokens_per_second_by_gemm": ceiling})
 
 
 PARTS: dict[str, Callable[[Run], None]] = {
