@@ -50,6 +50,19 @@ def engines(checkpoint: Path, seconds: float, count: int) -> Figure:
     return dict(engines=held.total(), descriptors_afterwards=sorted(held), leaks=0)
 
 
+def clients(checkpoint: Path, seconds: float, count: int) -> Figure:
+    """One client of a core after the other, as `engines`."""
+    held = Counter[int]()
+    with _engine(checkpoint) as engine:
+        leftovers = Leftovers()
+        for _ in _until(seconds, count):
+            with AsyncLLM.connect(engine.address) as client:
+                asyncio.run(_use(client))
+            leftovers.assert_none()
+            held[len(os.listdir("/proc/self/fd"))] += 1
+    return dict(clients=held.total(), descriptors_afterwards=sorted(held), leaks=0)
+
+
 def schedules(checkpoint: Path, seconds: float, count: int) -> Figure:
     """Random orders of every verb, several at once."""
     ends: Counter[str] = Counter()
@@ -204,6 +217,7 @@ def publishers(_: Path, seconds: float, count: int) -> Figure:
 TRANSPORTS = ["shm", "store", "gloo"]
 PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "engines": (engines, 200),
+    "clients": (clients, 1000),
     "schedules": (schedules, 1000),
     "updates": (updates, 1000),
     "aborts": (aborts, 100_000),
@@ -249,7 +263,7 @@ def _engine(checkpoint: Path, **changes: int) -> Iterator[AsyncLLM]:
 
 async def _use(engine: AsyncLLM) -> None:
     """Requests, new weights, and an array large enough to be sent without a copy; it is not what the method takes."""
-    await engine.update_weights(spelling(1))
+    await engine.update_weights(spelling(engine.policy_version + 1))
     async for _ in engine.generate([5, 6], SamplingParams(max_tokens=20, ignore_eos=True)):
         pass
     with contextlib.suppress(RPCError):
