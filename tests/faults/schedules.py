@@ -61,16 +61,20 @@ class Schedule:
         while time.monotonic() < deadline and self.num_operations < max_operations and not self._failed:
             self.operate()
             await asyncio.sleep(self.random.choice([0, 0, 0.001, 0.01]))
-        while any(not task.done() for task in self._tasks) and not self._failed:
-            await self._verb("wake_up", self.engine.wake_up())
-            await self._verb("resume_generation", self.engine.resume_generation())
+        while self._tasks and not self._failed:
+            await self._run_again()
             if self._tasks:  # the last may have ended meanwhile
                 await asyncio.wait(self._tasks, timeout=0.5)
         if self._failed:
             for task in self._tasks:
                 task.cancel()
             raise self._failed[0]
+        await self._run_again()  # the last may have been a pause
         self.ledger.assert_clean()
+
+    async def _run_again(self) -> None:
+        await self._verb("wake_up", self.engine.wake_up())
+        await self._verb("resume_generation", self.engine.resume_generation())
 
     @property
     def num_operations(self) -> int:
