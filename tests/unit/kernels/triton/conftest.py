@@ -26,3 +26,23 @@ def tensors_as_loop_bounds(monkeypatch):
             scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+
+
+@pytest.fixture(autouse=True)
+def language_patched_once(monkeypatch):
+    """The interpreter patches all of `triton.language` again for each call of one kernel function by another."""
+    patch = interpreter._patch_lang
+    patched = set()
+
+    def patch_what_is_not(function):
+        languages = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
+        if languages <= patched:
+            return interpreter._LangPatchScope()
+        scope = patch(function)
+        if not patched:  # the launch: restored after it
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.update(languages)
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_not)

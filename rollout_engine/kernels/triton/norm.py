@@ -1,0 +1,87 @@
+"""RMSNorm, alone or after a residual addition, every row the same bits in any batch. Twin: `kernels.norm.rms_norm`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout_engine.kernels.triton.rounding import narrow, rounded
+
+_TILE = 2048
+"""Elements per program where a row is shorter."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    """weight * round(x / sqrt(mean(x^2) + epsilon)) of rows [..., D], at most two dimensions before, into `out`.
+
+    Any strides but that of the row. `out` may be `x`.
+    """
+    return _run(x, None, weight, epsilon, out)
+
+
+def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    """`residual` [R, D] becomes round(residual + delta), in place; its norm goes into `out`, which may be `delta`."""
+    return _run(residual, delta, weight, epsilon, out)
+
+
+def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    rows = _as_rows(x), _as_rows(x if delta is None else delta), _as_rows(out)
+    outer, inner, size = rows[0].shape
+    block = triton.next_power_of_2(size)
+    rows_at_once = max(1, _TILE // block)  # of the row's size alone: another tile could sum in another order
+    if outer * inner:
+        _norm_kernel[(triton.cdiv(outer * inner, rows_at_once),)](
+            *rows,
+            weight,
+            *(one.stride()[:2] for one in rows),
+            outer * inner,
+            inner,
+            epsilon,
+            SIZE=size,
+            HAS_DELTA=delta is not None,
+            ROWS=rows_at_once,
+            BLOCK=block,
+            num_warps=4 if block <= 4096 else 8,
+        )
+    return out
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """[A, B, D] of the same memory."""
+    x = x[None] if x.dim() == 2 else x[None, None] if x.dim() == 1 else x
+    if x.dim() != 3 or x.stride(2) != 1:
+        raise ValueError(f"expected rows of contiguous elements in at most three dimensions, got {tuple(x.shape)}")
+    return x
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    delta_ptr,
+    out_ptr,
+    weight_ptr,
+    x_strides,
+    delta_strides,
+    out_strides,
+    num_rows,
+    inner,
+    epsilon,
+    SIZE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    i, j = (row // inner)[:, None], (row % inner)[:, None]
+    place = x_ptr + i * x_strides[0] + j * x_strides[1] + column[None, :]
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + i * delta_strides[0] + j * delta_strides[1] + column[None, :], mask=mask, other=0.0)
+        x = rounded(x + delta.to(tl.float32), dtype)
+        tl.store(place, narrow(x, dtype), mask=mask)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / SIZE + epsilon)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    result = weight[None, :] * rounded(x * scale[:, None], dtype)
+    tl.store(out_ptr + i * out_strides[0] + j * out_strides[1] + column[None, :], narrow(result, dtype), mask=mask)
