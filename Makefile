@@ -15,7 +15,7 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest
 
-# Faults by the thousand, for SECONDS each kind; figures go to tests/faults/results.
+# Faults by the thousand, each kind to its count or for SECONDS (inf: to its count); figures go to tests/faults/results.
 SECONDS ?= 300
 soak: setup
 	$(BIN)/python -m tests.faults.soak --seconds $(SECONDS)

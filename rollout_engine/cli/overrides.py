@@ -53,8 +53,8 @@ def _converted(text: str, kind: Any) -> Any:
     """What `text` means for a field of type `kind`; where it means nothing, `text`, for the field's own error."""
     try:
         return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # bytes of the shell that are no text
         try:
             return msgspec.json.decode(text)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             return text

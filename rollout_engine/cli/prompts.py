@@ -39,5 +39,5 @@ def _read(path: Path) -> list[Any]:
 def _decoded(path: Path, index: int, line: str) -> Any:
     try:
         return msgspec.json.decode(line)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, RecursionError) as problem:
         raise RequestError(f"{path}, prompt {index}: not JSON ({problem}).") from None

@@ -1,5 +1,6 @@
 """The command line: what is printed for programs, and how mistakes are answered."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import torch
 from rollout_engine.cli.ceilings import Dimensions
 from rollout_engine.cli.main import COMMANDS, main
 from rollout_engine.cli.overrides import parse_overrides
-from rollout_engine.errors import ConfigError
+from rollout_engine.cli.prompts import read_prompts
+from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.kernels.cpu import build
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.testing import tiny_checkpoint, tiny_config
@@ -35,7 +37,14 @@ def test_overrides_go_to_the_class_that_has_the_name():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("auto", "auto"), ("true", True), ("false", False), ("perhaps", "perhaps")]
+    ("text", "value"),
+    [
+        ("auto", "auto"),
+        ("true", True),
+        ("false", False),
+        *((text, text) for text in ("perhaps", "\udcff", "[" * 10**5)),
+    ],
+    ids=["auto", "true", "false", "word", "no-text", "deep"],
 )
 def test_values_take_the_type_of_their_field(text, value):
     assert parse_overrides([f"deterministic={text}"]).engine == {"deterministic": value}
@@ -71,6 +80,13 @@ def test_mistakes_end_in_one_line_and_status_2(arguments, checkpoint, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines()[-1].startswith(f"rollout-engine {arguments[0]}: ")
+
+
+@pytest.mark.parametrize("line", ["{", "[" * 10**5], ids=["cut", "deep"])
+def test_a_line_that_is_not_json_is_refused(tmp_path, line):
+    (tmp_path / "p.jsonl").write_text(f'"one"\n{line}\n')
+    with pytest.raises(RequestError, match="prompt 1: not JSON"):
+        read_prompts(argparse.Namespace(prompt=[], file=tmp_path / "p.jsonl"))
 
 
 def test_an_unknown_command_names_the_closest(capsys):
