@@ -47,7 +47,7 @@ def repack(module: nn.Module) -> None:
 
 @contextmanager
 def without_products(module: nn.Module) -> Iterator[None]:
-    """Within it, our products below `module` pack nothing and give zeros: to see what else a forward does."""
+    """Within it, our products and embeddings pack and read nothing, and give zeros: to see what else a forward does."""
     groups = linear_groups(module)
     for group in groups:
         group.gives_zeros = True

@@ -1,5 +1,6 @@
 """An embedding tied to a head: rows are read from the head's packed weight, the only copy there is."""
 
+import torch
 from torch import Tensor, nn
 
 from rollout_engine.kernels.cpu import gemm
@@ -13,6 +14,8 @@ class PackedEmbedding(nn.Embedding):
     """The head's."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if self._group.gives_zeros:
+            return torch.zeros(*input.shape, self.embedding_dim, dtype=self.weight.dtype)
         operand = self._group.packed
         assert operand is not None, "an embedding without values is read"
         return gemm.select_rows(operand, input)

@@ -3,8 +3,8 @@
     staging(name) ... ──> pack(place) ──> swap()      the next values are gathered and packed beside the copies in use,
                                                       while steps go on; at a boundary the two change places
 
-Where our own kernel multiplies, the copy in use is the only one: after `take_over` the module's parameter is on meta,
-so that whoever reads it fails instead of finding other values. Memory for the next copies is there during an update;
+Where our own kernel multiplies, and nothing else reads the weight (`weight_reads`), the copy in use is the only one:
+after `take_over` the module's parameter is on meta. Memory for the next copies is there during an update;
 between updates it is kept while it is small.
 """
 
@@ -22,6 +22,7 @@ from rollout_engine.model.experts import RowInvariantExperts, RowInvariantRouter
 from rollout_engine.model.fusion import LinearGroup, RowInvariantLinear, linear_groups
 from rollout_engine.model.packed_embedding import PackedEmbedding, read_from_head
 from rollout_engine.model.stacks import Place, stacks_of
+from rollout_engine.model.weight_reads import storages_read
 
 _KEPT_BYTES = 256 << 20
 """Fresh pages for the next copies cost an update up to a second per gigabyte."""
@@ -38,7 +39,8 @@ class PackedWeights:
         own = [group for group in groups if group.plan.kernel == linear.OWN]
         _tie_embeddings(module, own)
         self._module = module
-        self._stacks = stacks_of(own, {_storage(tensor) for tensor in _read_in_place(module)})
+        read = storages_read(module) if own else set()
+        self._stacks = stacks_of(own, {_storage(tensor) for tensor in _read_in_place(module)} | read)
         """By the address of the plain storage; none after `take_over`."""
         self._held = [group for stack in self._stacks.values() for group in stack.groups]
         """Those that exist packed alone."""

@@ -11,7 +11,7 @@ from rollout_engine.kernels.cpu import build
 from rollout_engine.model import packed_weights
 from rollout_engine.model.fusion import fuse_projections, linear_groups
 from rollout_engine.model.packed_weights import PackedWeights
-from rollout_engine.model.row_invariance import make_row_invariant
+from rollout_engine.model.row_invariance import RowInvariantMLP, make_row_invariant
 from rollout_engine.testing import tiny_model
 
 IDS = torch.arange(3, 43).view(2, 20)
@@ -180,6 +180,25 @@ def test_what_something_else_reads_stays_where_it_is():
     views = packed.take_over({"head": module.lm_head.weight, "out": module.model.layers[0].self_attn.o_proj.weight})
     assert (packed.holds("head"), views["head"].is_meta) == (False, False)
     assert (packed.holds("out"), views["out"].is_meta) == (True, True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_that_a_forward_multiplies_by_itself_keeps_its_plain_values(tied, monkeypatch):
+    def forward(mlp, x):
+        up = torch.nn.functional.linear(x, mlp.up_proj.weight)  # and never calls the linear
+        return mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x)) * up)
+
+    monkeypatch.setattr(RowInvariantMLP, "forward", forward)
+    served, plain = Served("qwen3", tie_word_embeddings=tied), tiny_model("qwen3", tie_word_embeddings=tied)
+    held = {part: served.packed.holds(f"model.layers.0.mlp.{part}_proj.weight") for part in ("gate", "up", "down")}
+    assert held == {"gate": False, "up": False, "down": True}  # gate and up are one matrix
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(served.logits(), plain(IDS).logits)
+        source = halves(served.values())
+        served.update(source)
+        plain.load_state_dict(source)
 
 
 def test_a_borrowed_product_keeps_its_plain_weight():
