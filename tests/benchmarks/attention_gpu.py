@@ -1,7 +1,7 @@
 """Attention on a CUDA device: shares of the bandwidth of a copy in the same run, and of torch's own attention.
 
     python tests/benchmarks/attention_gpu.py --json
-    python tests/benchmarks/attention_gpu.py --tune        # other shapes of the products, fastest first
+    python tests/benchmarks/attention_gpu.py --tune decode      # other shapes of the products, fastest first
 
 32 (or 16) query and 8 key/value heads of 128 channels, bfloat16, blocks of 16 in random order. Every figure is the
 median of replays of a CUDA graph that goes through several layers, each with a pool of its own, so that no cache holds
@@ -14,6 +14,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--pool-bytes", type=int, default=8 << 30, help="KV of all layers of a figure, at least")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", choices=["decode", "prefill", "groups"])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     bench = Bench(args.replays, args.pool_bytes)
-    result = dict(bench.tune() if args.tune else bench.measure())
+    result = dict(bench.tune(args.tune) if args.tune else bench.measure())
     if args.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__} | result, indent=1))
     else:
@@ -82,21 +83,24 @@ class Bench:
             ordered = self.prefill(num_sequences, length, is_ordered=True)
             yield f"{name}, ordered: TFLOP/s", round(flops / ordered / 1e12)
 
-    def tune(self) -> Iterator[tuple[str, float]]:
+    def tune(self, kind: str) -> Iterator[tuple[str, float]]:
         """Microseconds of one layer, by tiling."""
-        figures: dict[str, float] = {}
-        for name in ("256 x 1,024", "1 x 128k, 31 x 4k", "1 x 32k"):
-            for base, new in _candidates("decode", (16, 32), (32, 64, 128), (2, 4, 8), (3, 5, 7), (1, 2, 3, 4)):
-                with _tiling(base, new):
-                    figures[f"decode {name} {_named(new)}"] = self._tried(lambda n=name: self.decode(32, DECODES[n]))
-        for base, new in _candidates("prefill", (64, 128, 256), (32, 64, 128), (4, 8), (3, 5), (1, 2)):
-            with _tiling(base, new):
-                figures[f"prefill 4 x 8,192 {_named(new)}"] = self._tried(lambda: self.prefill(4, 8192))
-        for base, new in _candidates("shared_prefix", (64,), (32, 64, 128), (4, 8), (3, 5), (1, 2)):
-            with _tiling(base, new):
-                grouped = lambda: self.decode(16, GROUPED, samples=16, shared=2048)  # noqa: E731
-                figures[f"groups {_named(new)}"] = self._tried(grouped)
-        yield from sorted(figures.items(), key=lambda figure: (figure[0].split("  ")[0], figure[1]))
+        works: dict[str, Callable[[], float]]
+        if kind == "decode":
+            works = {name: partial(self.decode, 32, DECODES[name]) for name in TUNED_DECODES}
+            candidates = _candidates("decode", (16,), (32, 64, 128), (2, 4), (3, 5), (1, 2, 3))
+        elif kind == "prefill":
+            works = {"4 x 8,192": partial(self.prefill, 4, 8192)}
+            candidates = _candidates("prefill", (64, 128), (32, 64, 128), (4, 8), (3, 5), (1, 2))
+        else:
+            works = {"32 prompts of 2,048 x 16": partial(self.decode, 16, GROUPED, samples=16, shared=2048)}
+            candidates = _candidates("shared_prefix", (64,), (32, 64, 128), (4, 8), (3, 5), (1, 2))
+        figures = []
+        for tiled, tiling in candidates:
+            with _tiling(tiled, tiling):
+                figures += [(name, self._tried(work), tiling) for name, work in works.items()]
+        for name, microseconds, tiling in sorted(figures):
+            yield f"{name}: {_named(tiling)}", microseconds
 
     def copy_bandwidth(self) -> float:
         """Bytes read and written per second."""
@@ -202,6 +206,7 @@ DECODES = {
     "8 x 32k": [32768] * 8,
     "256 of 100 to 1,024": np.random.default_rng(0).integers(100, 1025, 256).tolist(),
 }
+TUNED_DECODES = ("256 x 1,024", "1 x 128k, 31 x 4k", "1 x 32k")
 GROUPED = [2048 + 256] * 512
 
 
@@ -245,7 +250,7 @@ def _tiling(kind: str, tiling: Tiling) -> Iterator[None]:
 
 def _named(tiling: Tiling) -> str:
     return (
-        f" rows {tiling.block_m} tile {tiling.tile} warps {tiling.num_warps} stages {tiling.num_stages}"
+        f"rows {tiling.block_m} tile {tiling.tile} warps {tiling.num_warps} stages {tiling.num_stages}"
         f" programs {tiling.programs_per_processor}"
     )
 
