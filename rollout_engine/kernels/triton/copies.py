@@ -81,10 +81,10 @@ def _copy_kernel(table_ptr, pair_of_block_ptr, WORD: tl.constexpr, WIDTH: tl.con
     source, target, size, first_block = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     start = (block - first_block) * BLOCK
     word = start + tl.arange(0, BLOCK)
-    if WIDTH > 1:
-        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
     source_words = source.to(tl.pointer_type(WORD))
     target_words = target.to(tl.pointer_type(WORD))
+    if WIDTH > 1:
+        source_words, target_words = tl.multiple_of(source_words, 16), tl.multiple_of(target_words, 16)
     num_words = size // WIDTH
     if start + BLOCK <= num_words:
         tl.store(target_words + word, tl.load(source_words + word))

@@ -70,7 +70,7 @@ class SamplingWorkspace(NamedTuple):
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> "SamplingWorkspace":
         """For `num_rows` x `vocab_size` logits at most."""
-        shape = num_rows, triton.cdiv(vocab_size, 16 * CHUNK) * 16  # rows aligned: wide loads
+        shape = num_rows, num_chunks_of(vocab_size)
         return cls(
             torch.empty(shape, device=device),
             torch.empty(shape, device=device),
@@ -78,6 +78,11 @@ class SamplingWorkspace(NamedTuple):
             torch.empty(num_rows, dtype=torch.int32, device=device),
             torch.empty(num_rows, device=device),
         )
+
+
+def num_chunks_of(vocab_size: int) -> int:
+    """Chunks of a row, in sixteens: masks and strides allow wide loads. Those past the vocabulary weigh nothing."""
+    return triton.cdiv(vocab_size, 16 * CHUNK) * 16
 
 
 def empty_figures(num_rows: int, device: torch.device | str) -> Figures:
@@ -94,7 +99,7 @@ def sample(logits: Tensor, rows: SamplingRows, workspace: SamplingWorkspace, fig
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("expected rows whose logits lie side by side")
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_chunks = num_chunks_of(vocab_size)
     if num_rows == 0:
         return
     _chunk_kernel[(num_rows, triton.cdiv(num_chunks, _CHUNKS))](

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_engine.kernels.cpu.sampling import CHUNK, Figures, Kept
-from rollout_engine.kernels.triton.sampling import SamplingWorkspace, load_chunk, logprob_of
+from rollout_engine.kernels.triton.sampling import SamplingWorkspace, load_chunk, logprob_of, num_chunks_of
 
 _CHUNK = tl.constexpr(CHUNK)
 
@@ -33,7 +33,7 @@ def top_tokens(
         raise ValueError(f"expected between 1 and {vocab_size} places for ids and log-probs, got {tuple(ids.shape)}")
     if num_rows == 0:
         return
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_chunks = num_chunks_of(vocab_size)
     log_totals = figures.log_total if kept is None else kept.log_total
     edges = (figures.maximum, figures.tokens) if kept is None else (kept.floor, kept.last_tie)
     _top_kernel[(num_rows,)](

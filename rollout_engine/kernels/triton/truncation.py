@@ -29,6 +29,7 @@ from rollout_engine.kernels.triton.sampling import (
     chunk_weights,
     load_chunk,
     logprob_of,
+    num_chunks_of,
     pick,
     weights_of,
 )
@@ -51,7 +52,7 @@ def truncate(
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_chunks = num_chunks_of(vocab_size)
     limits = rules.top_k, rules.top_p, rules.min_p
     shift = 16 if logits.dtype == torch.bfloat16 else 0
     _active_kernel[(num_rows,)](

@@ -19,8 +19,8 @@ def _random(*shape, dtype, device, seed=0):
 
 
 def _assert_close(ours, twins):
-    """Equal up to the last bit of a rounding."""
-    torch.testing.assert_close(ours, twins, rtol=2 * torch.finfo(twins.dtype).eps, atol=1e-6)
+    """Equal up to the last bit of a rounding, or to the accuracy of a device's `exp`."""
+    torch.testing.assert_close(ours, twins, rtol=max(2 * torch.finfo(twins.dtype).eps, 4e-6), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,120 @@
+"""Compile the kernels beside attention for a Hopper, where none need be, and print what each takes, as JSON lines.
+
+    python -m tests.unit.kernels.triton.compile_calls_for_hopper
+
+Their own functions are called, on tensors of real shapes in host memory; every launch compiles and stops there. So the
+strides, alignments and constants that the compiler sees are those of a device.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import empty
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from rollout_engine.kernels.cpu.sampling import Kept, Truncation
+from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.copies import FusedCopy
+from rollout_engine.kernels.triton.layout import KVLayer
+from rollout_engine.kernels.triton.matmul import matmul
+from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
+from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_write
+from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, empty_figures, sample
+from rollout_engine.kernels.triton.top_tokens import top_tokens
+from rollout_engine.kernels.triton.truncation import truncate
+
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+VOCAB_SIZE = 151_936
+
+
+class Hopper:
+    """As much of a driver as compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def call_everything(dtype: torch.dtype) -> None:
+    """Every kernel, in shapes of Qwen3-0.6B."""
+    weight, hidden = empty(1024, dtype=dtype), empty(256, 1024, dtype=dtype)
+    rms_norm(hidden, weight, 1e-6, hidden)
+    add_rms_norm(hidden, hidden, weight, 1e-6, hidden)
+    gate, up = empty(256, 6144, dtype=dtype).chunk(2, dim=1)
+    gated(gate, up, gate)
+    gated(gate, up, gate, "gelu_tanh")
+    qkv = empty(256, 32 * 128, dtype=dtype).split([2048, 1024, 1024], dim=1)
+    q, k, v = (x.unflatten(1, (-1, 128)) for x in qkv)
+    layer = KVLayer.zeros(4, 8, 16, 128, 128, dtype=dtype, device="cpu")
+    columns = empty(256, dtype=torch.int64)
+    for rotated, is_interleaved, norms in ((128, False, HeadNorms(weight, weight, 1e-6)), (64, True, None)):
+        rotary = Rotary(empty(64, rotated, dtype=dtype), empty(64, rotated, dtype=dtype), is_interleaved)
+        rotate_and_write(q, k, v, columns, columns, rotary, layer, q, norms)
+    for out_features, bias in ((1024, None), (6144, None), (4096, empty(4096, dtype=dtype)), (VOCAB_SIZE, None)):
+        shared = empty(1, 1024, dtype=dtype).expand(out_features, 1024)
+        matmul(hidden, shared, bias, empty(256, out_features, dtype=dtype))
+    call_sampling(dtype)
+    FusedCopy([(hidden, hidden.clone()), (empty(9)[1:], empty(8))]).run()
+
+
+def call_sampling(dtype: torch.dtype) -> None:
+    """Kernels that read logits."""
+    n = 4
+    logits, floats, ints = empty(n, VOCAB_SIZE, dtype=dtype), empty(n), empty(n, dtype=torch.int64)
+    rows = SamplingRows(floats, ints, ints, ints.int())
+    workspace, figures = SamplingWorkspace.empty(n, VOCAB_SIZE, "cpu"), empty_figures(n, "cpu")
+    kept = Kept(floats.double(), floats, ints)
+    sample(logits, rows, workspace, figures)
+    truncate(
+        logits, rows, Truncation(floats.double(), ints, floats.double(), floats.double()), workspace, figures, kept
+    )
+    top_ids, top_logprobs = empty(n, 20, dtype=torch.int32), empty(n, 20)
+    top_tokens(logits, floats, workspace, figures, top_ids, top_logprobs, kept)
+
+
+def figures_of(kernel: Any) -> dict[str, int]:
+    """Registers, bytes of stack (spills) and of shared memory, and instructions that tell a good kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
+    ptx = kernel.asm["ptx"]
+    wide = len(re.findall(r"ld\.global[.\w]*\.v(?:4\.b32|2\.b64)", ptx))
+    counts = {name: ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async.cg")}
+    return {"registers": registers, "stack": stack, "shared": kernel.metadata.shared, "wide_loads": wide} | counts
+
+
+def main() -> None:
+    """Compile all, and print."""
+    driver.set_active(Hopper())
+    launch, seen = JITFunction.run, Counter[str]()
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if not seen[kernel.hash]:
+            print(json.dumps({"kernel": self.__name__} | figures_of(kernel)))
+        seen[kernel.hash] += 1
+        return kernel
+
+    JITFunction.run = compile_only
+    call_everything(torch.bfloat16)
+    call_everything(torch.float32)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The kernels beside attention compile for a Hopper, on any machine; the interpreter accepts what that does not."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings no assembler for this machine"),
+]
+HOPPER_SHARED_BYTES = 227 * 1024
+KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy"}
+
+
+def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.unit.kernels.triton.compile_calls_for_hopper"]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[4], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in made} == {f"{name}_kernel" for name in KERNELS}
+    assert not [kernel for kernel in made if kernel["stack"] or kernel["shared"] > HOPPER_SHARED_BYTES]
+    for name in ("_norm", "_gated", "_chunk", "_row", "_copy"):
+        assert [k for k in made if k["kernel"] == f"{name}_kernel" and k["wide_loads"]], f"{name} reads narrowly"
+    products = [kernel for kernel in made if kernel["kernel"] == "_matmul_kernel"]
+    assert all(kernel["cp.async.cg"] and not kernel["mma.sync"] for kernel in products)
+    assert len([kernel for kernel in products if kernel["wgmma.mma"]]) >= 3  # those in bfloat16
