@@ -61,20 +61,28 @@ class UpdateStats(msgspec.Struct):
     num_bytes: int = 0
     """Of the weights that complete updates brought."""
     failures: dict[str, int] = {}
-    """Name of the error's class -> updates that raised it. Replaced, never changed: other threads read it."""
+    """Name of the error's class -> updates that raised it; "Aborted" and "ClientLeft" are those that calls had begun
+    and did not complete. Replaced, never changed: other threads read it."""
 
     def count(self, update: Callable[[], UpdateReport]) -> UpdateReport:
         """Carry an update out, and count how it ends."""
         try:
             report = update()
         except Exception as error:
-            kind = type(error).__name__
-            self.failures = {**self.failures, kind: self.failures.get(kind, 0) + 1}
+            self.add_failure(type(error).__name__)
             raise
-        self.seconds.observe(report.seconds)
-        self.stall_seconds.observe(report.stall_seconds)
-        self.num_bytes += report.num_bytes
+        self.add_complete(report.seconds, report.stall_seconds, report.num_bytes)
         return report
+
+    def add_complete(self, seconds: float, stall_seconds: float, num_bytes: int) -> None:
+        """An update has been committed, or found its weights live already."""
+        self.seconds.observe(seconds)
+        self.stall_seconds.observe(stall_seconds)
+        self.num_bytes += num_bytes
+
+    def add_failure(self, kind: str) -> None:
+        """An update has ended otherwise."""
+        self.failures = {**self.failures, kind: self.failures.get(kind, 0) + 1}
 
 
 class CoreStats(msgspec.Struct):

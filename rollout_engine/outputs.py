@@ -91,3 +91,5 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """Whether the old weights could have served on until the commit."""
     num_shadow_bytes: int = 0
     """Bytes held beside the live weights, from this update to the next."""
+    pack_seconds: float = 0.0
+    """Of `seconds`, those that laid the weights out for the kernels once all had come."""

@@ -14,7 +14,8 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from sync.manifest import WeightManifest, tensor_digest
+from sync.arrival import Arrival, take
+from sync.manifest import WeightManifest
 
 WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | PathLike[str]
 """Where weights come from; a path is a published store or a safetensors checkpoint directory. Tensors must keep their
@@ -53,15 +54,15 @@ class WeightReceiver(Protocol):
         A tensor is valid until the next one is asked for. Exhaust the iterator, or `close`.
         """
 
-    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, str]:
-        """Copy each tensor of `manifest` into `shadow`, and return name -> digest of what lies there then.
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
+        """Write each tensor of `manifest` into `shadow`, and return name -> what lies there then.
 
-        `shadow` has a tensor of the manifest's shape and dtype for each name. Faster than `receive` where tensors can
-        be fetched several at once, or straight to their place.
+        `shadow` has a tensor of the manifest's shape and dtype for each name, and is asked for it once, when that
+        tensor has come, perhaps from several threads; what it raises ends the receiving. Faster than `receive`: bytes
+        are digested as they are written, and may be fetched several at once, or straight to their place.
         """
-        for name, tensor in self.receive(manifest):
-            shadow[name].copy_(tensor)
-        return {spec.name: tensor_digest(shadow[spec.name]) for spec in manifest.tensors}
+        return {name: take(shadow[name], tensor) for name, tensor in self.receive(manifest)}
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Let go of the connection. Returns at once; a `receive` on another thread that waits for its sender to come
+        ends."""

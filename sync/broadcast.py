@@ -82,7 +82,8 @@ class BroadcastEnd:
     def finish(self, work: Any) -> None:
         """Wait for `work`. On a device only `stream` waits for it; the deadline is then that of the next `count`."""
         try:
-            work.wait(timedelta(seconds=self.group.place.timeout))
+            with self.group.step():
+                work.wait(timedelta(seconds=self.group.place.timeout))
         except RuntimeError as problem:
             raise self._broken(problem) from None
 

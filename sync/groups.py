@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -57,23 +57,26 @@ class WeightGroup:
         self._store = _rendezvous_of(place)
         self._connect = connect
         self._group: ProcessGroup = None
-        self._lock = threading.Lock()
+        self._left: ProcessGroup = None
+        """To be closed: after the step in progress, since closing would wait for it."""
+        self._lock, self._stepping = threading.Lock(), threading.Lock()
         self._problem: Exception | None = None
         self._deadline = time.monotonic() + place.timeout
-        self._thread = threading.Thread(target=self._form, name="weight-group", daemon=True)
-        self._thread.start()
+        self._settled = threading.Event()
+        """It has formed, or never will."""
+        threading.Thread(target=self._form, name="weight-group", daemon=True).start()
 
     def ready(self) -> bool:
         """Whether all ranks have come. Raises as `joined` once it is clear that they will not."""
-        if self._thread.is_alive() and time.monotonic() < self._deadline:
+        if not self._settled.is_set() and time.monotonic() < self._deadline:
             return False
         self.joined()
         return True
 
     def joined(self) -> ProcessGroup:
         """The group, as soon as all have come. `TransferTimeout` if they do not; `SyncError` once it is broken."""
-        self._thread.join(max(self._deadline - time.monotonic(), 0.0) + 1.0)
-        if self._problem is not None or self._group is None:
+        self._settled.wait(max(self._deadline - time.monotonic(), 0.0) + 1.0)
+        if self._group is None:
             why = f": {_first_line(self._problem)}" if self._problem is not None else ""
             what = f"The weight group of {self.place.world_size} did not form within {self.place.timeout:g} s"
             raise TransferTimeout(f"{what}{why}. Start every rank, then make new ends with a new rendezvous.")
@@ -82,26 +85,65 @@ class WeightGroup:
         return self._group
 
     def leave(self) -> None:
-        """Close the connections; peers in the middle of a step get an error, not a wait."""
+        """Close the connections; peers in the middle of a step get an error, not a wait.
+
+        From another thread: who waits for the group to form gets an error at once, a step in progress ends first.
+        """
         with self._lock:
             group, self._group = self._group, _BROKEN
-        if group is not None and group is not _BROKEN:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+            if group is not None and group is not _BROKEN:
+                self._left = group
+        self._settled.set()
+        self._close_left()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around waiting for peers."""
+        try:
+            with self._stepping:
+                yield
+        finally:
+            self._close_left()
+
+    def _close_left(self) -> None:
+        if self._left is not None and self._stepping.acquire(blocking=False):
+            try:
+                group, self._left = self._left, None
+                if group is not None:
+                    with contextlib.suppress(RuntimeError):
+                        group.abort()
+            finally:
+                self._stepping.release()
 
     def _form(self) -> None:
         try:
-            group = self._connect(self._store(), self.place)
+            store = self._store()
+            self._await_all(store)
+            group = self._connect(store, self.place)
         except Exception as problem:  # shown by `joined`, on the thread of the caller
             self._problem = problem
+            self._settled.set()
             return
         with self._lock:
             late, self._group = self._group, self._group or group
+        self._settled.set()
         if late is _BROKEN:
             group.abort()
 
+    def _await_all(self, store: Store) -> None:
+        """Until every rank has come to the rendezvous: from here on it can be left, a connect under way cannot."""
+        store.set(f"here/{self.place.rank}", "")
+        everybody = [f"here/{rank}" for rank in range(self.place.world_size)]
+        while not store.check(everybody):
+            if self._group is _BROKEN:
+                raise SyncError("it was left")
+            if time.monotonic() > self._deadline:
+                raise TransferTimeout("some ranks never came")
+            time.sleep(_POLL_SECONDS)
+
 
 _BROKEN = object()
+_POLL_SECONDS = 0.005
 
 
 def own_address(place: Place) -> str:

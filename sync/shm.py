@@ -18,12 +18,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from sync.arrival import Arrival, take
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import plan_buckets, view_of
 from sync.directories import check_private, make_private, open_sole
 from sync.errors import ChecksumMismatch, SyncError
-from sync.manifest import WeightManifest, tensor_digest
-from sync.source import NamedTensor, Offer, copy_tensor
+from sync.manifest import WeightManifest
+from sync.source import NamedTensor, Offer
 from sync.threads import in_threads
 
 _FILE = "weights"
@@ -67,13 +68,7 @@ class ShmSender:
         _write_header(mapping, None)
         slots = [slot for bucket in buckets for slot in bucket.slots]
         content = _content(mapping, sum(bucket.num_bytes for bucket in buckets))
-
-        def place(i: int) -> str:
-            view = view_of(content, slots[i])
-            offer.write(i, view)
-            return tensor_digest(view)  # of what is there now, while it is in the cache
-
-        manifest = offer.manifest(version, place, self._num_threads)
+        manifest = offer.manifest(version, lambda i: offer.write(i, view_of(content, slots[i])), self._num_threads)
         _write_header(mapping, _Header(version, manifest.digest))
         return manifest
 
@@ -134,19 +129,14 @@ class ShmReceiver(WeightReceiver):
         if _read_header(mapping) != wanted:
             raise ChecksumMismatch(f"Version {manifest.version} was overwritten while it was received: offer it again.")
 
-    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, str]:
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
         """As `WeightReceiver.receive_into`."""
-
-        def place(pair: NamedTensor) -> str:
-            name, tensor = pair
-            copy_tensor(shadow[name], tensor)
-            return tensor_digest(shadow[name])  # while it is in the cache
-
         views = self.receive(manifest)
         pairs = list(itertools.islice(views, len(manifest.tensors)))
-        digests = in_threads(place, pairs, self._num_threads)
+        sizes = [tensor.nbytes for _, tensor in pairs]
+        arrivals = in_threads(lambda pair: take(shadow[pair[0]], pair[1]), pairs, self._num_threads, sizes)
         list(views)  # looks whether it was overwritten meanwhile
-        return {name: digest for (name, _), digest in zip(pairs, digests, strict=True)}
+        return {name: arrival for (name, _), arrival in zip(pairs, arrivals, strict=True)}
 
     def close(self) -> None:
         """Let go of the mapping, at the latest when the last tensor is let go."""

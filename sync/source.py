@@ -4,14 +4,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sync.arrival import put
 from sync.base import Metadata, WeightSource
 from sync.checkpoint import is_checkpoint, map_checkpoint
 from sync.errors import ManifestMismatch
-from sync.manifest import TensorSpec, WeightManifest, dtype_name, tensor_bytes, tensor_digest, torch_dtype
+from sync.manifest import TensorSpec, WeightManifest, dtype_name, tensor_digest, torch_dtype
 from sync.published import is_store, open_current
 from sync.threads import in_threads
 
@@ -49,15 +49,17 @@ class Offer:
             self.tensors[i] = (name, cast)
         return tensor_digest(cast)
 
-    def write(self, i: int, out: Tensor) -> None:
-        """Tensor `i`, cast, into `out`, which has its form."""
-        copy_tensor(out, full(self.tensors[i][1]))
+    def write(self, i: int, out: Tensor) -> str:
+        """Tensor `i`, cast, into `out`, which has its form; the digest of what lies there then."""
+        return put(out, full(self.tensors[i][1]))
 
     def manifest(self, version: int, digest: Callable[[int], str], num_threads: int) -> WeightManifest:
         """The manifest; `digest(i)` reads (and may place) tensor `i`, several at once on `num_threads` threads."""
         if any(is_sharded(tensor) for _, tensor in self.tensors):
-            num_threads = 1  # gathering is collective: every rank does it in this order
-        digests = in_threads(digest, range(len(self.forms)), num_threads)
+            digests = list(map(digest, range(len(self.forms))))  # gathering is collective: every rank in this order
+        else:
+            sizes = [form.num_bytes for form in self.forms]
+            digests = in_threads(digest, range(len(self.forms)), num_threads, sizes)
         specs = [
             TensorSpec(form.name, form.shape, form.dtype, digest)
             for form, digest in zip(self.forms, digests, strict=True)
@@ -121,19 +123,6 @@ def cast_for(name: str, tensor: Tensor, metadata: Metadata) -> Tensor:
     Any other difference is left for the receiver to refuse. A tensor that already fits is returned as it is.
     """
     return full(tensor).to(device="cpu", dtype=_wanted_dtype(name, tensor, metadata)).contiguous()
-
-
-def copy_tensor(out: Tensor, tensor: Tensor) -> None:
-    """`tensor` into `out`, cast nearest-even. Plain copies stay on the calling thread, several of which may copy."""
-    if tensor.dtype == out.dtype and is_plain(tensor) and is_plain(out):
-        np.copyto(np.asarray(tensor_bytes(out)), np.asarray(tensor_bytes(tensor)))
-    else:
-        out.copy_(tensor)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's values are one run of bytes of the host's memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _wanted_dtype(name: str, tensor: Tensor, metadata: Metadata) -> torch.dtype:

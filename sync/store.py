@@ -13,7 +13,7 @@ import os
 import queue
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from sync.arrival import Arrival, is_plain, read, take
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import Slot, view_of
 from sync.errors import ChecksumMismatch, StaleVersion, SyncError
@@ -45,7 +46,7 @@ from sync.published import (
     open_tensor,
     read_pointer,
 )
-from sync.source import NamedTensor, Offer, is_plain
+from sync.source import NamedTensor, Offer
 from sync.threads import in_threads
 
 _STAGING = ".staging"
@@ -128,22 +129,22 @@ class StoreReceiver(WeightReceiver):
             while ahead:
                 yield from _handed_over(ahead, free)
 
-    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, str]:
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
         """As `WeightReceiver.receive_into`; bytes are read straight to their place."""
         lease = self._leased(manifest)
 
-        def place(spec: TensorSpec) -> str:
+        def place(spec: TensorSpec) -> Arrival:
             out = shadow[spec.name]
-            if is_plain(out):
-                _read(lease, spec, tensor_bytes(out))
-            else:
+            with _opened(lease, spec) as fetch:
+                if is_plain(out):
+                    return read(out, fetch)
                 buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
-                _read(lease, spec, tensor_bytes(buffer))
-                out.copy_(view_of(buffer, Slot(spec, 0)))
-            return tensor_digest(out)  # while it is in the cache
+                fetch(tensor_bytes(buffer), 0)
+            return take(out, view_of(buffer, Slot(spec, 0)))
 
-        digests = in_threads(place, manifest.tensors, self._num_threads)
-        return {spec.name: digest for spec, digest in zip(manifest.tensors, digests, strict=True)}
+        sizes = [spec.num_bytes for spec in manifest.tensors]
+        arrivals = in_threads(place, manifest.tensors, self._num_threads, sizes)
+        return {spec.name: arrival for spec, arrival in zip(manifest.tensors, arrivals, strict=True)}
 
     def close(self) -> None:
         """Nothing to let go of: a lease ends with its `receive`."""
@@ -168,14 +169,24 @@ def _handed_over(
 
 
 def _read(lease: Lease, spec: TensorSpec, out: memoryview) -> None:
+    with _opened(lease, spec) as fetch:
+        fetch(out[: spec.num_bytes], 0)
+
+
+@contextmanager
+def _opened(lease: Lease, spec: TensorSpec) -> Iterator[Callable[[memoryview, int], None]]:
+    """Yields what fills some memory with the bytes of a tensor's file from a byte on."""
     file = open_tensor(lease, spec)
-    try:
-        rest = out[: spec.num_bytes]
+
+    def fetch(rest: memoryview, start: int) -> None:
         while rest:
-            count = os.preadv(file, [rest], spec.num_bytes - len(rest))
+            count = os.preadv(file, [rest], start)
             if count == 0:
                 raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
-            rest = rest[count:]
+            rest, start = rest[count:], start + count
+
+    try:
+        yield fetch
     finally:
         os.close(file)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
+from sync.base import WeightReceiver
 from sync.manifest import WeightManifest
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -48,6 +49,10 @@ class WeightTransaction(Protocol):
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors to where the next weights are gathered."""
+
+    def receive(self, receiver: WeightReceiver, manifest: WeightManifest | None = None) -> None:
+        """The same of what `receiver` brings of `manifest`; None: of all. Faster than `stage`, and it ends when the
+        client that began the update leaves."""
 
     def verify(self) -> str:
         """Total digest of what is staged, if that is all of the manifest, unchanged and finite."""

@@ -4,10 +4,10 @@
                                       or update_weight(...)        abort_weight_update() at any point before
 
 Until the commit the old weights serve on, and steps go on. An update that was begun stays open until its commit or
-abort, whoever calls it; meanwhile no other can begin. `update_weights` of the engine is all of this in one call.
+abort, whoever calls it, or until the client that began it is gone; meanwhile no other can begin. `update_weights` of
+the engine is all of this in one call.
 """
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -78,13 +78,13 @@ class WeightSyncExtension(WorkerExtension):
         `transport`, with `options` of its receiver (`sync.make_receiver`); None: the group of
         `init_weight_update_group`.
         """
-        manifest = self.worker.update.manifest("receive_weights")
+        self.worker.update.manifest("receive_weights")
         if transport is None:
-            self.worker.update.stage(self._joined().receive(manifest))
+            self.worker.update.receive(self._joined())
             return
         receiver = make_receiver(transport, **options or {})
         try:
-            self.worker.update.stage(receiver.receive(manifest))
+            self.worker.update.receive(receiver)
         finally:
             receiver.close()
 
@@ -97,9 +97,10 @@ class WeightSyncExtension(WorkerExtension):
         if (spec.dtype, spec.shape) != (dtype_name, shape):
             came, wanted = (dtype_name, shape), (spec.dtype, spec.shape)
             raise ManifestMismatch(f"'{name}' is to come as {came}; the manifest says {wanted}.")
-        alone = WeightManifest.of(manifest.version, [spec])
-        pairs: Iterable[tuple[str, Tensor]] = [(name, tensor)] if tensor is not None else self._joined().receive(alone)
-        self.worker.update.stage(pairs)
+        if tensor is not None:
+            self.worker.update.stage([(name, tensor)])
+        else:
+            self.worker.update.receive(self._joined(), WeightManifest.of(manifest.version, [spec]))
 
     @rpc_beside_steps
     def verify_weights(self) -> str:

@@ -49,7 +49,7 @@ class EngineCore:
         """Ask it what is allowed; change it only by the verbs below."""
         self._requests: dict[str, Request] = {}
         self._held: dict[str, Request] = {}
-        """Those that came while the engine was not running; they join at resume or wake-up."""
+        """Those that came while the engine was not running; they join at resume, wake-up or the end of an update."""
         self._clear_wanted = False
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
@@ -116,8 +116,9 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or its id is in use.
 
-        While paused or asleep it waits for resume and wake-up; with admission="reject" it raises `RetryableError`.
-        `DirtyWeightsError` while the weights are incomplete, `LifecycleError` after the end.
+        While paused, asleep or overwritten by an update it waits for the end of that; with admission="reject" it
+        raises `RetryableError`. `DirtyWeightsError` where an update has left the weights incomplete, `LifecycleError`
+        after the end.
         """
         self._check_admission()
         check_request(request, self._config)

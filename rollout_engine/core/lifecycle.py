@@ -183,17 +183,20 @@ class Lifecycle:
         if "weights" in self.asleep:
             raise self._refused(verb, "the weights are not resident; call wake_up() first")
         self.require_clean(verb)
+        if self.dirty:
+            raise self._refused(verb, "the weights are being written; wait until the update has ended")
 
     def require_clean(self, verb: str) -> None:
-        """Raise `DirtyWeightsError` where weights are resident but incomplete."""
-        if self.dirty and "weights" not in self.asleep:
+        """Raise `DirtyWeightsError` where weights are resident but incomplete, and no update is completing them."""
+        if self.dirty and not self.updating and "weights" not in self.asleep:
             raise DirtyWeightsError(f"{verb}: the live weights are incomplete. Send a complete update first.")
 
     def require_running(self, verb: str) -> None:
-        """Raise unless a request that is added now would be computed without another call from outside."""
+        """Raise unless a request that is added now would be computed, once an update under way has ended, without
+        another call from outside."""
         self.require_alive(verb)
         self.require_clean(verb)
-        if not self.admits:
+        if self.paused is not None or self.sleep_wanted or self.asleep:
             call = "wake_up" if self.asleep or self.sleep_wanted else "resume_generation"
             raise self._refused(verb, f"it would wait for ever; call {call}() first")
 

@@ -2,24 +2,35 @@
 
     begin ── core.begin_update ── updater.begin ......... commit ── updater.commit ── core.commit_version, end_update
              └── refused: as before                       abort ─── updater.abort ──────────────────────── end_update
+                                                          caller_left: as abort
 
 Verbs run on threads beside the busy loop; what they tell the core, they tell it at a step boundary.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from rollout_engine.errors import LifecycleError
 from rollout_engine.execution.weights import WeightUpdater
+from rollout_engine.metrics import CoreStats
+from sync.base import WeightReceiver
+from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
 
 
 class Core(Protocol):
     """What is told of an update: the engine's core."""
+
+    @property
+    def stats(self) -> CoreStats:
+        """Where updates are counted."""
+        ...
 
     def begin_update(self) -> None:
         """One is under way. Raises `LifecycleError` where it cannot be."""
@@ -37,10 +48,36 @@ class CalledUpdate:
 
     def __init__(self, updater: WeightUpdater) -> None:
         self._updater = updater
-        self._manifest: WeightManifest | None = None
+        self._open: _Open | None = None
         self._core: Core | None = None
         self._boundary: Callable[[], AbstractContextManager[object]] | None = None
         self._calling = threading.Lock()
+        self._caller: ContextVar[int | None] = ContextVar("caller", default=None)
+        """Of the call that runs on this thread."""
+        self._gone: set[int] = set()
+        """Callers that have left."""
+        self._receiver: WeightReceiver | None = None
+        """Which a call waits for now."""
+
+    @contextmanager
+    def called_by(self, caller: int | None) -> Iterator[None]:
+        """Whose calls those inside are."""
+        token = self._caller.set(caller)
+        try:
+            yield
+        finally:
+            self._caller.reset(token)
+
+    def caller_left(self, caller: int) -> None:
+        """Roll back what `caller` has begun, once the call that is at work on it, and is interrupted, has returned."""
+        self._gone.add(caller)
+        receiver, update = self._receiver, self._open
+        if receiver is not None and update is not None and update.caller == caller:
+            receiver.close()
+        with self._calling:
+            if self._open is not None and self._open.caller == caller:
+                self._updater.abort()
+                self._end(dirty=None, failure="ClientLeft")
 
     def follow(self, core: Core, boundary: Callable[[], AbstractContextManager[object]]) -> None:
         """Tell `core`, inside `boundary()`, which keeps steps out."""
@@ -56,60 +93,88 @@ class CalledUpdate:
 
     def manifest(self, verb: str) -> WeightManifest:
         """Of the open update. `LifecycleError` naming `verb` without one."""
-        if self._manifest is None:
-            raise LifecycleError(f"{verb}: no update is open; call begin_weight_update first.")
-        return self._manifest
+        return self._opened(verb).manifest
 
     def begin(self, manifest: WeightManifest, *, reset_version: bool) -> bool:
         """As `WeightUpdater.begin`; `LifecycleError` too where the engine cannot take an update now."""
         with self._call("begin_weight_update"):
+            caller = self._caller.get()
+            if caller in self._gone:
+                raise LifecycleError("begin_weight_update: the client that called it has left.")
             with self._at_boundary() as core:
                 core.begin_update()
-            begun = False
+            self._open = _Open(manifest, caller)
             try:
                 begun = self._updater.begin(manifest, reset_version=reset_version)
-            finally:
-                if begun:
-                    self._manifest = manifest
-                else:
-                    self._end(dirty=None)
+            except BaseException as problem:
+                self._end(dirty=None, failure=type(problem).__name__)
+                raise
+            if not begun:
+                self._end(dirty=None)
             return begun
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """As `WeightUpdater.stage`."""
-        with self._call("stage"):
-            self.manifest("stage")
+        with self._call("stage"), self._opened("stage").noting():
             self._updater.stage(pairs)
+
+    def receive(self, receiver: WeightReceiver, manifest: WeightManifest | None = None) -> None:
+        """As `WeightUpdater.receive`. `TransferTimeout` once the caller that began the update has left."""
+        with self._call("receive"), self._opened("receive").noting():
+            self._receiver = receiver
+            try:
+                self._check()
+                self._updater.receive(receiver, manifest, check=lambda name: self._check())
+            finally:
+                self._receiver = None
 
     def verify(self) -> str:
         """As `WeightUpdater.verify`."""
-        with self._call("verify_weights"):
-            self.manifest("verify_weights")
+        with self._call("verify_weights"), self._opened("verify_weights").noting():
             return self._updater.verify()
 
     def commit(self, version: int, kv: Literal["keep", "recompute"]) -> str:
         """As `WeightUpdater.commit`. Refused, the update stays open."""
-        with self._call("commit_weight_update"):
-            self.manifest("commit_weight_update")
+        with self._call("commit_weight_update"), self._opened("commit_weight_update").noting() as update:
             try:
                 with self._at_boundary() as core:
+                    start = time.perf_counter()
                     digest = self._updater.commit(version)
                     core.commit_version(version, kv)
-            finally:
+                    update.stall_seconds = time.perf_counter() - start
+            except BaseException as problem:
                 if not self._updater.is_open:
-                    self._end(dirty=self._updater.dirty)
+                    self._end(dirty=self._updater.dirty, failure=type(problem).__name__)
+                raise
+            self._end(dirty=self._updater.dirty, num_bytes=update.manifest.num_bytes)
             return digest
 
     def abort(self) -> None:
         """As `WeightUpdater.abort`; leaves an update alone that no call has begun."""
         with self._call("abort_weight_update"):
-            if self._manifest is not None:
+            if self._open is not None:
                 self._updater.abort()
-                self._end(dirty=None)
+                self._end(dirty=None, failure=self._open.failure or "Aborted")
 
-    def _end(self, *, dirty: bool | None) -> None:
-        self._manifest = None
+    def _check(self) -> None:
+        if self._open is not None and self._open.caller in self._gone:
+            raise TransferTimeout("The client that began the update has left.")
+
+    def _opened(self, verb: str) -> "_Open":
+        if self._open is None:
+            raise LifecycleError(f"{verb}: no update is open; call begin_weight_update first.")
+        return self._open
+
+    def _end(self, *, dirty: bool | None, failure: str | None = None, num_bytes: int = 0) -> None:
+        """`failure`: why it was not completed."""
+        assert self._open is not None, "what ends was open"
+        update, self._open = self._open, None
         with self._at_boundary() as core:
+            updates = core.stats.updates
+            if failure is not None:
+                updates.add_failure(failure)
+            else:
+                updates.add_complete(time.perf_counter() - update.start, update.stall_seconds, num_bytes)
             core.end_update(dirty=dirty)
 
     @contextmanager
@@ -126,3 +191,22 @@ class CalledUpdate:
             yield
         finally:
             self._calling.release()
+
+
+class _Open:
+    """An update between its begin and its end."""
+
+    def __init__(self, manifest: WeightManifest, caller: int | None) -> None:
+        self.manifest, self.caller = manifest, caller
+        self.start, self.stall_seconds = time.perf_counter(), 0.0
+        self.failure: str | None = None
+        """Class of the last error of a verb."""
+
+    @contextmanager
+    def noting(self) -> Iterator["_Open"]:
+        """Around a verb."""
+        try:
+            yield self
+        except Exception as problem:
+            self.failure = type(problem).__name__
+            raise

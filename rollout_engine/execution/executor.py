@@ -53,9 +53,19 @@ class InlineExecutor:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
         return self.worker.score(sequences, num_prompt, temperature)
 
-    def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Result of an extension's method on every rank, in order. Raises as `Extensions.call`."""
-        return [self.worker.extensions.call(method, args, kwargs)]
+    def collective_rpc(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: int | None = None
+    ) -> list[Any]:
+        """Result of an extension's method on every rank, in order. Raises as `Extensions.call`.
+
+        `caller`: which client it is for; a weight update that it begins ends with it (`caller_left`).
+        """
+        with self.worker.update.called_by(caller):
+            return [self.worker.extensions.call(method, args, kwargs)]
+
+    def caller_left(self, caller: int) -> None:
+        """Roll the weight update back that `caller` has begun. Blocks while a call is at work on it."""
+        self.worker.update.caller_left(caller)
 
     def runs_beside_steps(self, method: str) -> bool:
         """Whether calls of this method of an extension run on a thread of their own, not between two steps."""

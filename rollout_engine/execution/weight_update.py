@@ -10,20 +10,19 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import psutil
-from torch import Tensor
 
 from rollout_engine.errors import DirtyWeightsError, as_weight_errors
 from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.messages import Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
-from sync.base import Metadata, WeightSource
+from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
 from sync.published import checked_manifest, is_store, lease_current
@@ -50,25 +49,28 @@ class StepSide(Protocol):
 
 
 def update_from_source(
-    updater: WeightUpdater, source: WeightSource, steps: StepSide, options: UpdateOptions, version: int | None = None
+    updater: WeightUpdater,
+    source: WeightSource,
+    steps: StepSide,
+    options: UpdateOptions,
+    version: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> UpdateReport:
     """One whole update from a source in this process, or an error and nothing changed.
 
-    `version=None` is a published store's own, else the live version + 1. Raises the weight errors.
+    `version=None` is a published store's own, else the live version + 1. `check` and errors as in `apply_update`.
     """
     start = time.perf_counter()
     if isinstance(source, str | os.PathLike) and is_store(Path(source)):
         published = _published(Path(source))
         version = published.version if version is None else version
         if version == published.version and _fits(published, updater.metadata()):
-            tensors = make_receiver("store", directory=source).receive(published)
-            return apply_update(updater, published, tensors, steps, options)
+            return apply_update(updater, published, make_receiver("store", directory=source), steps, options, check)
     sender = make_sender("inproc")
     try:
         with as_weight_errors():
             manifest = sender.offer(source, updater.version + 1 if version is None else version, updater.metadata())
-        tensors = make_receiver("inproc", sender=sender).receive(manifest)
-        report = apply_update(updater, manifest, tensors, steps, options)
+        report = apply_update(updater, manifest, make_receiver("inproc", sender=sender), steps, options, check)
     finally:
         sender.close()
     return msgspec.structs.replace(report, seconds=time.perf_counter() - start)
@@ -77,11 +79,14 @@ def update_from_source(
 def apply_update(
     updater: WeightUpdater,
     manifest: WeightManifest,
-    tensors: Iterable[tuple[str, Tensor]],
+    receiver: WeightReceiver,
     steps: StepSide,
     options: UpdateOptions,
+    check: Callable[[], None] = lambda: None,
 ) -> UpdateReport:
-    """One whole update of tensors on their way; none is asked for before the manifest is accepted.
+    """One whole update that `receiver` brings, which is asked for nothing before the manifest is accepted.
+
+    `check` is called as each tensor comes, and before the commit: what it raises ends the update.
 
     Raises the weight errors; `DirtyWeightsError` where that leaves weights incomplete which were not before.
     """
@@ -103,10 +108,11 @@ def apply_update(
                 with steps.boundary():
                     stalled = time.perf_counter()
                     steps.stop()
-            updater.stage(_until(deadline, tensors))
+            updater.receive(receiver, check=_in_time(deadline, check))
             updater.verify()
             if not inplace:
                 steps.settle(options.mode, deadline)
+            check()
             with steps.boundary():
                 stalled = stalled or time.perf_counter()
                 digest = updater.commit(manifest.version)
@@ -130,6 +136,7 @@ def apply_update(
         num_in_flight,
         "inplace" if inplace else "shadow",
         num_shadow_bytes,
+        updater.pack_seconds,
     )
 
 
@@ -150,8 +157,10 @@ def _in_place(updater: WeightUpdater, staging: Staging) -> bool:
     return updater.dirty or updater.num_bytes_to_shadow() > psutil.virtual_memory().available
 
 
-def _until(deadline: float, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in pairs:
+def _in_time(deadline: float, check: Callable[[], None]) -> Callable[[str], None]:
+    def check_all(name: str) -> None:
+        check()
         if time.monotonic() > deadline:
             raise TransferTimeout(f"The weights did not arrive in time: '{name}' came after the deadline.")
-        yield name, tensor
+
+    return check_all

@@ -17,6 +17,8 @@ during an update twice.
 An update in place has no shadow: the first staged byte sets `dirty`, and what came before it is gone.
 """
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -26,19 +28,21 @@ from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.coverage import Coverage
 from rollout_engine.model.packed_weights import PackedWeights
 from sync import errors
+from sync.arrival import Arrival, take
+from sync.base import WeightReceiver
 from sync.manifest import TensorSpec, WeightManifest, describe, dtype_name, first_names, total_digest
 
 
-class LiveValues(Mapping[str, Tensor]):
-    """Names and their values, each read when it is asked for."""
+class OnDemand(Mapping[str, Tensor]):
+    """Names and their tensors, each made when it is asked for."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
-        self._names, self._read = dict.fromkeys(names), read
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        self._names, self._make = dict.fromkeys(names), make
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._read(name)
+        return self._make(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -73,10 +77,14 @@ class WeightUpdater:
         self._shadow: dict[int, UntypedStorage] = {}
         """By the address of the live storage."""
         self._open: WeightManifest | None = None
-        self._inplace = self._allow_nonfinite = False
-        """Of the open transaction."""
-        self._staged: set[str] = set()
+        self._inplace = self._allow_nonfinite = self._given_up = False
+        """Of the open transaction; `_given_up`: in place, the live weights are being overwritten."""
+        self._placing = threading.Lock()
+        self._staged: dict[str, Arrival] = {}
+        """By name, what lies where it was gathered."""
         self._verified = False
+        self.pack_seconds = 0.0
+        """What `verify` last took to lay weights out for the kernels."""
         self.version = version
         self.dirty = False
         """The weights must not be used: an update ended half-way, or is under way in place, or they were released."""
@@ -104,7 +112,7 @@ class WeightUpdater:
             raise LifecycleError(f"{verb}: an update is open; commit or abort it first.")
         if self.dirty:
             raise DirtyWeightsError(f"{verb}: the live weights are incomplete. Send a complete update first.")
-        return LiveValues(self._coverage.canonical(), self.values)
+        return OnDemand(self._coverage.canonical(), self.values)
 
     def values(self, name: str) -> Tensor:
         """The live values of a name, to be read only: a view where steps read them, else a copy.
@@ -142,8 +150,8 @@ class WeightUpdater:
         if self._is_live(manifest):
             return False
         self._check_version(manifest.version, reset_version)
-        self._open, self._staged, self._verified = manifest, set(), False
-        self._inplace, self._allow_nonfinite = inplace, allow_nonfinite
+        self._open, self._staged, self._verified = manifest, {}, False
+        self._inplace, self._allow_nonfinite, self._given_up = inplace, allow_nonfinite, False
         return True
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -156,10 +164,27 @@ class WeightUpdater:
             came = (dtype_name(tensor.dtype), tuple(tensor.shape))
             if came != (spec.dtype, spec.shape):
                 raise errors.ManifestMismatch(f"'{name}' came as {came}; the manifest says {(spec.dtype, spec.shape)}.")
-            self._verified = False
-            self._give_up_live()
-            self._next_of(name).copy_(tensor.detach())
-            self._staged.add(name)
+            self._staged[name] = take(self._place(name), tensor.detach())
+
+    def receive(
+        self,
+        receiver: WeightReceiver,
+        manifest: WeightManifest | None = None,
+        *,
+        check: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Stage what `receiver` brings of `manifest` (None: all of the open one), straight to where it is gathered.
+
+        `check` is called as each tensor comes: what it raises ends the receiving.
+        """
+        specs = self._specs("receive")
+
+        def place(name: str) -> Tensor:
+            check(name)
+            return self._place(name)
+
+        wanted = self._opened("receive") if manifest is None else manifest
+        self._staged |= receiver.receive_into(OnDemand(specs, place), wanted)
 
     def verify(self) -> str:
         """Raise `ChecksumMismatch`, naming tensors, unless all arrived, unchanged and finite; then pack them.
@@ -173,12 +198,14 @@ class WeightUpdater:
                 f"{len(absent)} tensors of the manifest never arrived: {first_names(absent)}."
             )
         for name, spec in specs.items():
-            arrived = self._next_of(name)
-            if describe(name, arrived) != spec:
+            arrived = self._staged[name]
+            if arrived.digest != spec.digest:
                 raise errors.ChecksumMismatch(f"'{name}' changed on the way: its digest is not the manifest's.")
-            if not self._allow_nonfinite and not _is_finite(arrived):
+            if not self._allow_nonfinite and not arrived.finite:
                 raise errors.ChecksumMismatch(f"'{name}' has values that are NaN or infinite.")
+        start = time.perf_counter()
         self._packed.pack(self._shadow_of)
+        self.pack_seconds = time.perf_counter() - start
         self._verified = True
         return manifest.digest
 
@@ -214,7 +241,7 @@ class WeightUpdater:
 
     def abort(self) -> None:
         """Forget what was staged. No-op when nothing is open. `dirty` stays set if that was in place."""
-        self._open, self._staged, self._verified = None, set(), False
+        self._open, self._staged, self._verified = None, {}, False
         self._packed.settle()
 
     def release(self, *, forget: bool) -> None:
@@ -240,12 +267,16 @@ class WeightUpdater:
         absent = [view.nbytes for address, view in read.items() if address not in self._shadow]
         return sum(absent) + self._packed.num_bytes_to_spare
 
-    def _give_up_live(self) -> None:
-        """Before the first byte of an update in place is written."""
-        if self._inplace and not self._staged:
-            self.dirty = True
-            self._shadow.clear()
-            self._packed.surrender()
+    def _place(self, name: str) -> Tensor:
+        """Where the next values of a name are to be written, now."""
+        with self._placing:
+            self._verified = False
+            self._staged.pop(name, None)
+            if self._inplace and not self._given_up:
+                self._given_up = self.dirty = True
+                self._shadow.clear()
+                self._packed.surrender()
+            return self._next_of(name)
 
     def _opened(self, verb: str) -> WeightManifest:
         if self._open is None:
@@ -328,11 +359,3 @@ class WeightUpdater:
 def _whole(view: Tensor) -> Tensor:
     """uint8, the whole storage of a view."""
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """By the extremes alone: both pass NaN on, and an infinity is one of them."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    low, high = torch.aminmax(tensor)
-    return bool(low.isfinite() and high.isfinite())

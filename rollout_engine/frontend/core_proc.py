@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -99,6 +100,7 @@ class EngineCoreProc:
                 self._rpc(client_index, call)
             case ClientLeft(client_index):
                 self._weights.leave(client_index)
+                threading.Thread(target=self._executor.caller_left, args=(client_index,), daemon=True).start()
                 remove_directories(self._directory, client_index)
                 self._abort(ids_of_client(client_index, self._core.unfinished_request_ids))
                 self._num_outputs.pop(client_index, None)
@@ -129,7 +131,7 @@ class EngineCoreProc:
     def _rpc(self, client_index: int, call: RpcCall) -> None:
         def run() -> None:
             try:
-                reply = answer(call, self._executor.collective_rpc)
+                reply = answer(call, partial(self._executor.collective_rpc, caller=client_index))
             except Exception as error:
                 reply = Reply(call.number, failure=_failure(error))
             self._io.send(client_index, reply)

@@ -102,8 +102,8 @@ class LifecycleControl:
                     self._changed.wait(timeout)
 
     def require_step(self) -> None:
-        """Raise `DirtyWeightsError` for a step that cannot go on with what is in flight before an update comes."""
-        if self._core.lifecycle.state is State.DIRTY and self._core.num_in_flight:
+        """Raise `DirtyWeightsError` for a step that cannot go on with what there is before an update comes."""
+        if self._core.lifecycle.state is State.DIRTY and self._core.num_unfinished_requests:
             self._core.lifecycle.require_clean("step")
 
     @contextmanager

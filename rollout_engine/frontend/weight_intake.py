@@ -3,12 +3,13 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
 import msgspec
+from torch import Tensor
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import DrainTimeoutError, LifecycleError, as_weight_errors
@@ -18,6 +19,7 @@ from rollout_engine.frontend.core_io import Do, Hold
 from rollout_engine.frontend.weight_ends import Meeting
 from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
+from sync.arrival import Arrival
 from sync.base import WeightReceiver
 from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
@@ -60,8 +62,10 @@ class WeightIntake:
             with as_weight_errors():
                 receiver = self._connected(meeting)
             try:
-                tensors = update.arriving(receiver, manifest)
-                return apply_update(self._executor.updater, manifest, tensors, self._steps(options.kv), options)
+                update.attach(receiver)
+                announced = _Announced(receiver, update.accepted)
+                steps = self._steps(options.kv, update)
+                return apply_update(self._executor.updater, manifest, announced, steps, options, update.check)
             except BaseException:
                 self._receiver = None
                 receiver.close()
@@ -73,7 +77,8 @@ class WeightIntake:
         """One whole update from a path that this process can read."""
 
         def apply(update: _Update) -> UpdateReport:
-            return update_from_source(self._executor.updater, path, self._steps(options.kv), options, version)
+            steps = self._steps(options.kv, update)
+            return update_from_source(self._executor.updater, path, steps, options, version, update.check)
 
         return self._start(client_index, options, apply).report
 
@@ -86,7 +91,7 @@ class WeightIntake:
     def call_off(self, client_index: int) -> None:
         """This client gives up its update, unless it has been committed."""
         if client_index in self._last:
-            self._last[client_index].called_off.set()
+            self._last[client_index].call_off()
 
     def leave(self, client_index: int) -> None:
         """This client is gone."""
@@ -106,8 +111,8 @@ class WeightIntake:
         """On the update's thread: the busy loop closes the update before its report is told."""
         _done(self._inbox, lambda: self._core.end_update(dirty=self._executor.updater.dirty))
 
-    def _steps(self, kv: KvMode) -> "_Steps":
-        return _Steps(self._core, self._inbox, self._deliver, kv)
+    def _steps(self, kv: KvMode, update: "_Update") -> "_Steps":
+        return _Steps(self._core, self._inbox, self._deliver, kv, update.check)
 
     def _connected(self, meeting: Meeting) -> WeightReceiver:
         if self._receiver is None or self._receiver[0] != meeting:
@@ -123,17 +128,26 @@ class _Update:
     def __init__(self, apply: "Callable[[_Update], UpdateReport]", end: Callable[[], None]) -> None:
         self.accepted: Future[bool] = Future()
         self.report: Future[UpdateReport] = Future()
-        self.called_off = threading.Event()
+        self._called_off = threading.Event()
+        self._receiver: WeightReceiver | None = None
         self._apply, self._end = apply, end
         threading.Thread(target=self._run, name="weight-update", daemon=True).start()
 
-    def arriving(self, receiver: WeightReceiver, manifest: WeightManifest) -> Iterator[NamedTensor]:
-        """The tensors of a manifest that has been accepted: none is asked for before."""
-        self.accepted.set_result(True)
-        for name, tensor in receiver.receive(manifest):
-            if self.called_off.is_set():
-                raise TransferTimeout(f"The sender left before '{name}' was taken.")
-            yield name, tensor
+    def attach(self, receiver: WeightReceiver) -> None:
+        """`call_off` is to close this one, which somebody may wait for. Raises as `check`."""
+        self._receiver = receiver
+        self.check()
+
+    def check(self) -> None:
+        """Raise `TransferTimeout` once it is called off."""
+        if self._called_off.is_set():
+            raise TransferTimeout("The client left, or gave up, before the update was complete.")
+
+    def call_off(self) -> None:
+        """End it, from another thread, unless it has been committed."""
+        self._called_off.set()
+        if self._receiver is not None and not self.report.done():
+            self._receiver.close()
 
     def _run(self) -> None:
         try:
@@ -151,13 +165,39 @@ class _Update:
             self.accepted.set_result(False) if error is None else self.accepted.set_exception(error)
 
 
+class _Announced(WeightReceiver):
+    """A receiver that says so when it is asked for a manifest's tensors: the manifest has been accepted."""
+
+    def __init__(self, receiver: WeightReceiver, accepted: Future[bool]) -> None:
+        self._receiver, self._accepted = receiver, accepted
+
+    def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
+        """As `WeightReceiver.receive`."""
+        self._accepted.set_result(True)
+        return self._receiver.receive(manifest)
+
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
+        """As `WeightReceiver.receive_into`."""
+        self._accepted.set_result(True)
+        return self._receiver.receive_into(shadow, manifest)
+
+    def close(self) -> None:
+        """As `WeightReceiver.close`."""
+        self._receiver.close()
+
+
 class _Steps:
-    """The busy loop's steps, for one update on another thread."""
+    """The busy loop's steps, for one update on another thread; `check` is what ends a wait for them."""
 
     def __init__(
-        self, core: EngineCore, inbox: _Inbox, deliver: Callable[[EngineCoreOutputs], None], kv: KvMode
+        self,
+        core: EngineCore,
+        inbox: _Inbox,
+        deliver: Callable[[EngineCoreOutputs], None],
+        kv: KvMode,
+        check: Callable[[], None],
     ) -> None:
-        self._core, self._inbox, self._deliver, self._kv = core, inbox, deliver, kv
+        self._core, self._inbox, self._deliver, self._kv, self._check = core, inbox, deliver, kv, check
 
     def boundary(self) -> Hold:
         return Hold(self._inbox)
@@ -168,6 +208,7 @@ class _Steps:
         _done(self._inbox, lambda: self._deliver(self._core.close_for_update(mode)))
         unfinished = partial(self._core.num_draining, "update_weights")
         while mode == "wait" and (num_in_flight := _done(self._inbox, unfinished)):
+            self._check()
             if time.monotonic() > deadline:
                 what = f"{num_in_flight} requests are still in flight at the end of the time given"
                 raise DrainTimeoutError(f"update_weights: {what}; they go on.")

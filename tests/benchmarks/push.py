@@ -79,8 +79,8 @@ def be_engine() -> None:
         if not shadow:
             shadow = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in manifest.tensors}
         start = time.perf_counter()
-        digests = receiver.receive_into(shadow, manifest)
-        assert digests == {spec.name: spec.digest for spec in manifest.tensors}
+        arrivals = receiver.receive_into(shadow, manifest)
+        assert arrivals == {spec.name: (spec.digest, True) for spec in manifest.tensors}
         print(json.dumps({"receive": time.perf_counter() - start}), flush=True)
     receiver.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -204,6 +205,78 @@ def test_a_directory_that_is_no_store_is_refused(engine, call, tmp_path):
         with pytest.raises(WeightUpdateError, match=str(path)):
             call("load_weights_from_storage", str(path))
     assert_unchanged(engine, call, digest, before)
+
+
+def updates_of(engine):
+    found = engine.get_metrics()
+    return (asyncio.run(found) if asyncio.iscoroutine(found) else found).core.counters.updates
+
+
+def test_updates_are_counted_however_they_end(engine, call, offered):
+    sender, manifest = offered
+    before = updates_of(engine)
+    call("begin_weight_update", manifest)
+    call("abort_weight_update")
+    call("begin_weight_update", manifest)
+    with pytest.raises(ChecksumError):
+        call("verify_weights")
+    call("abort_weight_update")
+    stale = WeightManifest.of(0, manifest.tensors[1:], manifest.aliases)
+    with pytest.raises(WeightUpdateError):
+        call("begin_weight_update", stale)
+    call("begin_weight_update", manifest)
+    stage(call, sender, manifest)
+    call("verify_weights")
+    call("commit_weight_update", manifest.version)
+    call("begin_weight_update", manifest)  # live already
+    after = updates_of(engine)
+    ended = {kind: count - before.failures.get(kind, 0) for kind, count in after.failures.items()}
+    assert {kind: count for kind, count in ended.items() if count} == {
+        "Aborted": 1,
+        "ChecksumMismatch": 1,
+        "ManifestMismatch": 1,
+    }
+    assert after.seconds.count - before.seconds.count == after.stall_seconds.count - before.stall_seconds.count == 2
+    assert after.num_bytes - before.num_bytes == manifest.num_bytes
+    assert 0 < after.stall_seconds.sum - before.stall_seconds.sum < after.seconds.sum - before.seconds.sum
+
+
+def wait_until_free(engine, offer):
+    """Begin an update as soon as no other is open."""
+    while True:
+        try:
+            return asyncio.run(engine.collective_rpc("begin_weight_update", 60, [offer]))[0]
+        except LifecycleError:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["between calls", "in a call"])
+def test_an_update_ends_with_the_client_that_began_it(engine, call, trainer, tmp_path, how):
+    if not isinstance(engine, AsyncLLM):
+        pytest.skip("one process, one client")
+    digest, before = call("get_weight_digest"), generate(engine)
+    manifest = make_sender("inproc").offer(trainer, next_version(call, engine), metadata(call))
+    num_left = updates_of(engine).failures.get("ClientLeft", 0)
+    with AsyncLLM.connect(engine.address) as other:
+        assert asyncio.run(other.collective_rpc("begin_weight_update", 60, [manifest])) == [True]
+        if how == "in a call":  # which waits for a trainer that never comes
+            place = {"rendezvous": f"file://{tmp_path}/nobody", "rank": 1, "world_size": 2, "timeout": 3600.0}
+            waiting = asyncio.run(leaving_a_call(other, ["gloo", place]))
+            assert waiting
+        with pytest.raises(LifecycleError, match="UPDATING|another call is at work"):
+            call("begin_weight_update", manifest)
+    assert wait_until_free(engine, manifest) is True
+    call("abort_weight_update")
+    assert updates_of(engine).failures["ClientLeft"] == num_left + 1
+    assert_unchanged(engine, call, digest, before)
+
+
+async def leaving_a_call(engine, arguments):
+    """Whether `receive_weights` has begun and not returned after a second."""
+    task = asyncio.create_task(engine.collective_rpc("receive_weights", None, arguments))
+    done, _ = await asyncio.wait([task], timeout=1)
+    task.cancel()
+    return not done
 
 
 def test_verbs_out_of_order_are_refused_and_change_nothing(engine, call, offered):

@@ -4,9 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from sync import make_sender, publish
 
 SHORT = SamplingParams(max_tokens=20, seed=5, logprobs=0)
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=3, detokenize=False)
+RECOMPUTED = SamplingParams(max_tokens=1200, ignore_eos=True, seed=3, logprobs=0, detokenize=False)
 SHARED = Path("/dev/shm")
 
 
@@ -186,6 +190,78 @@ def test_an_update_whose_sender_never_comes_ends_by_its_deadline(engine):
         assert (await engine.update_weights(tiny_weights(0))).version == engine.policy_version
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("transport", ["gloo", "store"])
+def test_an_update_ends_with_the_client_that_began_it(engine, last_of, until_computing, transport):
+    """Where it waits for a sender that never comes, or for requests to finish: nobody waits for its deadline."""
+    meeting = {"transport": transport, "directory": engine.address, "timeout": 3600.0, "number": 98}
+    mode = "keep" if transport == "gloo" else "wait"
+
+    async def run(store):
+        running = asyncio.create_task(last_of(engine, "hello", LONG))
+        await until_computing(engine)
+        with AsyncLLM.connect(engine.address) as other:
+            if transport == "gloo":
+                offered = make_sender("inproc").offer(tiny_weights(1), 10**6, await other.get_model_metadata())
+                options = {"timeout": 3600.0, "mode": mode}
+                await other._call("begin_weight_update", bool, manifest=offered, meeting=meeting, options=options)
+            else:
+                publish(store, tiny_weights(1), engine.policy_version + 1)
+                update = asyncio.create_task(other.update_weights(store, mode=mode, timeout=3600.0))
+                while (await engine.get_metrics()).core.state != "UPDATING":
+                    await asyncio.sleep(0.01)
+            other.shutdown()
+            if transport == "store":
+                with pytest.raises(EngineDeadError):
+                    await update
+        while (await engine.get_metrics()).core.state == "UPDATING":
+            await asyncio.sleep(0.01)
+        version = engine.policy_version
+        spans = (await running).outputs[0].version_spans
+        assert [span.policy_version for span in spans] == [version]
+        assert (await engine.update_weights(tiny_weights(0))).version == version + 1
+
+    with tempfile.TemporaryDirectory() as store:
+        asyncio.run(run(store))
+
+
+def test_tokens_after_recompute_equal_a_fresh_engines_bit_for_bit(
+    engine, last_of, until_computing, checkpoint, options
+):
+    async def run():
+        await engine.update_weights(tiny_weights(0))
+        running = asyncio.create_task(last_of(engine, [5, 6, 7], RECOMPUTED))
+        await until_computing(engine)
+        report = await engine.update_weights(tiny_weights(1), kv="recompute")
+        assert report.num_in_flight == 1
+        (output,) = (await running).outputs
+        await engine.update_weights(tiny_weights(0))
+        return output
+
+    output = asyncio.run(run())
+    old, new = output.version_spans
+    assert new.policy_version == new.kv_min_version == old.policy_version + 1
+    rest = msgspec.structs.replace(RECOMPUTED, max_tokens=RECOMPUTED.max_tokens - new.start, seed=output.seed)
+    with LLM(checkpoint, **options) as llm:
+        llm.update_weights(tiny_weights(1))
+        (fresh,) = llm.generate([[5, 6, 7, *output.token_ids[: new.start]]], rest, use_tqdm=False)[0].outputs
+    assert output.token_ids[new.start :] == fresh.token_ids
+    assert np.array_equal(output.logprobs[new.start :], fresh.logprobs)
+
+
+def test_requests_that_come_while_weights_are_overwritten_wait_for_the_end(engine, last_of, expected):
+    async def run():
+        results = []
+        for seed in (1, 0):
+            update = asyncio.create_task(engine.update_weights(tiny_weights(seed), staging="inplace"))
+            while not update.done():
+                results.append(await last_of(engine, "ab", SHORT))
+            await update
+        return results
+
+    results = asyncio.run(run())
+    assert results and all(result.outputs[0].finish_reason in ("stop", "length") for result in results)
 
 
 def test_updates_in_place_reach_the_core_and_a_failure_stops_it_until_a_complete_one(engine, last_of, expected):

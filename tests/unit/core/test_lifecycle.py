@@ -55,6 +55,12 @@ def dirty():
     return lifecycle
 
 
+def updating_dirty():
+    lifecycle = dirty()
+    lifecycle.begin_update()
+    return lifecycle
+
+
 def dead():
     lifecycle = running()
     lifecycle.die()
@@ -70,6 +76,7 @@ STATES = {
     "ASLEEP, weights awake": half_awake,
     "RUNNING, draining": falling_asleep,
     "DIRTY": dirty,
+    "UPDATING, weights incomplete": updating_dirty,
     "DEAD": dead,
 }
 
@@ -98,6 +105,7 @@ TABLE = {
     "ASLEEP, weights awake": "ASLEEP refused ASLEEP RUNNING UPDATING refused ASLEEP",
     "RUNNING, draining": "refused refused refused refused refused refused RUNNING",
     "DIRTY": "DIRTY DIRTY ASLEEP DIRTY UPDATING dirty dirty",
+    "UPDATING, weights incomplete": "UPDATING refused refused refused refused UPDATING refused",
     "DEAD": "refused refused refused refused refused refused refused",
 }
 CASES = [

@@ -197,6 +197,38 @@ def test_a_request_for_dirty_weights_is_refused(rig):
     rig.assert_clean()
 
 
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_requests_that_come_while_weights_are_overwritten_wait_for_whole_ones(rig, ends_well):
+    rig.core.begin_update()
+    rig.core.lifecycle.stop_for_update()
+    rig.add("a")
+    assert rig.step() == [] and not rig.core.can_progress()
+    if ends_well:
+        rig.executor.weights = "live"
+        rig.commit(1)
+    rig.core.end_update(dirty=not ends_well)
+    if not ends_well:
+        with pytest.raises(DirtyWeightsError):
+            rig.add("b")
+        assert rig.step() == []
+        rig.update()
+    rig.run()
+    assert num_tokens(rig) == 8 and rig.ends["a", 0].policy_version == 1
+    rig.assert_clean()
+
+
+def test_reject_turns_requests_away_while_weights_are_overwritten(make_rig):
+    rig = make_rig(admission="reject")
+    rig.core.begin_update()
+    rig.core.lifecycle.stop_for_update()
+    with pytest.raises(RetryableError, match="The engine is UPDATING and takes no requests"):
+        rig.add("a")
+    rig.core.end_update(dirty=False)
+    rig.add("a")
+    rig.run()
+    rig.assert_clean()
+
+
 def test_requests_in_flight_wait_out_dirty_weights(rig):
     add_and_step(rig)
     rig.update(breaks_off=True)

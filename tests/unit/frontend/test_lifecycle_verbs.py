@@ -172,6 +172,23 @@ def test_a_step_over_dirty_weights_says_that_an_update_is_missing(engine):
     assert engine.step()[0].outputs[0].finish_reason == "abort"
 
 
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_requests_that_come_while_weights_are_overwritten_wait_for_the_end(engine, drain, ends_well):
+    engine.core.begin_update()
+    engine.core.lifecycle.stop_for_update()
+    engine.require_running("generate")
+    engine.add_request("a", "hello", SHORT)
+    assert engine.step() == []
+    engine.core.end_update(dirty=not ends_well)
+    if not ends_well:
+        with pytest.raises(DirtyWeightsError, match="step: the live weights are incomplete"):
+            engine.step()
+        engine.core.begin_update()
+        engine.core.end_update(dirty=False)
+    drain(engine)
+    assert not engine.has_unfinished_requests()
+
+
 def test_reset_says_whether_it_was_done(engine, drain):
     engine.add_request("a", "hello there, hello there", LONG)
     engine.step()

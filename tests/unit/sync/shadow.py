@@ -50,9 +50,9 @@ class Shadow:
             elif command.verb == "receive_into":
                 specs = command.manifest.tensors
                 shadow = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
-                digests = self.receiver.receive_into(shadow, command.manifest)
+                arrivals = self.receiver.receive_into(shadow, command.manifest)
                 staged = [describe(*pair) for pair in shadow.items()]
-                assert digests == {spec.name: spec.digest for spec in staged}
+                assert arrivals == {spec.name: (spec.digest, True) for spec in staged}
                 return Answer(sorted(staged, key=lambda spec: spec.name))
             else:
                 self.receiver.close()

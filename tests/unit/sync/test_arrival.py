@@ -1,0 +1,80 @@
+"""What comes to its place is digested and looked at on the way, in pieces, to the same end as in one."""
+
+import pytest
+import torch
+
+from sync.arrival import put, read, take
+from sync.manifest import tensor_bytes, tensor_digest
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
+PIECE = 256 << 10
+SIZES = [0, 1, 1000, PIECE // 4, PIECE // 4 + 1, 3 * PIECE // 4 + 17]
+"""Elements of float32, around the borders of pieces."""
+
+
+def filled(size, dtype):
+    return torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_tensor_arrives_whole_under_its_digest(size, dtype):
+    source, out = (filled(size, torch.float32) * 100).to(dtype), torch.zeros(size, dtype=dtype)
+    assert take(out, source) == (tensor_digest(source), True)
+    assert torch.equal(out, source)
+    assert put(torch.zeros(size, dtype=dtype), source) == tensor_digest(source)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_cast_on_the_way_is_that_of_the_whole(size):
+    source, out = filled(size, torch.float32), torch.zeros(size, dtype=torch.bfloat16)
+    assert put(out, source) == tensor_digest(source.bfloat16())
+    assert torch.equal(out, source.bfloat16())
+
+
+def test_places_and_sources_may_be_strided_and_scalars_are_tensors_too():
+    for source in (torch.randn(30, 20).t(), torch.randn(20, 30), torch.tensor(2.5)):
+        for out in (torch.zeros(source.shape), torch.zeros(source.shape).t().contiguous().t()):
+            assert take(out, source) == (tensor_digest(source), True)
+            assert torch.equal(out, source)
+            assert put(out, source) == tensor_digest(source)
+
+
+def test_bytes_are_fetched_straight_to_their_place():
+    source, out, starts = filled(3 * PIECE // 4, torch.float32), torch.zeros(3 * PIECE // 4), []
+    content = tensor_bytes(source)
+
+    def fetch(piece, start):
+        starts.append(start)
+        piece[:] = content[start : start + len(piece)]
+
+    assert read(out, fetch) == (tensor_digest(source), True)
+    assert torch.equal(out, source) and starts == [0, PIECE, 2 * PIECE]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-nan"])
+@pytest.mark.parametrize("where", [0, 300_000, -1])
+def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype, value, where):
+    if "inf" in value and dtype == torch.float8_e4m3fn:
+        pytest.skip("it has no infinities")
+    bad = torch.tensor(float(value.removeprefix("-"))).to(dtype)
+    if value.startswith("-"):
+        bad = bad.reshape(1).view(torch.uint8)
+        bad[-1] |= 0x80
+        bad = bad.view(dtype)[0]
+    source = torch.ones(600_000).to(dtype)
+    source[where] = bad
+    assert take(torch.zeros_like(source), source) == (tensor_digest(source), False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_largest_and_the_smallest_values_are_finite(dtype):
+    limits = torch.finfo(dtype)
+    for value in (limits.max, limits.min, limits.tiny, 0.0, -0.0):
+        assert take(torch.zeros(2, dtype=dtype), torch.tensor([value, -value], dtype=torch.float64).to(dtype)).finite
+
+
+def test_integers_are_always_finite():
+    for dtype in (torch.int64, torch.int16, torch.uint8, torch.bool):
+        assert take(torch.zeros(3, dtype=dtype), torch.tensor([-1, 0, 1]).to(dtype)).finite
