@@ -10,8 +10,8 @@
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -90,7 +90,7 @@ def apply_update(
 
     Raises the weight errors; `DirtyWeightsError` where that leaves weights incomplete which were not before.
     """
-    start, deadline, was_dirty = time.perf_counter(), time.monotonic() + options.timeout, updater.dirty
+    start, deadline = time.perf_counter(), time.monotonic() + options.timeout
     inplace = _in_place(updater, options.staging)
     with as_weight_errors():
         begun = updater.begin(
@@ -101,7 +101,7 @@ def apply_update(
         )
         if not begun:
             return UpdateReport(manifest.version, manifest.digest, 0, 0, time.perf_counter() - start, 0.0, 0)
-        try:
+        with _ended(updater, manifest.version):
             stalled = 0.0
             if inplace:
                 steps.settle(options.mode, deadline)
@@ -119,13 +119,6 @@ def apply_update(
                 num_in_flight = steps.advance(manifest.version)
                 end = time.perf_counter()
             num_shadow_bytes = updater.num_shadow_bytes
-        except Exception as problem:
-            if updater.dirty and not was_dirty and not isinstance(problem, DirtyWeightsError):
-                what = f"The update to version {manifest.version} in place failed: {problem}"
-                raise DirtyWeightsError(f"{what} Live weights are a mixture: send them again.") from problem
-            raise
-        finally:
-            updater.abort()
     return UpdateReport(
         manifest.version,
         digest,
@@ -138,6 +131,21 @@ def apply_update(
         num_shadow_bytes,
         updater.pack_seconds,
     )
+
+
+@contextmanager
+def _ended(updater: WeightUpdater, version: int) -> Iterator[None]:
+    """Afterwards no update is open. An error that leaves a mixture where there was none says so."""
+    was_dirty = updater.dirty
+    try:
+        yield
+    except Exception as problem:
+        if updater.dirty and not was_dirty and not isinstance(problem, DirtyWeightsError):
+            what = f"The update to version {version} in place failed: {problem}"
+            raise DirtyWeightsError(f"{what} Live weights are a mixture: send them again.") from problem
+        raise
+    finally:
+        updater.abort()
 
 
 def _published(store: Path) -> WeightManifest:
