@@ -58,8 +58,8 @@ def test_samples_do_not_change_while_an_update_is_staged_and_verified(engine_and
     llm, trainer = engine_and_kind
     before, trace = samples(llm), []
     real = updater(llm)
-    stage, verify = real.stage, real.verify
-    real.stage = lambda pairs: [(stage([pair]), trace.append(samples(llm))) for pair in pairs]
+    receive, verify = real.receive, real.verify
+    real.receive = lambda receiver, check: receive(receiver, check=lambda name: trace.append(samples(llm)))
     real.verify = lambda: (verify(), trace.append(samples(llm)))
     llm.update_weights(trainer(1))
     assert len(trace) > 5 and all(seen == before for seen in trace)
