@@ -246,6 +246,8 @@ class CoreClient:
                 self._on_message(message)
             case Reply():
                 self._resolve(message)
+            case Welcome() if self._welcome.done():
+                return "it welcomed this client twice"
             case Welcome(client_index, ready):
                 self.client_index = client_index
                 self._welcome.set_result(ready)

@@ -205,6 +205,11 @@ def test_mutated_messages_leave_a_live_core_alive_and_every_bad_one_is_counted(e
     assert 0 < found.num_bad <= found.num_sent
 
 
+def test_a_second_welcome_ends_the_client_in_order(raw_core):
+    welcome, *_ = client_messages()
+    assert "welcomed this client twice" in str(raw_core.tell([welcome]))
+
+
 def test_a_core_that_says_nonsense_is_a_dead_core(raw_core):
     deaths = [raw_core.tell([frames]) for frames in mutants(client_messages(), 30, random.Random(5))]
     assert all(deaths)
