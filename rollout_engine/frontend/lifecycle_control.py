@@ -14,6 +14,9 @@ from rollout_engine.messages import EngineCoreOutputs, UpdateMode
 PAUSED_POLL_SECONDS = 0.05
 """How long a call in progress sleeps at a time while paused: a change wakes it at once, an interrupt within this."""
 
+_GIVE_WAY_SECONDS = 1.0
+"""How long a step waits at most for a thread that wants to go first."""
+
 
 class LifecycleControl:
     """The verbs of `LifecycleVerbs`, over one core.
@@ -37,6 +40,9 @@ class LifecycleControl:
     ) -> None:
         self._core, self._spans = core, spans
         self._changed = threading.Condition(lock)
+        self._entered = threading.Event()
+        """Clear while a thread waits for the lock to change something."""
+        self._entered.set()
         self._step = step
         self._deliver = deliver
 
@@ -94,6 +100,10 @@ class LifecycleControl:
                     raise DrainTimeoutError(f"{verb}: {what}; they go on.")
                 self._step()
 
+    def give_way(self) -> None:
+        """Let a thread that waits to change something go before the next step: a lock does not know who came first."""
+        self._entered.wait(_GIVE_WAY_SECONDS)
+
     def wait_until_steppable(self, timeout: float) -> None:
         """Return once a step can compute, or something else has changed, or after `timeout` seconds."""
         if not self._core.lifecycle.can_step:
@@ -137,11 +147,16 @@ class LifecycleControl:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        with self._changed:
-            try:
-                yield
-            finally:
-                self._changed.notify_all()
+        self._entered.clear()
+        try:
+            self._changed.acquire()
+        finally:
+            self._entered.set()
+        try:
+            yield
+        finally:
+            self._changed.notify_all()
+            self._changed.release()
 
     def _drain(self) -> None:
         """Step until nothing drains. Others may step as well: each step is under the lock, and loses no result."""

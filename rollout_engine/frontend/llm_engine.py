@@ -170,6 +170,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         While paused or asleep it computes nothing. Raises `DirtyWeightsError` when requests cannot go on before a
         complete weight update.
         """
+        self._control.give_way()
         with self._lock:
             self._require_open()
             if not self._ready:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from rollout_engine.errors import DirtyWeightsError, DrainTimeoutError, LifecycleError
+from rollout_engine.frontend import lifecycle_control
 from rollout_engine.sampling_params import SamplingParams
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -269,3 +270,25 @@ def test_a_generate_that_waits_for_a_resume_can_be_aborted(make_llm):
     llm.llm_engine.abort_request("request-1")
     thread.join(20)
     assert outcome[0][0].outputs[0].finish_reason == "abort"
+
+
+def test_a_pause_from_another_thread_goes_before_the_next_step(engine, drain, monkeypatch):
+    monkeypatch.setattr(lifecycle_control, "_GIVE_WAY_SECONDS", 60.0)
+    engine.add_request("a", [5] * 4, SamplingParams(max_tokens=8, ignore_eos=True))
+    pausing = threading.Thread(target=engine.pause_generation, kwargs={"mode": "keep"})
+    execute = engine.executor.execute
+
+    def ask_for_a_pause(work):
+        pausing.start()
+        while engine._control._entered.is_set():
+            time.sleep(0.001)
+        return execute(work)
+
+    monkeypatch.setattr(engine.executor, "execute", ask_for_a_pause)
+    engine.step()
+    monkeypatch.setattr(engine.executor, "execute", execute)
+    engine.step()
+    assert engine.core.stats.num_steps == 1
+    pausing.join()
+    engine.resume_generation()
+    drain(engine)
