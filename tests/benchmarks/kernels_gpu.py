@@ -178,7 +178,7 @@ class Bench:
 
     def _seconds(self, make_call: Callable[[], Callable[[], object]], size: int) -> float:
         """Of one call; `make_call` gives one with `size` bytes of its own, of which there are enough for no cache."""
-        calls = [make_call() for _ in range(min(32, max(1, -(-CACHES // max(size, 1)))))] if size else [make_call()]
+        calls = [make_call() for _ in range(min(512, -(-CACHES // size)))] if size else [make_call()]
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for call in calls[:2]:

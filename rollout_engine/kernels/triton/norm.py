@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`residual` [R, D] becomes round(residual + delta), in place; its norm goes into `out`, which may be `delta`."""
+    """`residual` [R, D] becomes round(residual + delta), in place; its norm, bit for bit, goes into `out` (or `delta`)."""
     return _run(residual, delta, weight, epsilon, out)
 
 
@@ -41,6 +41,7 @@ def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: T
             ROWS=rows_at_once,
             BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
+            enable_fp_fusion=False,  # with and without a sum before it, a row has the same bits
         )
     return out
 

@@ -28,7 +28,7 @@ class Rotary(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of every query and key head before the rotation."""
+    """RMSNorm of every query and key head before the rotation. Squares are summed half by half: not `norm`'s bits."""
 
     q_weight: Tensor
     """[D]."""

@@ -64,6 +64,7 @@ def test_a_norm_after_a_sum_leaves_the_rounded_sum(device, dtype):
     weight, total = _random(300, dtype=dtype, device=device, seed=2), residual + delta
     out = add_rms_norm(residual, delta, weight, EPSILON, delta)
     assert torch.equal(residual, total)
+    assert torch.equal(out, rms_norm(total, weight, EPSILON, torch.empty_like(total)))
     _assert_close(out, eager_norm(total, weight, EPSILON))
 
 

@@ -9,7 +9,7 @@ from rollout_engine.kernels.rng import uniforms
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.matmul import matmul
-from rollout_engine.kernels.triton.norm import add_rms_norm
+from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
@@ -53,6 +53,7 @@ def test_a_norm_after_a_sum_is_exact_to_a_rounding_and_alike_in_any_batch(size, 
     torch.testing.assert_close(out.double(), exact[:tokens], rtol=2**-6, atol=1e-5)
     together = add_rms_norm(residual, delta, weight, 1e-6, torch.empty_like(residual))
     assert torch.equal(part, residual[:tokens]) and torch.equal(out, together[:tokens])
+    assert torch.equal(out, rms_norm(part, weight, 1e-6, torch.empty_like(part)))
 
 
 def test_a_gated_activation_is_exact_to_two_roundings():
