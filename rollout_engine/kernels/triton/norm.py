@@ -19,7 +19,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`residual` [R, D] becomes round(residual + delta), in place; its norm, bit for bit, goes into `out` (or `delta`)."""
+    """`residual` [R, D] becomes round(residual + delta), in place; the norm of that, bit for bit, goes into `out`.
+
+    `out` may be `delta`.
+    """
     return _run(residual, delta, weight, epsilon, out)
 
 
