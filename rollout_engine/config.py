@@ -41,6 +41,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most sequences in one step."""
     max_num_batched_tokens: Positive = 8192
     """Most tokens computed in one step; longer prompts are computed in chunks."""
+    async_scheduling: bool | Literal["auto"] = "auto"
+    """Prepare the next step while one runs: same tokens, same log-probs. "auto": off on a CPU, which computes on the
+    cores that would prepare (decisions/0002)."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes computed under the same policy version."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
@@ -68,6 +71,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     otlp_traces_endpoint: str | None = None
     """Where spans of requests, pauses and weight updates go: the URL of an OTLP/HTTP collector, for example
     "http://localhost:4318/v1/traces". Needs the extra `otel`. See `frontend.spans`."""
+
+    @property
+    def schedules_ahead(self) -> bool:
+        """What `async_scheduling` comes to."""
+        return self.async_scheduling is not False
 
     def check(self) -> None:
         if KV_TILE % self.block_size:

@@ -110,6 +110,8 @@ class CoreStats(msgspec.Struct):
     pause_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
     """The same of all pauses."""
     updates: UpdateStats = msgspec.field(default_factory=UpdateStats)
+    num_surplus_tokens: int = 0
+    """Computed tokens of sequences that had ended while a step with them was in flight: what they drew is not told."""
 
     def add_pause(self, seconds: float) -> None:
         """A pause took `seconds` to complete."""

@@ -13,7 +13,8 @@ class BlockTables:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, policy_version: int) -> None:
         self.policy_version = policy_version
         """The version that computes KV now; the only one whose blocks are published and found."""
-        self._block_size = block_size
+        self.block_size = block_size
+        """Tokens per block."""
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache()
         self.caching = enable_prefix_caching
@@ -31,21 +32,21 @@ class BlockTables:
 
     def num_missing(self, sequence: Sequence, end: int) -> int:
         """Free blocks it takes to compute `sequence` up to token `end`, its copy on write included."""
-        return -(-end // self._block_size) - len(sequence.block_ids) + self._writes_shared_block(sequence)
+        return -(-end // self.block_size) - len(sequence.block_ids) + self._writes_shared_block(sequence)
 
     def extend(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
         """Give every position below `end` a block of its own to be written; returns (source, destination) copies."""
         copies = []
         if self._writes_shared_block(sequence):
-            index = sequence.num_computed_tokens // self._block_size
+            index = sequence.num_computed_tokens // self.block_size
             source, destination = sequence.block_ids[index], self._allocate()
             sequence.block_ids[index] = destination
             self._release(source)
             sequence.num_sent_blocks = min(sequence.num_sent_blocks, index)
             copies.append((source, destination))
-        while len(sequence.block_ids) * self._block_size < end:
+        while len(sequence.block_ids) * self.block_size < end:
             sequence.block_ids.append(self._allocate())
-        sequence.num_writable_tokens = len(sequence.block_ids) * self._block_size
+        sequence.num_writable_tokens = len(sequence.block_ids) * self.block_size
         return copies
 
     def attach_prefix(self, sequence: Sequence) -> None:
@@ -53,7 +54,7 @@ class BlockTables:
         if not self.caching:
             return
         assert not sequence.block_ids, f"{sequence.sequence_id} already has blocks"
-        for index in range((sequence.num_tokens - 1) // self._block_size):
+        for index in range((sequence.num_tokens - 1) // self.block_size):
             found = self._cache.find(self._identify(sequence, index))
             if found is None:
                 break
@@ -62,12 +63,12 @@ class BlockTables:
             sequence.block_ids.append(block)
             sequence.prefix.append(identity)
         if sequence.block_ids:
-            sequence.num_computed_tokens = len(sequence.block_ids) * self._block_size
+            sequence.num_computed_tokens = len(sequence.block_ids) * self.block_size
             sequence.kv_min_version = self.policy_version
 
-    def publish(self, sequence: Sequence) -> None:
-        """Make its newly filled blocks findable, unless some of its KV is older than the current version."""
-        num_full = sequence.num_computed_tokens // self._block_size
+    def publish(self, sequence: Sequence, end: int) -> None:
+        """Make its newly filled blocks below token `end` findable, unless its KV is older than the current version."""
+        num_full = end // self.block_size
         if len(sequence.prefix) == num_full or not self.caching or sequence.kv_min_version != self.policy_version:
             return
         for index in range(len(sequence.prefix), num_full):
@@ -122,14 +123,14 @@ class BlockTables:
         self._pool.release(block, worth_keeping=worth_keeping)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
-        index, offset = divmod(sequence.num_computed_tokens, self._block_size)
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         return offset > 0 and self._pool.is_shared(sequence.block_ids[index])
 
     def _identify(self, sequence: Sequence, index: int) -> PrefixBlock:
-        start = index * self._block_size
+        start = index * self.block_size
         return PrefixBlock(
             sequence.prefix[index - 1] if index else None,
-            sequence.token_ids[start : start + self._block_size],
+            sequence.token_ids[start : start + self.block_size],
             self.policy_version,
             sequence.request.source.cache_salt,
         )
@@ -138,14 +139,12 @@ class BlockTables:
         name = sequence.sequence_id
         num_computed, num_blocks = sequence.num_computed_tokens, len(sequence.block_ids)
         assert num_computed <= sequence.num_tokens, f"{name}: computed {num_computed} of {sequence.num_tokens} tokens"
-        assert num_computed <= num_blocks * self._block_size, f"{name}: {num_computed} tokens in {num_blocks} blocks"
+        assert num_computed <= num_blocks * self.block_size, f"{name}: {num_computed} tokens in {num_blocks} blocks"
         assert (num_computed == 0) == (sequence.kv_min_version is None), f"{name}: KV without a version"
-        assert len(sequence.prefix) <= num_computed // self._block_size, f"{name}: a partial block was published"
+        assert len(sequence.prefix) <= num_computed // self.block_size, f"{name}: a partial block was published"
         assert sequence.num_sent_blocks <= num_blocks, f"{name}: the runner knows more blocks than there are"
-        written = sequence.block_ids[
-            num_computed // self._block_size : sequence.num_writable_tokens // self._block_size
-        ]
+        written = sequence.block_ids[num_computed // self.block_size : sequence.num_writable_tokens // self.block_size]
         assert not any(map(self._pool.is_shared, written)), f"{name}: a shared block would be written"
         for index, identity in enumerate(sequence.prefix):
-            tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
+            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
             assert identity.holds(tokens), f"{name}: block {index} was published with other tokens"

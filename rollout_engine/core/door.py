@@ -30,6 +30,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens, in chunks of more than one, of a step in which other sequences decode: those wait for all of it."""
     enable_prefix_caching: bool = True
     admission: Literal["queue", "reject"] = "queue"
+    async_scheduling: bool = False
+    """Submit the next step before the result of the last one is in."""
 
     @property
     def max_scored_tokens(self) -> int:

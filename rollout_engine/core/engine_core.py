@@ -1,6 +1,7 @@
 """The engine's loop on one screen: schedule, execute, update."""
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
 
@@ -9,17 +10,12 @@ from rollout_engine.core.door import CoreConfig, check_request
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.requests import Requests
 from rollout_engine.core.scheduler import Scheduler
+from rollout_engine.core.step import Step
 from rollout_engine.core.token_columns import fill_columns
-from rollout_engine.errors import LifecycleError, RequestError, RetryableError, WeightUpdateError
-from rollout_engine.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    ModelRunnerOutput,
-    ScheduledSequence,
-    SchedulerOutput,
-    SequenceEnd,
-)
+from rollout_engine.errors import LifecycleError, RetryableError, WeightUpdateError
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SequenceEnd
 from rollout_engine.metrics import CoreMetrics, CoreStats
 from rollout_engine.outputs import FinishReason
 
@@ -47,14 +43,14 @@ class EngineCore:
         )
         self.lifecycle = Lifecycle()
         """Ask it what is allowed; change it only by the verbs below."""
-        self._requests: dict[str, Request] = {}
-        self._held: dict[str, Request] = {}
-        """Those that came while the engine was not running; they join at resume, wake-up or the end of an update."""
+        self._requests = Requests()
         self._clear_wanted = False
-        self._sequences: dict[str, Sequence] = {}
-        self._num_arrived = 0
+        self._steps: deque[Step] = deque()
+        """In flight, oldest first."""
+        self._untold: deque[EngineCoreOutputs] = deque()
+        """What steps have brought, each to be told by itself."""
         self._ended: list[SequenceEnd] = []
-        """Ends that no outputs have told yet."""
+        """Ends to be told after them."""
 
     @property
     def policy_version(self) -> int:
@@ -64,12 +60,12 @@ class EngineCore:
     @property
     def num_unfinished_requests(self) -> int:
         """Requests (not sequences) that have not ended."""
-        return len(self._requests)
+        return len(self._requests.by_id)
 
     @property
     def unfinished_request_ids(self) -> list[str]:
         """Ids of the requests that have not ended, in order of arrival."""
-        return list(self._requests)
+        return list(self._requests.by_id)
 
     @property
     def stats(self) -> CoreStats:
@@ -79,7 +75,7 @@ class EngineCore:
     @property
     def num_in_flight(self) -> int:
         """Unfinished requests without those that wait for resume or wake-up."""
-        return len(self._requests) - len(self._held)
+        return self._requests.num_in_flight
 
     def num_draining(self, verb: str) -> int:
         """Requests in flight, which steps will finish. Raises `LifecycleError`, naming `verb`, when they are frozen."""
@@ -92,7 +88,7 @@ class EngineCore:
     def metrics(self) -> CoreMetrics:
         """Counters and gauges of now."""
         return CoreMetrics(
-            num_requests=len(self._requests),
+            num_requests=len(self._requests.by_id),
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting) + len(self._scheduler.parked),
             cache_usage=self._tables.usage,
@@ -103,11 +99,12 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to give, now or once the engine runs again."""
-        return bool(self._requests or self._ended)
+        return bool(self._requests.by_id or self._ended or self._untold)
 
     def can_progress(self) -> bool:
         """Whether `step()` has anything to give now: a loop waits for the next call from outside when it has not."""
-        return bool(self._ended or (self.lifecycle.can_step and self.num_in_flight))
+        told_next = self._ended or self._untold or self._steps
+        return bool(told_next or (self.lifecycle.can_step and self.num_in_flight))
 
     def cache_usage(self) -> float:
         """Blocks referenced by live requests / all blocks."""
@@ -122,21 +119,10 @@ class EngineCore:
         """
         self._check_admission()
         check_request(request, self._config)
-        if request.request_id in self._requests:
-            raise RequestError.for_field("request_id", request.request_id, "unique among unfinished requests")
-        made = Request(request, self._num_arrived)
-        for sequence in made.sequences:
-            if sequence.sequence_id in self._sequences:
-                other = self._sequences[sequence.sequence_id].request.source.request_id
-                hint = f"It would name a sequence '{sequence.sequence_id}', and so does unfinished request '{other}'."
-                raise RequestError.for_field("request_id", request.request_id, "distinct from all sequence ids", hint)
-        self._num_arrived += 1
-        self._requests[request.request_id] = made
-        self._sequences.update((sequence.sequence_id, sequence) for sequence in made.sequences)
-        if self.lifecycle.admits:
+        admits = self.lifecycle.admits
+        made = self._requests.add(request, held=not admits)
+        if admits:
             self._scheduler.add(made)
-        else:
-            self._held[request.request_id] = made
 
     def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
         """End requests, or single samples by child id `{i}_{request_id}`; the outputs say which sequences ended.
@@ -145,30 +131,30 @@ class EngineCore:
         is meant.
         """
         for request_id in request_ids:
-            if request_id in self._requests:
-                self._end_all(self._requests[request_id], "abort")
-            elif request_id in self._sequences and not self._sequences[request_id].ended:
-                self._end(self._sequences[request_id], "abort")
+            for sequence in self._requests.named(request_id):
+                self._end(sequence, "abort")
         self._settle_if_draining()
-        return self._tell(EngineCoreOutputs(self.policy_version))
+        return self._tell()
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update. Called while idle or paused it lets the runner forget what has ended."""
-        work = self._schedule()
-        outputs = EngineCoreOutputs(self.policy_version, num_cached_tokens=self._found_in_cache(work))
-        if work.scheduled or work.finished:
-            try:
-                result = self._executor.execute(work)
-                _check_result(work, result)
-            except BaseException as error:
-                self._fail(work, error)
-                if not isinstance(error, Exception):  # interrupted from outside: the next outputs tell what ended
-                    self._settle_if_draining()
-                    raise
-            else:
-                self._update(work, result, outputs)
+        """Schedule, execute, update. Called while idle or paused it lets the runner forget what has ended.
+
+        With async scheduling the next step is submitted before the result of this one is waited for.
+        """
+        window = 1 + self._config.async_scheduling - len(self._untold)
+        while len(self._steps) < window and self._submit():
+            pass
+        if self._steps and not self._untold:
+            self._collect()
+        if not self.has_unfinished_requests():
+            self.quiesce()
         self._settle_if_draining()
-        return self._tell(outputs)
+        return self._tell()
+
+    def quiesce(self) -> None:
+        """Wait for what is in flight; the next outputs tell what it brought. Whoever keeps steps out calls it first."""
+        while self._steps:
+            self._collect()
 
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> EngineCoreOutputs:
         """Stop at this step boundary; returns the ends of what mode "abort" ended.
@@ -181,7 +167,7 @@ class EngineCore:
         if mode == "abort":
             self._abort_in_flight()
         self._settle()
-        return self._tell(EngineCoreOutputs(self.policy_version))
+        return self._tell()
 
     def resume(self) -> None:
         """Lift the pause; frozen requests go on and held ones join. A pause still draining is called off."""
@@ -199,7 +185,7 @@ class EngineCore:
         if mode == "abort":
             self._abort_in_flight()
         self._settle()
-        return self._tell(EngineCoreOutputs(self.policy_version))
+        return self._tell()
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update."""
@@ -214,6 +200,7 @@ class EngineCore:
         compute their KV again. Either way no block from before can match afterwards.
         """
         self.lifecycle.require_alive("reset_prefix_cache")
+        self.quiesce()
         if reset_running_requests:
             self._scheduler.recompute_all()
         elif self._tables.usage:
@@ -232,7 +219,7 @@ class EngineCore:
         if mode == "abort":
             self._abort_in_flight()
             self._settle_if_draining()
-        return self._tell(EngineCoreOutputs(self.policy_version))
+        return self._tell()
 
     def end_update(self, *, dirty: bool | None) -> None:
         """It has ended. `dirty`: False when complete, True when it left a mixture, None when weights are as before."""
@@ -251,37 +238,54 @@ class EngineCore:
         """
         if kv not in ("keep", "recompute"):
             raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
+        self.quiesce()
         grows = version > self._tables.policy_version
         if not grows:
             self._tables.clear_cache()
         if kv == "recompute" or not grows:
             self._scheduler.recompute_all()
         self._tables.policy_version = version
-        return len(self._requests)
+        return len(self._requests.by_id)
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError says what is off."""
         self._scheduler.check_integrity()
-        assert self._held.keys() <= self._requests.keys(), "a request is held that has ended"
-        assert not (self._held and self.lifecycle.admits), "requests are held though the engine runs"
+        self._requests.check_integrity(may_hold=not self.lifecycle.admits, num_queued=self._scheduler.num_queued)
         assert self.num_in_flight or not self.lifecycle.draining, "nothing drains"
-        known = {s.sequence_id: s for request in self._requests.values() for s in request.sequences}
-        assert known == self._sequences, "the sequences of live requests and the known sequences differ"
-        for name, request in self._requests.items():
-            live = request.live_sequences
-            joined = name not in self._held
-            assert len(live) == request.num_live > 0, f"{name}: {len(live)} live sequences, {request.num_live} counted"
-            queued = [sequence for sequence in live if sequence.queue is not None]
-            expected = live if request.forked else live[:joined]
-            assert queued == expected, f"{name}: {len(queued)} of {len(live)} queued"
-        num_queued = sum(sequence.queue is not None for sequence in known.values())
-        assert num_queued == self._scheduler.num_queued, "a stranger is queued"
+        num_results = len(self._steps) + len(self._untold)
+        assert num_results <= self._config.async_scheduling, f"{num_results} results wait to be told"
 
-    def _schedule(self) -> SchedulerOutput:
+    def _submit(self) -> bool:
+        """Begin the next step, if there is one."""
+        num_in_flight = len(self._steps)
         if self.lifecycle.can_step:
-            return self._scheduler.schedule()
-        self.lifecycle.require_alive("step")
-        return self._scheduler.farewell()
+            step = self._scheduler.schedule(num_in_flight)
+        else:
+            self.lifecycle.require_alive("step")
+            step = self._scheduler.farewell(num_in_flight)
+        work = step.work
+        if not work.scheduled and (num_in_flight and self._requests.by_id or not work.finished):
+            self._scheduler.unsend(work)
+            return False
+        self._steps.append(step)
+        step.submit(self._executor)
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the oldest step, and take in what it brought."""
+        step = self._steps.popleft()
+        outputs = EngineCoreOutputs(step.work.policy_version, num_cached_tokens=step.num_cached_tokens)
+        try:
+            result = step.result()
+        except BaseException as error:
+            self._fail(step, error)
+            if not isinstance(error, Exception):  # interrupted from outside: the next outputs tell what ended
+                self._settle_if_draining()
+                raise
+        else:
+            self._update(step, result, outputs)
+        if outputs.sequences or outputs.num_cached_tokens or outputs.prompt_logprobs:
+            self._untold.append(outputs)
 
     def _check_admission(self) -> None:
         self.lifecycle.require_alive("add_request")
@@ -292,12 +296,11 @@ class EngineCore:
 
     def _admit_held(self) -> None:
         if self.lifecycle.admits:
-            for request in self._held.values():
+            for request in self._requests.take_held():
                 self._scheduler.add(request)
-            self._held.clear()
 
     def _abort_in_flight(self) -> None:
-        for request in [request for name, request in self._requests.items() if name not in self._held]:
+        for request in self._requests.in_flight:
             self._end_all(request, "abort")
 
     def _settle_if_draining(self) -> None:
@@ -308,6 +311,7 @@ class EngineCore:
         """Complete a pause or sleep, unless something is in flight that it waits for."""
         if self.lifecycle.draining and self.num_in_flight:
             return
+        self.quiesce()
         level = self.lifecycle.drained()
         if level or self._clear_wanted:
             self.reset_prefix_cache(reset_running_requests=True)
@@ -316,45 +320,45 @@ class EngineCore:
             self._executor.release_kv()
             self._executor.release_weights(forget=level == 2)
 
-    def _update(self, work: SchedulerOutput, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
+    def _update(self, step: Step, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
         self.stats.num_steps += 1
-        for row in work.scheduled:
-            self._scheduler.advance(self._sequences[row.request_id], row.num_tokens)
-        drawn = [self._sequences[task.request_id] for task in work.samples]
-        fill_columns(outputs, drawn, result)
+        self._scheduler.confirm(step)
+        fill_columns(outputs, step.drawn, result)
         for index, logprobs in result.prompt_logprobs.items():
-            request = self._sequences[work.scheduled[index].request_id].request
-            outputs.prompt_logprobs[request.source.first_sequence] = logprobs
+            request = step.rows[index].request
+            if request.num_live:
+                outputs.prompt_logprobs[request.source.first_sequence] = logprobs
         self.stats.num_tokens_sampled += len(outputs.sequences)
         for index, message in result.errors.items():
-            self._end(drawn[index], "error", message)
-        for sequence, token_id in zip(drawn, result.token_ids, strict=True):
+            if not step.drawn[index].ended:
+                self._end(step.drawn[index], "error", message)
+        for sequence, token_id in zip(step.drawn, result.token_ids, strict=True):
             if not sequence.ended and sequence.append(token_id):
                 self._ended.append(SequenceEnd(sequence.number, *sequence.finish()))
                 self._retire(sequence)
 
-    def _found_in_cache(self, work: SchedulerOutput) -> dict[int, int]:
-        """`EngineCoreOutputs.num_cached_tokens` of the requests that `work` introduces."""
-        requests = (self._sequences[new.request_id].request for new in work.new)
-        return {r.source.first_sequence: r.num_cached_tokens or 0 for r in requests}
-
-    def _tell(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        outputs.ended, self._ended = self._ended, []
+    def _tell(self) -> EngineCoreOutputs:
+        outputs = self._untold.popleft() if self._untold else EngineCoreOutputs(self.policy_version)
+        if not self._untold:
+            outputs.ended, self._ended = self._ended, []
         return outputs
 
-    def _fail(self, work: SchedulerOutput, error: BaseException) -> None:
+    def _fail(self, step: Step, error: BaseException) -> None:
         """The executor raised: what it was working on ends, everything else goes on."""
         self.stats.num_steps += 1
         self.stats.num_failed_steps += 1
-        message = f"step {work.step} failed: {type(error).__name__}: {error}"
-        logger.warning("%s\n%s", message, _dump(work), exc_info=error)
-        self._scheduler.unsend(work)
-        for row in work.scheduled:
-            sequence = self._sequences[row.request_id]
-            if sequence.request.forked:
+        message = f"step {step.work.step} failed: {type(error).__name__}: {error}"
+        logger.warning("%s\n%s", message, step.dump(), exc_info=error)
+        forked_since = [request for later in self._steps for request in later.forked]
+        for sequence in step.sequences:
+            request = sequence.request
+            if not sequence.ended and (not request.forked or request in forked_since):  # it computes the prompt for all
+                self._end_all(request, "error", message)
+            elif not sequence.ended:
                 self._end(sequence, "error", message)
-            else:  # it computed the prompt for all
-                self._end_all(sequence.request, "error", message)
+        while self._steps:
+            self._scheduler.withdraw(self._steps.pop())
+        self._scheduler.unsend(step.work)
 
     def _end_all(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """The leader ends last, so that no sibling has to take over."""
@@ -372,28 +376,4 @@ class EngineCore:
         self._scheduler.end(sequence)
         request = sequence.request
         if request.num_live == 0:
-            del self._requests[request.source.request_id]
-            self._held.pop(request.source.request_id, None)
-            for ended in request.sequences:
-                del self._sequences[ended.sequence_id]
-
-
-def _check_result(work: SchedulerOutput, result: ModelRunnerOutput) -> None:
-    for name in ("token_ids", "logprobs", "kept_logprob_mass"):
-        column = getattr(result, name)
-        if column is not None and len(column) != len(work.samples):
-            raise ValueError(f"the executor returned {len(column)} {name} for {len(work.samples)} samples")
-
-
-def _dump(work: SchedulerOutput) -> str:
-    """What was scheduled, one line a sequence, without any tokens."""
-    head = (
-        f"policy_version {work.policy_version}, {work.num_tokens} tokens, {len(work.scheduled)} scheduled, "
-        f"{len(work.samples)} samples, {len(work.new)} new, {len(work.block_copies)} block copies"
-    )
-    return "\n".join([head, *(_dump_row(row) for row in work.scheduled)])
-
-
-def _dump_row(row: ScheduledSequence) -> str:
-    start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_tokens
-    return f"  {row.request_id}: tokens [{start}, {end}), {row.first_block + len(row.block_ids)} blocks"
+            self._requests.remove(request)

@@ -1,19 +1,28 @@
 """The seam between the brain and whatever runs the model."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(Protocol):
-    """Runs one step. Its fake is `core.fake_executor.FakeExecutor`."""
+    """Runs steps in order. All else is asked only while none is in flight.
 
-    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        """Do `work` and return one token per `work.samples` entry.
+    Its fake is `core.fake_executor.FakeExecutor`.
+    """
 
-        An exception fails the sequences scheduled in this step and no others. After one, the next `work.finished`
-        names everything this step named or introduced, whether or not it got that far: forgetting an unknown id is
-        a no-op.
+    def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Do `work` after all that was submitted before; returns what waits for its result, which is called once.
+
+        The result has one token per `work.samples` entry. Work may come while that before it is still running: a
+        sequence goes on from the token that was drawn for it last, whether or not anybody has asked for it yet.
+
+        The same goes for a token that could not be drawn: what is computed on from it is told to nobody.
+
+        An exception in place of the result fails the sequences scheduled in this step. Nobody asks for the results of
+        steps behind it, which may run or not, and the next `work.finished` names everything that any of these steps
+        named or introduced: forgetting an unknown id is a no-op.
         """
         ...
 

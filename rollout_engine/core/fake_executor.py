@@ -1,6 +1,7 @@
 """A deterministic fake model over simulated KV blocks: stale, torn or foreign KV raises instead of passing."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -53,6 +54,10 @@ class FakeExecutor:
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.weights: Literal["live", "kept", "forgotten"] = "live"
         """"live" is set by `restore_weights`, and by a test that stands for an update."""
+
+    def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """The step is done when its result is asked for."""
+        return partial(self.execute, work)
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Do one step, in the order `SchedulerOutput` states; raises `FakeKVError` where its KV does not hold up."""
@@ -142,9 +147,9 @@ class FakeExecutor:
             if task.request_id in self.errors:
                 errors[index] = self.errors[task.request_id]
                 token_ids.append(-1)
-                continue
-            token_ids.append(self._next_token(task.request_id, digest))
-            state.token_ids.append(token_ids[-1])
+            else:
+                token_ids.append(self._next_token(task.request_id, digest))
+            state.token_ids.append(max(token_ids[-1], 0))
         params = [self.sequences[task.request_id].params for task in work.samples]
         return _with_columns(token_ids, params, errors, self.vocab_size)
 

@@ -40,6 +40,8 @@ class Sequence:
 
     tokens   |0 ........ num_computed_tokens ........ num_tokens|
     KV       |  in block_ids                |  to catch up      |
+
+    Steps in flight count as done: what they compute is computed, what they draw is a token whose id is not known yet.
     """
 
     __slots__ = (
@@ -51,6 +53,7 @@ class Sequence:
         "max_num_tokens",
         "num_computed_tokens",
         "num_lost_tokens",
+        "num_pending_tokens",
         "num_prompt_tokens",
         "num_sent_blocks",
         "num_writable_tokens",
@@ -78,6 +81,8 @@ class Sequence:
         self.max_num_tokens = self.num_prompt_tokens + source.max_tokens
         self.token_ids = source.prompt_token_ids
         """Prompt and sampled tokens. The prompt's own list until the first token is appended."""
+        self.num_pending_tokens = 0
+        """Tokens that steps in flight draw: they follow those in `token_ids`."""
         self.num_computed_tokens = 0
         self.num_lost_tokens = 0
         """Tokens from the start on whose KV was computed once, and then given up."""
@@ -101,22 +106,28 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and sampled tokens."""
-        return len(self.token_ids)
+        """Prompt and sampled tokens, pending ones included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def awaits_its_last(self) -> bool:
+        """Whether a step in flight draws the last token that `max_tokens` allows."""
+        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_num_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Sampled tokens."""
+        """Sampled tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probs of its prompt are still to be told: then every token of it is computed."""
         asked = self.request.source.params.prompt_logprobs is not None
-        return asked and len(self.token_ids) == self.num_prompt_tokens
+        return asked and self.num_tokens == self.num_prompt_tokens
 
     def append(self, token_id: int) -> bool:
-        """Add a sampled token; whether it is the last one."""
+        """The first pending token is known now; whether it is the last one."""
+        self.num_pending_tokens -= 1
         if len(self.token_ids) == self.num_prompt_tokens:
             self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)

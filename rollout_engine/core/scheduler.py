@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.step import Step
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.metrics import CoreStats
 
@@ -50,28 +51,36 @@ class Scheduler:
         """Sequences in all three queues."""
         return len(self.waiting) + len(self.parked) + len(self.running)
 
-    def schedule(self) -> SchedulerOutput:
-        """One token budget: running sequences first, then parked and waiting ones by (priority, arrival)."""
-        work = self.farewell()
+    def schedule(self, num_in_flight: int = 0) -> Step:
+        """One token budget: running sequences first, then parked and waiting ones by (priority, arrival).
+
+        Behind steps in flight no sequence loses blocks: those that end there may give enough. The step may be empty.
+        """
+        step = self.farewell(num_in_flight)
         self._scored_budget = self._max_scored_tokens
         decodes = any(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence in self.running)
         self._prefill_budget = self._max_prefill_beside_decode if decodes else sys.maxsize
-        budget = self._schedule_running(work, self._max_num_batched_tokens)
-        self._schedule_waiting(work, budget)
-        work.finished += self._take_forgotten()
-        assert work.scheduled or not self.num_queued, "work, but nothing scheduled"
-        return work
+        if not num_in_flight or self._fits():
+            budget = self._schedule_running(step, self._max_num_batched_tokens)
+            if not num_in_flight or self.running:
+                self._schedule_waiting(step, budget)
+        step.work.finished += self._take_forgotten()
+        self._count_as_done(step)
+        assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
+        return step
 
-    def farewell(self) -> SchedulerOutput:
-        """Work without any work: what the runner may forget."""
-        return SchedulerOutput(
-            step=self.stats.num_steps,
-            policy_version=self.tables.policy_version,
-            finished=self._take_forgotten(),
-            new=[],
-            block_copies=[],
-            scheduled=[],
-            samples=[],
+    def farewell(self, num_in_flight: int = 0) -> Step:
+        """A step without any work: what the runner may forget."""
+        return Step(
+            SchedulerOutput(
+                step=self.stats.num_steps + num_in_flight,
+                policy_version=self.tables.policy_version,
+                finished=self._take_forgotten(),
+                new=[],
+                block_copies=[],
+                scheduled=[],
+                samples=[],
+            )
         )
 
     def add(self, request: Request) -> None:
@@ -89,25 +98,37 @@ class Scheduler:
         if was_leader and sequence.request.num_live:
             self.add(sequence.request)
 
-    def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """`num_tokens` more of `sequence` were computed; with the prompt complete its siblings fork off."""
-        prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-        if prompt_left > 0:
-            self.stats.num_prompt_tokens_computed += min(num_tokens, prompt_left)
-        lost_left = sequence.num_lost_tokens - sequence.num_computed_tokens
-        if lost_left > 0:
-            self.stats.num_recomputed_tokens += min(num_tokens, lost_left)
-        self.stats.num_tokens_computed += num_tokens
-        sequence.num_computed_tokens += num_tokens
-        if sequence.kv_min_version is None:
-            sequence.kv_min_version = self.tables.policy_version
-        if num_tokens > 1 or sequence.num_computed_tokens == sequence.num_writable_tokens:  # else no block became full
-            self.tables.publish(sequence)
-        if not sequence.request.forked and sequence.num_computed_tokens == sequence.num_tokens:
-            self._fork(sequence)
+    def confirm(self, step: Step) -> None:
+        """It was done: count it, and let others find the blocks that it filled."""
+        stats, block_size = self.stats, self.tables.block_size
+        for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
+            start, num_tokens = row.num_computed_tokens, row.num_tokens
+            stats.num_tokens_computed += num_tokens
+            if sequence.ended:
+                stats.num_surplus_tokens += num_tokens
+                continue
+            if start < sequence.num_prompt_tokens:
+                stats.num_prompt_tokens_computed += min(num_tokens, sequence.num_prompt_tokens - start)
+            if start < sequence.num_lost_tokens:
+                stats.num_recomputed_tokens += min(num_tokens, sequence.num_lost_tokens - start)
+            if num_tokens > 1 or (start + 1) % block_size == 0:  # else no block became full
+                self.tables.publish(sequence, start + num_tokens)
+
+    def withdraw(self, step: Step) -> None:
+        """It counts as never done: what it would have computed is computed from the start again."""
+        self.unsend(step.work)
+        for sequence in step.drawn:
+            sequence.num_pending_tokens -= 1
+        for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
+            if not sequence.ended:
+                sequence.num_computed_tokens -= row.num_tokens
+                self._drop(sequence)
+        for request in step.forked:
+            if request.num_live:
+                self._unfork(request)
 
     def unsend(self, work: SchedulerOutput) -> None:
-        """The runner failed on `work` and may not have forgotten what it named: say it again next time."""
+        """The runner may not have forgotten what `work` named: say it again next time."""
         self._forgotten = work.finished + self._forgotten
 
     def recompute_all(self) -> None:
@@ -127,9 +148,10 @@ class Scheduler:
         assert all(s.block_ids and s.in_runner for s in self.parked), "a parked sequence holds nothing"
         assert all(s.in_runner for s in self.running), "a running sequence is unknown to the runner"
         assert not any(s.ended for s in queued), "an ended sequence is queued"
+        assert not any(s.num_pending_tokens for s in self.waiting), "a waiting sequence awaits a token"
         self.tables.check_integrity(queued)
 
-    def _schedule_running(self, work: SchedulerOutput, budget: int) -> int:
+    def _schedule_running(self, step: Step, budget: int) -> int:
         position = 0
         while budget and position < len(self.running):
             sequence = self.running[position]
@@ -140,28 +162,35 @@ class Scheduler:
             end = sequence.num_computed_tokens + num_tokens
             if end > sequence.num_writable_tokens and not self._make_room(sequence, end):
                 break
-            self._assign(work, sequence, num_tokens)
+            self._assign(step, sequence, num_tokens)
             budget -= num_tokens
             position += 1
         return budget
 
-    def _schedule_waiting(self, work: SchedulerOutput, budget: int) -> None:
+    def _schedule_waiting(self, step: Step, budget: int) -> None:
         while budget and len(self.running) < self._max_num_seqs and (self.waiting or self.parked):
             sequence = min(self.waiting[:1] + self.parked[:1])
             if self._must_wait(sequence) or not self._admit(sequence):
                 break
             num_tokens = self._take(sequence, budget)
-            self._assign(work, sequence, num_tokens)
+            self._assign(step, sequence, num_tokens)
             budget -= num_tokens
 
+    def _fits(self) -> bool:
+        """Whether all running sequences can go on without taking blocks from any."""
+        grown = (s for s in self.running if s.num_tokens > s.num_writable_tokens and not s.awaits_its_last)
+        return sum(self.tables.num_missing(s, s.num_tokens) for s in grown) <= self.tables.num_free
+
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether this step has computed as much of prompts as it may."""
-        if sequence.scores_prompt and not self._scored_budget:
+        """Whether it will end, or this step has computed as much of prompts as it may."""
+        if sequence.awaits_its_last or (sequence.scores_prompt and not self._scored_budget):
             return True
         return not self._prefill_budget and sequence.num_tokens - sequence.num_computed_tokens > 1
 
     def _take(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of `sequence` this step computes; 0 where it must wait for another step."""
+        """How many tokens of `sequence` this step computes; 0 where it must wait for another step, or will end."""
+        if sequence.awaits_its_last:
+            return 0
         num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
         if num_tokens > 1:
             num_tokens = min(num_tokens, self._prefill_budget)
@@ -202,33 +231,45 @@ class Scheduler:
             self._count_cached(sequence, looks_up)
         return True
 
-    def _assign(self, work: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
-        """Write one row of `work`, and the samples drawn from it."""
+    def _assign(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Write one row of the step, and the samples drawn from it."""
+        work = step.work
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         if end > sequence.num_writable_tokens:
             copies = self.tables.extend(sequence, end)
             self.stats.num_block_copies += len(copies)
             work.block_copies += copies
         if not sequence.in_runner:
-            self._introduce(work, sequence)
+            self._introduce(step, sequence)
         first_block = sequence.num_sent_blocks
         new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NO_BLOCKS
         sequence.num_sent_blocks = len(sequence.block_ids)
         work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, new_blocks, first_block))
-        if end < len(sequence.token_ids):
+        step.rows.append(sequence)
+        if end < sequence.num_tokens:
             return
         row = len(work.scheduled) - 1
-        if sequence.request.forked:
-            work.samples.append(SampleTask(sequence.sequence_id, row))
-            return
-        for sample in sequence.request.live_sequences:
+        for sample in [sequence] if sequence.request.forked else sequence.request.live_sequences:
             if not sample.in_runner:
-                self._introduce(work, sample)
+                self._introduce(step, sample)
             work.samples.append(SampleTask(sample.sequence_id, row))
+            step.drawn.append(sample)
 
-    def _introduce(self, work: SchedulerOutput, sequence: Sequence) -> None:
+    def _count_as_done(self, step: Step) -> None:
+        """With a prompt complete its siblings fork off."""
+        for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
+            sequence.num_computed_tokens += row.num_tokens
+            if sequence.kv_min_version is None:
+                sequence.kv_min_version = self.tables.policy_version
+            if not sequence.request.forked and sequence.num_computed_tokens == sequence.num_tokens:
+                self._fork(sequence)
+        for sequence in step.drawn:
+            sequence.num_pending_tokens += 1
+
+    def _introduce(self, step: Step, sequence: Sequence) -> None:
         request = sequence.request
-        work.new.append(
+        step.num_cached_tokens[request.source.first_sequence] = request.num_cached_tokens or 0
+        step.work.new.append(
             NewSequence(
                 request_id=sequence.sequence_id,
                 token_ids=sequence.token_ids.copy(),  # the runner appends to its own
@@ -247,6 +288,15 @@ class Scheduler:
             if sibling is not leader:
                 self.tables.fork(leader, sibling)
                 self._move(sibling, self.parked)
+
+    def _unfork(self, request: Request) -> None:
+        """Its prompt was not computed after all."""
+        for sequence in request.live_sequences:
+            self.tables.release(sequence)
+            self._forget(sequence)
+            self._move(sequence, None)
+        request.forked = False
+        self.add(request)
 
     def _drop_references(self) -> None:
         self.stats.num_references_dropped += 1

@@ -8,15 +8,21 @@ from rollout_engine.messages import EngineCoreOutputs, ModelRunnerOutput
 
 
 def fill_columns(outputs: EngineCoreOutputs, drawn: list[Sequence], result: ModelRunnerOutput) -> None:
-    """What `drawn`, one sequence per row of `result`, gained; rows with an error are left out."""
+    """What `drawn`, one sequence per row of `result`, gained.
+
+    Rows with an error are left out, and those of sequences that had ended before.
+    """
     outputs.sequences = [sequence.number for sequence in drawn]
-    outputs.kv_min_versions = cast(list[int], [sequence.kv_min_version for sequence in drawn])  # each has KV
+    outputs.kv_min_versions = cast(
+        list[int], [sequence.kv_min_version for sequence in drawn]
+    )  # but None for those that ended
     outputs.token_ids = result.token_ids
     outputs.logprobs = result.logprobs
     outputs.kept_logprob_mass = result.kept_logprob_mass
     outputs.top_logprobs = result.top_logprobs
-    if result.errors:
-        _leave_out(outputs, result.errors)
+    left_out = {row for row, sequence in enumerate(drawn) if sequence.ended} | result.errors.keys()
+    if left_out:
+        _leave_out(outputs, left_out)
 
 
 def _leave_out(outputs: EngineCoreOutputs, rows: Container[int]) -> None:

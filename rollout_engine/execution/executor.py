@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,21 +11,26 @@ from torch import nn
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.execution.called_update import Core
+from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.execution.worker import ModelInfo, Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 
 
 class InlineExecutor:
-    """Runs one worker by plain calls. Satisfies `core.executor.Executor`."""
+    """Runs one worker by plain calls. Satisfies `core.executor.Executor`.
 
-    def __init__(self, worker: Worker) -> None:
+    With `async_scheduling` steps run on a thread of their own; all other calls wait until it rests.
+    """
+
+    def __init__(self, worker: Worker, *, async_scheduling: bool = False) -> None:
         self._worker: Worker | None = worker
+        self._thread = StepThread() if async_scheduling else None
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
-        return cls(Worker(config))
+        return cls(Worker(config), async_scheduling=config.schedules_ahead)
 
     @property
     def worker(self) -> Worker:
@@ -44,13 +50,14 @@ class InlineExecutor:
         """Whether the weights must not be used."""
         return self.updater.dirty
 
-    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        if self.dirty:
-            raise DirtyWeightsError("A weight update failed half-way: send a complete one before generating again.")
-        return self.worker.runner.execute(work)
+    def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """What waits for the result. Without a thread the step runs when that is called."""
+        run = partial(self._execute, work)
+        return run if self._thread is None else self._thread.submit(run)
 
     def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
+        self._rest()
         return self.worker.score(sequences, num_prompt, temperature)
 
     def collective_rpc(
@@ -60,6 +67,8 @@ class InlineExecutor:
 
         `caller`: which client it is for; a weight update that it begins ends with it (`caller_left`).
         """
+        if not self.runs_beside_steps(method):
+            self._rest()
         with self.worker.update.called_by(caller):
             return [self.worker.extensions.call(method, args, kwargs)]
 
@@ -77,6 +86,7 @@ class InlineExecutor:
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
         """Result of `fn` for the model of every rank. Raises as `Worker.apply_model`."""
+        self._rest()
         return [self.worker.apply_model(fn)]
 
     def release_kv(self) -> None:
@@ -99,6 +109,17 @@ class InlineExecutor:
 
     def shutdown(self) -> None:
         """Drop the model and the KV pool."""
+        if self._thread is not None:
+            self._thread.close()
         if self._worker is not None:
             self._worker.extensions.close()
         self._worker = None
+
+    def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        if self.dirty:
+            raise DirtyWeightsError("A weight update failed half-way: send a complete one before generating again.")
+        return self.worker.runner.execute(work)
+
+    def _rest(self) -> None:
+        if self._thread is not None:
+            self._thread.rest()

@@ -92,6 +92,7 @@ class EngineCoreProc:
             case FromClient(client_index, Call() as call):
                 self._call(client_index, call)
             case Hold():
+                self._core.quiesce()
                 item.reached.set()
                 item.released.wait()
             case Do(action):

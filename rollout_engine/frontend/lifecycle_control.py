@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import PauseMode, State
@@ -127,9 +127,12 @@ class LifecycleControl:
             with self._change():
                 self._core.end_update(dirty=is_dirty())
 
-    def boundary(self) -> AbstractContextManager[None]:
-        """Keeps steps out; afterwards whoever waits for a change looks again."""
-        return self._change()
+    @contextmanager
+    def boundary(self) -> Iterator[None]:
+        """Keeps steps out, with none in flight; afterwards whoever waits for a change looks again."""
+        with self._change():
+            self._core.quiesce()
+            yield
 
     def settle(self, mode: UpdateMode, deadline: float) -> None:
         """End or finish what is in flight, before an update; see `StepSide.settle`."""

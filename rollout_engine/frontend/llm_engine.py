@@ -270,7 +270,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             what = f"transport='{options.transport}' leads to another process"
             raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
         with self._control.updating(lambda: self._executor.updater.dirty):
-            steps = _Steps(self._core, self._control, self._lock, options.kv)
+            steps = _Steps(self._core, self._control, options.kv)
             update = partial(update_from_source, self._executor.updater, source, steps, options, version)
             return self._spans.update(partial(self._core.stats.updates.count, update))
 
@@ -354,12 +354,9 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
 class _Steps:
     """The steps of one engine, for one update of its weights."""
 
-    def __init__(self, core: EngineCore, control: LifecycleControl, lock: threading.RLock, kv: KvMode) -> None:
-        self._core, self._lock, self._kv = core, lock, kv
-        self.settle = control.settle
-
-    def boundary(self) -> threading.RLock:
-        return self._lock
+    def __init__(self, core: EngineCore, control: LifecycleControl, kv: KvMode) -> None:
+        self._core, self._kv = core, kv
+        self.settle, self.boundary = control.settle, control.boundary
 
     def stop(self) -> None:
         self._core.lifecycle.stop_for_update()
@@ -385,6 +382,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         max_prefill_beside_decode=info.max_prefill_beside_decode,
         enable_prefix_caching=config.enable_prefix_caching,
         admission=config.admission,
+        async_scheduling=config.schedules_ahead,
     )
 
 

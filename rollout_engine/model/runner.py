@@ -107,7 +107,7 @@ class ModelRunner:
         edits = {row: found for row, found in known if found is not None and found.active}
         out = sample(logits, self._batch(request_ids, sequences), edits)
         for sequence, token in zip(sequences, out.token_ids, strict=True):
-            sequence.token_ids.append(token)
+            sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
         return out
 
     def _batch(self, request_ids: list[str], sequences: list[NewSequence]) -> SamplingBatch:

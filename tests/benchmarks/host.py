@@ -5,7 +5,8 @@ The engine is whole, but its model does nothing: a step prepares attention over 
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,8 @@ class _Executor:
     def __init__(self) -> None:
         self._runner = ModelRunner(_NoModel(), vocab_size=_VOCAB_SIZE)
 
-    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        return self._runner.execute(work)
+    def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        return partial(self._runner.execute, work)
 
     def shutdown(self) -> None:
         pass

@@ -1,14 +1,16 @@
 """A core on a fake executor, and the slow truth beside it."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import pytest
 
 from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_executor import FakeExecutor, fake_next_token
+from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError, fake_next_token
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed
@@ -32,10 +34,22 @@ class Said:
     error: str | None = None
 
 
+class Failed:
+    """The result of a step that ran at once, and failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.told = error, False
+
+    def __call__(self) -> NoReturn:
+        self.told = True
+        raise self.error
+
+
 class Rig:
     """Drives an EngineCore, checks every output as it comes, and knows what each sequence should have said."""
 
-    def __init__(self, *, policy_version: int = 0, **config: Any) -> None:
+    def __init__(self, *, policy_version: int = 0, eager: bool = False, **config: Any) -> None:
+        """`eager`: a step runs when it is submitted, as on an idle device, not when its result is asked for."""
         sizes: dict[str, Any] = dict(
             num_blocks=64, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, vocab_size=97
         )
@@ -56,25 +70,55 @@ class Rig:
         self.num_cached_tokens: dict[str, int] = {}
         self.prompt_logprobs: dict[str, list[float]] = {}
         self.works: list[SchedulerOutput] = []
+        self.drawn: dict[tuple[str, int], tuple[int, int]] = {}
+        """(sequence id, tokens it had before) -> policy version and oldest KV of what was drawn for it then."""
+        self.eager = eager
+        self.failed: Failed | None = None
         self.release_kv = self.executor.release_kv
         self.release_weights = self.executor.release_weights
         self.restore_weights = self.executor.restore_weights
         self.oldest_kv = policy_version
         """No KV older than this may be attended."""
 
+    def submit(self, work: SchedulerOutput) -> Callable[[], Any]:
+        run = partial(self.execute, work)
+        if not self.eager:
+            return run
+        outcome: Future[Any] = Future()
+        if self.failed is not None and not self.failed.told:
+            outcome.set_exception(AssertionError("the result of a step behind a failed one was asked for"))
+            return outcome.result
+        try:
+            outcome.set_result(run())
+        except FakeKVError:
+            raise
+        except Exception as error:
+            self.failed = Failed(error)
+            return self.failed
+        return outcome.result
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that is submitted next."""
+        return self.core.stats.num_steps + len(self.core._steps)
+
     def execute(self, work: SchedulerOutput) -> Any:
         assert len(work.scheduled) <= self.config.max_num_seqs
         assert work.num_tokens <= self.config.max_num_batched_tokens
         assert work.policy_version == self.core.policy_version
-        assert self.num_scored(work) <= self.config.max_scored_tokens
         self.works.append(work)
-        return self.executor.execute(work)
-
-    def num_scored(self, work: SchedulerOutput) -> int:
-        """Prompt tokens in `work` whose log-probs were asked for, lone ones excepted."""
-        sequences = self.core._sequences
-        scored = [row for row in work.scheduled if row.num_tokens > 1 and sequences[row.request_id].scores_prompt]
-        return sum(row.num_tokens for row in scored)
+        before = {name: state.num_scored for name, state in self.executor.sequences.items()}
+        result = self.executor.execute(work)
+        scored = {row.request_id for row in work.scheduled if row.num_tokens > 1}
+        after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
+        num_scored = sum(count - before.get(name, 0) for name, count in after.items())
+        assert num_scored <= self.config.max_scored_tokens
+        for task in work.samples:
+            state = self.executor.sequences[task.request_id]
+            kv_min_version = self.executor.kv_min_versions[task.request_id]
+            assert self.oldest_kv <= kv_min_version <= work.policy_version
+            self.drawn[task.request_id, len(state.token_ids) - 1] = work.policy_version, kv_min_version
+        return result
 
     def add(
         self,
@@ -131,6 +175,7 @@ class Rig:
     def update(self, *, kv: str = "keep", breaks_off: bool = False) -> None:
         """A whole update, or one that breaks off in its commit."""
         self.core.begin_update()
+        self.core.quiesce()
         if not breaks_off:
             self.executor.weights = "live"
             self.commit(self.core.policy_version + 1, kv)
@@ -139,9 +184,9 @@ class Rig:
 
     def commit(self, version: int, kv: str = "keep") -> int:
         grows = version > self.core.policy_version
+        num_live = self.core.commit_version(version, kv)
         if kv == "recompute" or not grows:
             self.oldest_kv = version
-        num_live = self.core.commit_version(version, kv)
         self.core.check_integrity()
         return num_live
 
@@ -200,11 +245,11 @@ class Rig:
     def _take_ends(self, outputs: EngineCoreOutputs) -> list[Said]:
         self.core.check_integrity()
         said = self._record(outputs)
-        assert all((each.finish_reason, each.new_token_ids) == ("abort", []) for each in said)
+        assert self.config.async_scheduling or all((s.finish_reason, s.new_token_ids) == ("abort", []) for s in said)
         return said
 
     def _record(self, outputs: EngineCoreOutputs) -> list[Said]:
-        assert outputs.policy_version == self.core.policy_version
+        assert outputs.policy_version == self.core.policy_version or self.config.async_scheduling
         assert len(outputs.sequences) == len(outputs.token_ids) == len(outputs.kv_min_versions)
         for first, count in outputs.num_cached_tokens.items():
             self.num_cached_tokens[self.keys[first][0]] = count
@@ -230,17 +275,24 @@ class Rig:
     def _check(self, said: Said) -> None:
         key = (said.request_id, said.index)
         assert key not in self.ends, f"{key} ended twice"
-        assert len(said.new_token_ids) == (said.finish_reason not in ("abort", "error"))
+        if said.finish_reason not in ("abort", "error"):
+            assert len(said.new_token_ids) == 1
         if said.new_token_ids:
-            assert self.oldest_kv <= said.kv_min_version <= said.policy_version
-            n = self.requests[said.request_id].params.n
-            name = f"{said.index}_{said.request_id}" if n > 1 else said.request_id
-            assert said.kv_min_version == self.executor.kv_min_versions[name]
+            request = self.requests[said.request_id]
+            name = f"{said.index}_{said.request_id}" if request.params.n > 1 else said.request_id
+            had = len(request.prompt_token_ids) + len(self.tokens[key])
+            assert self.drawn[name, had] == (said.policy_version, said.kv_min_version)
         self.tokens[key] += said.new_token_ids
         if said.finish_reason is not None:
             self.ends[key] = said
 
 
+@pytest.fixture(params=["in turn", "ahead", "ahead at once"])
+def make_rig(request: pytest.FixtureRequest) -> Callable[..., Rig]:
+    return partial(Rig, async_scheduling=request.param != "in turn", eager=request.param == "ahead at once")
+
+
 @pytest.fixture
-def make_rig() -> Callable[..., Rig]:
+def make_rig_in_turn() -> Callable[..., Rig]:
+    """For what depends on the step in which something happens."""
     return Rig

@@ -1,4 +1,5 @@
 import logging
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -198,43 +199,35 @@ def test_what_a_failed_step_should_have_forgotten_is_named_again(make_rig):
     rig.add("a", max_tokens=1)
     rig.add("b")
     rig.step()
-    fake, rig.executor = rig.executor, Broken()
+    rig.submit = lambda work: raising(OSError("device lost"))
     rig.step()
-    rig.executor = fake
+    del rig.submit
     rig.assert_clean()
 
 
-class Broken:
-    def execute(self, work):
-        raise OSError("device lost")
-
-
-class Short:
-    def execute(self, work):
-        return ModelRunnerOutput([], None)
+def raising(error):
+    """A result that never comes."""
+    outcome = Future()
+    outcome.set_exception(error)
+    return outcome.result
 
 
 def test_an_executor_that_returns_too_few_tokens_fails_the_step(make_rig):
     rig = make_rig()
-    rig.executor = Short()
+    rig.submit = lambda work: lambda: ModelRunnerOutput([], None)
     rig.add("a")
     rig.step()
     assert "returned 0 token_ids for 1 samples" in rig.ends["a", 0].error
-
-
-class Interrupted:
-    def execute(self, work):
-        raise KeyboardInterrupt
 
 
 def test_after_an_interrupt_the_next_step_delivers_the_ends_of_the_broken_one(make_rig):
     rig = make_rig(max_num_seqs=1)
     rig.add("a")
     rig.add("b")
-    fake, rig.executor = rig.executor, Interrupted()
+    rig.submit = lambda work: raising(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         rig.step()
-    rig.executor = fake
+    del rig.submit
     assert rig.core.has_unfinished_requests()
     rig.run()
     assert (rig.ends["a", 0].finish_reason, rig.ends["b", 0].finish_reason) == ("error", "length")
@@ -244,8 +237,8 @@ def test_after_an_interrupt_the_next_step_delivers_the_ends_of_the_broken_one(ma
 # Counting
 
 
-def test_usage_counts_blocks_of_live_requests_only(make_rig):
-    rig = make_rig(num_blocks=10, block_size=4)
+def test_usage_counts_blocks_of_live_requests_only(make_rig_in_turn):
+    rig = make_rig_in_turn(num_blocks=10, block_size=4)
     rig.add("a", range(8), max_tokens=4)
     rig.step()
     assert rig.core.cache_usage() == pytest.approx(0.2)

@@ -85,8 +85,8 @@ def test_cached_blocks_never_cross_versions(make_rig):
     rig.assert_clean()
 
 
-def test_keep_goes_on_over_old_kv_and_says_so(make_rig):
-    rig = make_rig()
+def test_keep_goes_on_over_old_kv_and_says_so(make_rig_in_turn):
+    rig = make_rig_in_turn()
     rig.add("a", max_tokens=4)
     spans = [rig.step()[0] for _ in range(2)]
     assert rig.commit(5) == 1
@@ -95,8 +95,8 @@ def test_keep_goes_on_over_old_kv_and_says_so(make_rig):
     rig.assert_clean()
 
 
-def test_recompute_makes_the_next_token_exact_under_the_new_policy(make_rig):
-    rig = make_rig()
+def test_recompute_makes_the_next_token_exact_under_the_new_policy(make_rig_in_turn):
+    rig = make_rig_in_turn()
     rig.add("a", n=2, max_tokens=4)
     rig.step()
     assert rig.commit(5, "recompute") == 1

@@ -50,7 +50,7 @@ class Lifecycles(RuleBasedStateMachine):
         """So that verbs find something in flight."""
         self.add(requests)
         if fails:
-            self.rig.fail_at_steps.add(self.rig.core.stats.num_steps)
+            self.rig.fail_at_steps.add(self.rig.next_step)
         self.step(count)
 
     def add(self, requests):
@@ -66,7 +66,7 @@ class Lifecycles(RuleBasedStateMachine):
     @rule(count=st.integers(1, 20))
     def step(self, count):
         for _ in range(count):
-            could = self.lifecycle.can_step
+            could = self.lifecycle.can_step or self.rig.core._untold
             said = self.rig.step()
             assert could or not any(each.new_token_ids for each in said)
 
@@ -114,6 +114,7 @@ class Lifecycles(RuleBasedStateMachine):
     @rule(running_too=st.booleans(), before=BEFORE)
     def reset_prefix_cache(self, running_too, before):
         self.prepare(*before)
+        self.rig.core.quiesce()
         held = self.rig.core.cache_usage() > 0
         assert self.rig.core.reset_prefix_cache(reset_running_requests=running_too) == (running_too or not held)
         if running_too:

@@ -84,7 +84,7 @@ class Monkey:
         assert num_live == self.rig.core.num_unfinished_requests
 
     def spoil_step(self):
-        self.rig.fail_at_steps.add(self.rig.core.stats.num_steps)
+        self.rig.fail_at_steps.add(self.rig.next_step)
 
     def spoil_token(self):
         live = [key for key in self.rig.tokens if key not in self.rig.ends]

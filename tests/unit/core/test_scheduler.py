@@ -10,8 +10,8 @@ def rows(rig):
     return [{row.request_id: row.num_tokens for row in work.scheduled} for work in rig.works]
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences(make_rig):
-    rig = make_rig(max_num_batched_tokens=8)
+def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences(make_rig_in_turn):
+    rig = make_rig_in_turn(max_num_batched_tokens=8)
     rig.add("a", [50] * 4)
     rig.step()
     rig.add("b", range(20))
@@ -51,8 +51,8 @@ def test_waiting_requests_run_by_priority_then_arrival(make_rig):
     rig.assert_clean()
 
 
-def test_a_waiting_request_of_higher_priority_does_not_displace_a_running_one(make_rig):
-    rig = make_rig(max_num_seqs=1)
+def test_a_waiting_request_of_higher_priority_does_not_displace_a_running_one(make_rig_in_turn):
+    rig = make_rig_in_turn(max_num_seqs=1)
     rig.add("runs")
     rig.step()
     rig.add("urgent", priority=-1)
@@ -156,8 +156,8 @@ def test_parked_samples_and_waiting_requests_stand_in_one_order(make_rig):
     rig.assert_clean()
 
 
-def test_references_of_parked_samples_are_dropped_before_anything_running_is_preempted(make_rig):
-    rig = make_rig(num_blocks=7, block_size=4, max_num_seqs=2)
+def test_references_of_parked_samples_are_dropped_before_anything_running_is_preempted(make_rig_in_turn):
+    rig = make_rig_in_turn(num_blocks=7, block_size=4, max_num_seqs=2)
     rig.add("a", range(6), n=4, max_tokens=9)
     while not rig.core.stats.num_references_dropped:
         rig.step()
@@ -177,8 +177,8 @@ def test_more_samples_than_slots_and_blocks_still_all_finish(make_rig, num_block
     rig.assert_clean()
 
 
-def test_a_waiting_request_of_higher_priority_takes_blocks_from_parked_samples_when_nothing_runs(make_rig):
-    rig = make_rig(num_blocks=4, block_size=4, max_num_seqs=1)
+def test_a_waiting_request_of_higher_priority_takes_blocks_from_parked_samples_when_nothing_runs(make_rig_in_turn):
+    rig = make_rig_in_turn(num_blocks=4, block_size=4, max_num_seqs=1)
     rig.add("a", range(9), n=3, max_tokens=3)
     rig.step()
     rig.add("urgent", [30] * 14, max_tokens=3, priority=-1)
@@ -219,9 +219,9 @@ def test_a_preempted_sequence_returns_on_the_blocks_that_are_still_cached(make_r
     rig.assert_clean()
 
 
-def test_prompts_to_score_share_a_limit_that_others_do_not_wait_for(make_rig, monkeypatch):
+def test_prompts_to_score_share_a_limit_that_others_do_not_wait_for(make_rig_in_turn, monkeypatch):
     monkeypatch.setattr(door, "_MAX_PROMPT_LOGITS", 6 * 97 + 96)
-    rig = make_rig(max_num_batched_tokens=32)
+    rig = make_rig_in_turn(max_num_batched_tokens=32)
     rig.add("plain", [50] * 4)
     rig.add("a", range(10), prompt_logprobs=0, max_tokens=2)
     rig.step()
