@@ -75,7 +75,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def schedules_ahead(self) -> bool:
         """What `async_scheduling` comes to."""
-        return self.async_scheduling is not False
+        return self.async_scheduling is True
 
     def check(self) -> None:
         if KV_TILE % self.block_size:

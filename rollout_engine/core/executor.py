@@ -20,9 +20,9 @@ class Executor(Protocol):
 
         The same goes for a token that could not be drawn: what is computed on from it is told to nobody.
 
-        An exception in place of the result fails the sequences scheduled in this step. Nobody asks for the results of
-        steps behind it, which may run or not, and the next `work.finished` names everything that any of these steps
-        named or introduced: forgetting an unknown id is a no-op.
+        An exception in place of the result fails the sequences scheduled in this step; nothing runs when it is raised.
+        Nobody asks for the results of steps behind it, which may have run or not. The next `work.finished` names
+        everything that any of these steps named or introduced: forgetting an unknown id is a no-op.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 from rollout_engine.messages import ModelRunnerOutput
 
@@ -14,9 +15,9 @@ class StepThread:
         self._last: Future[ModelRunnerOutput] | None = None
 
     def submit(self, step: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
-        """Run `step` behind those before it; returns what waits for its result."""
-        self._last = self._pool.submit(step)
-        return self._last.result
+        """Run `step` behind those before it; returns what waits for its result. When that raises, nothing runs."""
+        self._last = future = self._pool.submit(step)
+        return partial(self._result, future)
 
     def rest(self) -> None:
         """Wait until nothing runs, whether or not its result was asked for."""
@@ -27,3 +28,10 @@ class StepThread:
     def close(self) -> None:
         """Wait, and end the thread."""
         self._pool.shutdown()
+
+    def _result(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
+        try:
+            return future.result()
+        except BaseException:  # its own, or an interrupt of the wait
+            self.rest()
+            raise

@@ -391,6 +391,7 @@ def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
     tokenizer = "none" if config.skip_tokenizer_init else config.tokenizer or config.model
     return (
         f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "
-        f"max_num_batched_tokens {config.max_num_batched_tokens}, tokenizer {tokenizer}, "
+        f"max_num_batched_tokens {config.max_num_batched_tokens}, "
+        f"async scheduling {'on' if config.schedules_ahead else 'off'}, tokenizer {tokenizer}, "
         f"end ids {info.eos_token_ids}, seed {config.seed}"
     )

@@ -196,6 +196,7 @@ def _counters(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
         ("tokens_recomputed", "Tokens computed again, after their KV was given up.", core.num_recomputed_tokens),
         ("tokens_looked_up", "Tokens of sequences looked up in the prefix cache.", core.num_looked_up_tokens),
         ("tokens_cached", "Those of them found there, under the live version.", core.num_cached_tokens),
+        ("tokens_surplus", "Tokens computed past an end that was not known yet.", core.num_surplus_tokens),
         ("preemptions", "Running sequences that lost their blocks.", core.num_preemptions),
         ("update_bytes", "Bytes of the weights that complete updates brought.", core.updates.num_bytes),
     ]

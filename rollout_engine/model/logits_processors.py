@@ -13,6 +13,7 @@
 A processor sees one row at a time, a float32 copy that is its own to change, after penalties and bias and before the
 masks: it can neither reach another request's logits nor bring back a token that the request forbids. Keep no state
 of a sequence: work it out from its tokens, so that forked, preempted and replayed requests sample the same tokens.
+With `async_scheduling` it may see a sequence one token past its end; what comes of that row is dropped.
 """
 
 import importlib

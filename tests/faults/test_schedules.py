@@ -17,9 +17,9 @@ def leftovers():
     return Leftovers()
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint, leftovers):
-    with AsyncLLM(checkpoint, **OPTIONS) as engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"])
+def engine(request, checkpoint, leftovers):
+    with AsyncLLM(checkpoint, **OPTIONS, async_scheduling=request.param) as engine:
         yield engine
 
 

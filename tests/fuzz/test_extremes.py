@@ -56,6 +56,7 @@ CONFIG_EXTREMES = {
     "max_num_seqs": [1, 2**20, 0],
     "max_num_batched_tokens": [1, 7, 2**30, 0],
     "enable_prefix_caching": [False, True, "yes"],
+    "async_scheduling": [False, True, "auto", "perhaps"],
     "seed": [0, 2**63 - 1, 2**63],
     "deterministic": [True, False, "auto", "sometimes"],
     "num_threads": [1, 2, 0, 10**6],

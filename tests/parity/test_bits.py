@@ -37,6 +37,7 @@ def draw_engine(rng):
         max_num_seqs=rng.choice([2, 5, 64]),
         enable_prefix_caching=rng.random() < 0.7,
         num_threads=rng.choice([1, 2]),
+        async_scheduling=rng.random() < 0.5,
     )
 
 
