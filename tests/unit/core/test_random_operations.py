@@ -6,7 +6,7 @@ import pytest
 
 from rollout_engine.core import door
 
-NUM_OPERATIONS = 2_000
+NUM_OPERATIONS = 1_500
 SALTS = ("", "", "", "tenant")
 
 SHAPES = {
