@@ -43,7 +43,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most tokens computed in one step; longer prompts are computed in chunks."""
     async_scheduling: bool | Literal["auto"] = "auto"
     """Prepare the next step while one runs: same tokens, same log-probs. "auto": off on a CPU, which computes on the
-    cores that would prepare (decisions/0003)."""
+    cores that would prepare (decisions/0004)."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes computed under the same policy version."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
