@@ -20,8 +20,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences(make_rig_i
     rig.assert_clean()
 
 
-def test_prompts_are_computed_in_smaller_chunks_while_others_decode(make_rig):
-    rig = make_rig(max_prefill_beside_decode=6)
+def test_prompts_are_computed_in_smaller_chunks_while_others_decode(make_rig_in_turn):
+    rig = make_rig_in_turn(max_prefill_beside_decode=6)
     rig.add("a", range(20), max_tokens=6)
     rig.step()
     rig.add("b", range(30, 40), max_tokens=1)
@@ -31,8 +31,8 @@ def test_prompts_are_computed_in_smaller_chunks_while_others_decode(make_rig):
     rig.assert_clean()
 
 
-def test_samples_of_a_computed_prompt_join_a_step_without_room_for_more_prompts(make_rig):
-    rig = make_rig(max_prefill_beside_decode=4)
+def test_samples_of_a_computed_prompt_join_a_step_without_room_for_more_prompts(make_rig_in_turn):
+    rig = make_rig_in_turn(max_prefill_beside_decode=4)
     rig.add("a", range(8), n=3, max_tokens=4)
     rig.step()
     rig.add("urgent", range(50, 64), priority=-1, max_tokens=1)
