@@ -7,6 +7,7 @@ whether there is such a row).
 import triton
 import triton.language as tl
 
+from rollout_engine.kernels.triton.rounding import narrow
 from rollout_engine.kernels.triton.softmax import LOG2_E, LOWEST, dot, joined, tanh
 from rollout_engine.kernels.triton.work import COLUMNS
 from rollout_engine.kernels.triton.writing import store_parts, write
@@ -176,7 +177,7 @@ def _attend_tiles(
         share = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
         total = total * share + tl.sum(weights, 1)
-        acc = dot(weights.to(v.dtype), v, acc * share[:, None])
+        acc = dot(narrow(weights, v.dtype), v, acc * share[:, None])
         top = new_top
     return acc, top, total
 

@@ -7,17 +7,18 @@ the sum of 2^(score - top), and the values weighted so (Milakov and Gimelshein 2
 import triton
 import triton.language as tl
 
+from rollout_engine.kernels.triton.rounding import INTERPRETED
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e30)
 """`top` of an empty part. Finite, so that differences are numbers, and an empty part changes no bit of another."""
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b in float32."""
-    if _INTERPRETED:  # the interpreter keeps bfloat16 as integers, and multiplies those
+    if INTERPRETED:  # it keeps bfloat16 as integers, and multiplies those
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from rollout_engine.kernels.triton.rounding import narrow
 from rollout_engine.kernels.triton.softmax import LN_2
 
 
@@ -27,7 +28,7 @@ def write(output, token, q_head, keep, acc, top, total, SHAPE: tl.constexpr):
         column = tl.arange(0, SHAPE.block_v)
         kept = keep[:, None] & (column < SHAPE.dim_v)[None, :]
         place = token * output.token_stride + q_head * output.head_stride
-        result = (acc / total[:, None]).to(output.data.dtype.element_ty)
+        result = narrow(acc / total[:, None], output.data.dtype.element_ty)
         tl.store(output.data + place[:, None] + column[None, :], result, mask=kept)
         if SHAPE.writes_lse:
             tl.store(output.lse + row, (top + tl.log2(total)) * LN_2, mask=keep)

@@ -94,7 +94,7 @@ def test_sinks_take_their_share_once_however_an_item_is_cut(tiling, device):
 def test_half_precision_loses_no_more_than_its_rounding(tiling, device):
     ends = [33, 64]
     contexts = Contexts(ends, (4, 2), (32, 32), dtype=torch.bfloat16, device=device)
-    check(contexts, ends, [1, 1], tiling, Scoring(0.2), tokens_per_item=1, programs=3, atol=2e-2)
+    check(contexts, ends, [1, 1], tiling, Scoring(0.2), tokens_per_item=1, programs=3, atol=8e-3)
 
 
 def test_one_long_context_is_joined_from_many_programs(device):
