@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_engine.kernels.scoring import Scoring
 from rollout_engine.kernels.triton import tiling
 from rollout_engine.kernels.triton.dense import attend_dense
+from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention, Prefixes
+from rollout_engine.kernels.triton.rotary import Rotary, rotate_and_write
 from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
 from tests.unit.kernels.triton.paged import Contexts, starts_of
 
@@ -89,6 +92,41 @@ def test_in_order_engine_and_trainer_compute_the_same_bits(contexts):
         ends = [end if i == sequence else 1 for i in range(5)]
         expected = contexts.expected(ends, ends, SCORING)[1][sequence : sequence + end]
         torch.testing.assert_close(lse[0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sequence_is_written_and_read_chunk_by_chunk(device):
+    length, block_size = 45, 16
+    q, k, v = (torch.randn(length, heads, DIM, device=device) for heads in (6, 2, 2))
+    angles = torch.arange(length, device=device)[:, None] * 0.9 ** torch.arange(DIM // 2, device=device)
+    rotary = Rotary(*(table.repeat(1, 2) for table in (angles.cos(), angles.sin())))
+    table = torch.tensor([[4, 1, 3]], dtype=torch.int32, device=device)
+    layer = KVLayer.zeros(5, 2, block_size, DIM, DIM, dtype=torch.float32, device=device)
+    attention = PagedAttention(
+        Heads(*HEADS, DIM, DIM, torch.float32), Limits(length, 1, length), device, num_processors=2
+    )
+    outs = []
+    for start, end in ((0, 30), (30, 44), (44, 45)):
+        positions = torch.arange(start, end, device=device)
+        slots = table[0, positions // block_size] * block_size + positions % block_size
+        rotated = torch.empty_like(q[start:end])
+        rotate_and_write(q[start:end], k[start:end], v[start:end], positions, slots, rotary, layer, rotated)
+        lens = torch.tensor([end], dtype=torch.int32, device=device)
+        attention.plan(Batch(starts_of([end - start], device), lens, table, int(end - start == 1)), {0})
+        outs.append(torch.empty_like(rotated))
+        attention.attend(rotated, layer, SCORING, outs[-1])
+    expected = plain(rotate(q, rotary), rotate(k, rotary), v)
+    torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
+
+
+def rotate(x, rotary):
+    low, high = x.chunk(2, -1)
+    return x * rotary.cos[:, None] + torch.cat([-high, low], -1) * rotary.sin[:, None]
+
+
+def plain(q, k, v):
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCORING.scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def test_tilings_fit_a_multiprocessor_and_hold_every_group():
