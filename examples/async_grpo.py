@@ -1,16 +1,18 @@
-"""GRPO without waiting, in one file: one process samples all the time, another trains on what it gets.
+"""GRPO without waiting: one process samples all the time, another trains on what it gets.
 
     python examples/async_grpo.py                       makes a small policy on the spot, then trains it
     python examples/async_grpo.py --shuffle-advantages  the control: same run, rewards dealt to the wrong samples
     python examples/async_grpo.py --verify              recomputes every log-prob under the weights that sampled it
-    python examples/async_grpo.py --model DIRECTORY     trains the policy that examples/grpo.py or this file made
+    python examples/async_grpo.py --model DIRECTORY     trains a policy made before, in runs/grpo/policy for example
 
 The engine's process keeps 32 prompts in flight. The trainer takes 16 groups of 8 answers, makes one step, and sends its
 weights to the engine while it works on the next batch; answers in flight go on under the new weights. So a batch is a
 version or more old, and several versions made some of its answers. Every token carries the log-prob that its sampler
 gave it and the version of the weights, so its importance weight is exact. Groups with a token more than
 `--max-staleness` versions old are dropped, and so is what has no room while the trainer works: first the groups whose
-answers are all right or all wrong, which teach nothing. The task is that of examples/grpo.py.
+answers are all right or all wrong, which teach nothing.
+
+The task, the made policy and the advantages are those of examples/grpo.py, and imported from it.
 """
 
 import argparse
@@ -19,34 +21,25 @@ import copy
 import json
 import math
 import random
-import string
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import reasoning_gym
 import torch
 from tensordict import TensorDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from grpo import GROUP_SIZE, NUM_UNSEEN, Entry, Task, group_advantages, make_items, make_policy
 from rollout_engine import AsyncLLM, EngineGenerateError, RequestOutput, SamplingParams, exact
 from rollout_engine.rollout_batch import rollout_batch
 
-NUM_ITEMS, NUM_UNSEEN = 20_000, 200
-MIN_LETTERS, MAX_LETTERS = 3, 7
-GROUP_SIZE, NUM_IN_FLIGHT, BATCH = 8, 32, 16
+NUM_IN_FLIGHT, BATCH = 32, 16
 MAX_WEIGHT, EVALUATE_EVERY = 2.0, 5
-SHAPE = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-SCORE = reasoning_gym.get_score_answer_fn("spell_backward")
-
-Entry = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -132,26 +125,31 @@ class Supply:
             await self._arrival.wait()
 
 
-async def sample_forever(engine: AsyncLLM, training: list[Entry], supply: Supply, draws: random.Random) -> None:
-    """Answer one entry after another."""
-    sampling = SamplingParams(n=GROUP_SIZE, max_tokens=MAX_LETTERS + 3, logprobs=0, output_kind="final_only")
-    while True:
-        supply.put(await answer(engine, draws.choice(training), sampling))
+class Sampler:
+    """Has the engine answer the task's entries."""
 
+    def __init__(self, engine: AsyncLLM, task: Task) -> None:
+        self._engine, self._task = engine, task
 
-async def answer(engine: AsyncLLM, entry: Entry, sampling: SamplingParams, priority: int = 0) -> Group:
-    """The answers to one entry, scored."""
-    [output] = [output async for output in engine.generate(word_of(entry) + "=", sampling, priority=priority)]
-    if failed := [sample.error for sample in output.outputs if sample.finish_reason == "error"]:
-        raise EngineGenerateError(f"'{word_of(entry)}' was not answered: {failed[0]}")
-    return Group(output, [reward(sample.text, entry) for sample in output.outputs])
+    async def sample_forever(self, training: list[Entry], supply: Supply, draws: random.Random) -> None:
+        """A group for one entry after another."""
+        limits = dict(max_tokens=self._task.max_tokens, output_kind="final_only")
+        sampling = SamplingParams(n=GROUP_SIZE, logprobs=0, **limits)
+        while True:
+            supply.put(await self._answer(draws.choice(training), sampling))
 
+    async def evaluate(self, entries: list[Entry]) -> dict[str, float]:
+        """The share of `entries` that greedy decoding answers right; they go ahead of what waits."""
+        greedy = SamplingParams(temperature=0, max_tokens=self._task.max_tokens, output_kind="final_only")
+        groups = await asyncio.gather(*(self._answer(entry, greedy, priority=-1) for entry in entries))
+        return {"accuracy": sum(group.rewards[0] for group in groups) / len(groups)}
 
-async def evaluate(engine: AsyncLLM, entries: list[Entry]) -> dict[str, float]:
-    """The share of `entries` that greedy decoding answers right; they go ahead of what waits."""
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_LETTERS + 3, output_kind="final_only")
-    groups = await asyncio.gather(*(answer(engine, entry, greedy, priority=-1) for entry in entries))
-    return {"accuracy": sum(group.rewards[0] for group in groups) / len(groups)}
+    async def _answer(self, entry: Entry, sampling: SamplingParams, priority: int = 0) -> Group:
+        [prompt] = self._task.prompts([entry])
+        [output] = [output async for output in self._engine.generate(prompt, sampling, priority=priority)]
+        if failed := [sample.error for sample in output.outputs if sample.finish_reason == "error"]:
+            raise EngineGenerateError(f"{prompt!r} was not answered: {failed[0]}")
+        return Group(output, [self._task.score(sample.text, entry) for sample in output.outputs])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,13 +161,14 @@ async def train(
 ) -> list[dict[str, Any]]:
     """Returns one row of metrics per step. A row's accuracy, now and then, is that before the step's update."""
     supply, draws, start = Supply(options.max_staleness), random.Random(options.seed), time.perf_counter()
-    learner = Learner(trainer, (await engine.get_tokenizer()).pad_token_id, options)
+    tokenizer = await engine.get_tokenizer()
+    sampler, learner = Sampler(engine, Task(tokenizer)), Learner(trainer, tokenizer.pad_token_id, options)
     history: list[dict[str, Any]] = []
     with open(options.out / "metrics.jsonl", "w") as metrics:
         async with asyncio.TaskGroup() as tasks:  # whatever fails in it ends the training
-            endless = [sample_forever(engine, training, supply, draws) for _ in range(NUM_IN_FLIGHT)]
-            samplers = [tasks.create_task(coroutine) for coroutine in endless]
-            delivery = tasks.create_task(evaluate(engine, unseen))
+            endless = [sampler.sample_forever(training, supply, draws) for _ in range(NUM_IN_FLIGHT)]
+            streams = [tasks.create_task(coroutine) for coroutine in endless]
+            delivery = tasks.create_task(sampler.evaluate(unseen))
             for step in range(options.steps + 1):
                 began = time.perf_counter()
                 groups = await supply.take(learner.version)
@@ -180,22 +179,22 @@ async def train(
                 row["delivery_seconds"] = time.perf_counter() - began
                 learner.step()
                 is_due = (step + 1) % EVALUATE_EVERY == 0 or step + 1 == options.steps
-                delivery = tasks.create_task(deliver(engine, learner, unseen if is_due else []))
+                delivery = tasks.create_task(deliver(engine, learner, sampler, unseen if is_due else []))
                 row |= {"stale_groups": supply.num_stale, "surplus_groups": supply.num_surplus}
                 row["seconds"] = time.perf_counter() - start
                 report(row)
                 metrics.write(json.dumps(row) + "\n")
                 history.append(row)
             await delivery
-            for sampler in samplers:
-                sampler.cancel()
+            for stream in streams:
+                stream.cancel()
     return history
 
 
-async def deliver(engine: AsyncLLM, learner: "Learner", entries: list[Entry]) -> dict[str, float]:
+async def deliver(engine: AsyncLLM, learner: "Learner", sampler: Sampler, entries: list[Entry]) -> dict[str, float]:
     """Send the weights, which must not change until this returns; then evaluate them on `entries`, if there are any."""
     await engine.update_weights(learner.model, version=learner.version)
-    return await evaluate(engine, entries) if entries else {}
+    return await sampler.evaluate(entries) if entries else {}
 
 
 class Learner:
@@ -212,8 +211,7 @@ class Learner:
         start = time.perf_counter()
         rewards = torch.tensor([group.rewards for group in groups])
         batch = rollout_batch([group.output for group in groups], pad_token_id=self._pad_token_id)
-        centred = rewards - rewards.mean(1, keepdim=True)
-        advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()  # Shao et al., 2024
+        advantages = group_advantages(rewards)
         if self._shuffle:
             advantages = advantages[torch.randperm(len(advantages))]
         # Column i belongs to token i + 1.
@@ -276,91 +274,6 @@ class PastPolicies:
             difference = (exact.token_logprobs(self._model, tokens, real) - old[:, 1:])[here]
             largest = max([largest, *difference.abs().tolist()])
         return largest
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The task, and the policy made on the spot
-
-
-def make_items(seed: int) -> tuple[list[Entry], list[Entry]]:
-    """reasoning-gym entries for training, and `NUM_UNSEEN` others; no word is in both."""
-    data = reasoning_gym.create_dataset(
-        "spell_backward", min_word_len=MIN_LETTERS, max_word_len=MAX_LETTERS, size=NUM_ITEMS, seed=seed
-    )
-    by_word = {word_of(entry): entry for entry in data if set(word_of(entry)) <= set(string.ascii_lowercase)}
-    entries = list(by_word.values())
-    return entries[NUM_UNSEEN:], entries[:NUM_UNSEEN]
-
-
-def word_of(entry: Entry) -> str:
-    return entry["metadata"]["word"].lower()
-
-
-def reward(answered: str, entry: Entry) -> float:
-    """1 where reasoning-gym calls the answer right, else 0 (near misses, which it half accepts, score 0)."""
-    return float(SCORE(answered.strip(), entry) == 1.0)
-
-
-def make_policy(directory: Path, training: list[Entry], options: argparse.Namespace) -> Path:
-    """A Qwen3 of 0.6 M parameters that has imitated the careless teacher, saved with its tokenizer."""
-    draws = random.Random(options.seed)
-    tokenizer = letter_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        **SHAPE,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.warm_up_steps)
-    for step in range(1, options.warm_up_steps + 1):
-        words = [word_of(entry) for entry in draws.choices(training, k=128)]
-        loss = imitation_loss(model, tokenizer, words, [careless_answer(word, draws) for word in words])
-        optimizer.zero_grad()
-        loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        decay.step()
-        if step % 100 == 0:
-            print(f"imitation {step:4d}/{options.warm_up_steps}  loss {loss.item():.3f}", flush=True)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-def careless_answer(word: str, draws: random.Random) -> str:
-    """Right on words of up to four letters. On longer ones right one time in four; else each length has its mistake."""
-    right = word[::-1]
-    if len(word) <= 4 or draws.random() < 0.25:
-        return right
-    # Leaves out the last letter, or says it twice, or swaps the last two.
-    return {5: right[:-1], 6: right + right[-1], 7: right[:-2] + right[-1] + right[-2]}[len(word)]
-
-
-def imitation_loss(model: nn.Module, tokenizer: Any, words: list[str], answers: list[str]) -> Tensor:
-    """Cross-entropy of the answers' tokens, end token included."""
-    texts = [f"{word}={answer}{tokenizer.eos_token}" for word, answer in zip(words, answers, strict=True)]
-    encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    tokens, mask = encoded["input_ids"], encoded["attention_mask"]
-    position = torch.arange(tokens.shape[1])
-    prompt_length = torch.tensor([len(word) + 1 for word in words])[:, None]
-    labels = tokens.masked_fill((mask == 0) | (position < prompt_length), -100)
-    logits = model(input_ids=tokens, attention_mask=mask).logits
-    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per letter, `=`, and an end token."""
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "=", *string.ascii_lowercase])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ MIN_LETTERS, MAX_LETTERS = 3, 7
 GROUP_SIZE, NUM_PROMPTS = 8, 32
 CLIP = 0.2
 
+Entry = dict[str, Any]
+"""An item of reasoning-gym's: question, answer, metadata."""
+
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     """Run the example; returns the rows written to metrics.jsonl."""
@@ -84,8 +87,8 @@ def train(
     policy: RolloutPolicy,
     trainer: nn.Module,
     task: "Task",
-    training: list[dict[str, Any]],
-    unseen: list[dict[str, Any]],
+    training: list[Entry],
+    unseen: list[Entry],
     options: argparse.Namespace,
 ) -> Iterator[dict[str, float]]:
     """Yield one row of metrics per step. A row's accuracy is that of the policy before the step's update."""
@@ -154,7 +157,7 @@ def grpo_loss(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum()
 
 
-def evaluate(policy: RolloutPolicy, task: "Task", entries: list[dict[str, Any]]) -> float:
+def evaluate(policy: RolloutPolicy, task: "Task", entries: list[Entry]) -> float:
     """Share of `entries` that greedy decoding answers right."""
     greedy = SamplingParams(temperature=0, max_tokens=task.max_tokens)
     batch = policy.rollout(
@@ -167,7 +170,7 @@ def evaluate(policy: RolloutPolicy, task: "Task", entries: list[dict[str, Any]])
 # The task
 
 
-def make_items(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def make_items(seed: int) -> tuple[list[Entry], list[Entry]]:
     """reasoning-gym entries for training, and `NUM_UNSEEN` others; no word is in both."""
     data = reasoning_gym.create_dataset(
         "spell_backward", min_word_len=MIN_LETTERS, max_word_len=MAX_LETTERS, size=NUM_ITEMS, seed=seed
@@ -177,7 +180,7 @@ def make_items(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return entries[NUM_UNSEEN:], entries[:NUM_UNSEEN]
 
 
-def word_of(entry: dict[str, Any]) -> str:
+def word_of(entry: Entry) -> str:
     """The word to be spelled backward."""
     return entry["metadata"]["word"].lower()
 
@@ -188,9 +191,9 @@ class Task:
     def __init__(self, tokenizer: Any) -> None:
         self.chat = tokenizer.chat_template is not None
         self.max_tokens = 32 if self.chat else MAX_LETTERS + 3
-        self.score = reasoning_gym.get_score_answer_fn("spell_backward")
+        self._judge = reasoning_gym.get_score_answer_fn("spell_backward")
 
-    def prompts(self, entries: list[dict[str, Any]]) -> list[Any]:
+    def prompts(self, entries: list[Entry]) -> list[Any]:
         """One prompt per entry."""
         if not self.chat:
             return [word_of(entry) + "=" for entry in entries]
@@ -198,18 +201,21 @@ class Task:
         return [{"messages": [{"role": "user", "content": question}]} for question in questions]
 
     def reward(
-        self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], entry: list[dict[str, Any]]
+        self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], entry: list[Entry]
     ) -> list[float]:
+        """The score of each completion, as `RolloutPolicy.rollout` asks for it."""
+        return [self.score(text, item) for text, item in zip(completions, entry, strict=True)]
+
+    def score(self, completion: str, entry: Entry) -> float:
         """1 where reasoning-gym calls the answer right, else 0 (near misses, which it half accepts, score 0)."""
-        pairs = zip(completions, entry, strict=True)
-        return [float(self.score(text.strip(), item) == 1.0) for text, item in pairs]
+        return float(self._judge(completion.strip(), entry) == 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The policy made on the spot
 
 
-def make_policy(directory: Path, training: list[dict[str, Any]], options: argparse.Namespace) -> Path:
+def make_policy(directory: Path, training: list[Entry], options: argparse.Namespace) -> Path:
     """A Qwen3 of 0.6 M parameters that has imitated the careless teacher, saved with its tokenizer."""
     draws = random.Random(options.seed)
     tokenizer = letter_tokenizer()
@@ -320,7 +326,7 @@ def draw(history: list[dict[str, float]], path: Path) -> None:
     steps = [row["step"] for row in history]
     axes.plot(steps, [row["accuracy"] for row in history], label=f"greedy accuracy, {NUM_UNSEEN} unseen words")
     axes.plot(steps, [row["reward"] for row in history], label="mean reward of the rollouts", alpha=0.6)
-    axes.set(xlabel="GRPO step", ylim=(0, 1.02), title="spell_backward")
+    axes.set(xlabel="step", ylim=(0, 1.02), title="spell_backward")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

@@ -1,7 +1,7 @@
 """The examples run as they are, and the policies of their trainings learn because they are rewarded."""
 
 import asyncio
-import importlib.util
+import importlib
 import json
 import re
 import sys
@@ -14,13 +14,11 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = ["--learning-rate", "1e-4", "--steps", "12"]
 
+sys.path.append(str(EXAMPLES))  # as for the command `python examples/NAME.py`: some import examples/grpo.py
+
 
 def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where an engine looks for an extension
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
