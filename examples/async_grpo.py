@@ -5,12 +5,12 @@
     python examples/async_grpo.py --verify              recomputes every log-prob under the weights that sampled it
     python examples/async_grpo.py --model DIRECTORY     trains a policy made before, in runs/grpo/policy for example
 
-The engine's process keeps 32 prompts in flight. The trainer takes 16 groups of 8 answers, makes one step, and sends its
-weights to the engine while it works on the next batch; answers in flight go on under the new weights. So a batch is a
-version or more old, and several versions made some of its answers. Every token carries the log-prob that its sampler
-gave it and the version of the weights, so its importance weight is exact. Groups with a token more than
-`--max-staleness` versions old are dropped, and so is what has no room while the trainer works: first the groups whose
-answers are all right or all wrong, which teach nothing.
+The engine's process keeps up to 32 prompts in flight. The trainer takes 16 groups of 8 answers, makes one step, and
+sends its weights to the engine while it works on the next batch; answers in flight go on under the new weights. So a
+batch is a version or more old, and several versions made some of its answers. Every token carries the log-prob that its
+sampler gave it and the version of the weights, so its importance weight is exact. Groups with a token more than
+`--max-staleness` versions old are dropped. While the trainer works, so are groups whose answers are all right or all
+wrong, which teach nothing: later ones take their place, until a whole batch that teaches waits; then the engine rests.
 
 The task, the made policy and the advantages are those of examples/grpo.py, and imported from it.
 """
@@ -102,7 +102,7 @@ class Supply:
         self.max_staleness = max_staleness
         self.num_stale = self.num_surplus = 0
         self._waiting: list[Group] = []
-        self._arrival = asyncio.Event()
+        self._arrival, self._departure = asyncio.Event(), asyncio.Event()
 
     def put(self, group: Group) -> None:
         """Add a group; where there is no room, the oldest flat one is dropped, or else the oldest."""
@@ -112,14 +112,21 @@ class Supply:
             self.num_surplus += 1
         self._arrival.set()
 
+    async def need(self) -> None:
+        """Return once another group can make the next batch better: it is not whole, or some of it is flat."""
+        while len(self._waiting) == BATCH and not any(group.is_flat for group in self._waiting):
+            self._departure.clear()
+            await self._departure.wait()
+
     async def take(self, version: int) -> list[Group]:
         """The next batch for a trainer whose weights are `version`: no token in it is more than `max_staleness` old."""
         while True:
             fresh = [group for group in self._waiting if version - group.oldest_version <= self.max_staleness]
             self.num_stale += len(self._waiting) - len(fresh)
-            self._waiting = fresh
-            if len(fresh) == BATCH:
-                self._waiting = []
+            is_whole = len(fresh) == BATCH
+            self._waiting = [] if is_whole else fresh
+            self._departure.set()
+            if is_whole:
                 return fresh
             self._arrival.clear()
             await self._arrival.wait()
@@ -132,10 +139,11 @@ class Sampler:
         self._engine, self._task = engine, task
 
     async def sample_forever(self, training: list[Entry], supply: Supply, draws: random.Random) -> None:
-        """A group for one entry after another."""
+        """A group for one entry after another, while one is needed."""
         limits = dict(max_tokens=self._task.max_tokens, output_kind="final_only")
         sampling = SamplingParams(n=GROUP_SIZE, logprobs=0, **limits)
         while True:
+            await supply.need()
             supply.put(await self._answer(draws.choice(training), sampling))
 
     async def evaluate(self, entries: list[Entry]) -> dict[str, float]:

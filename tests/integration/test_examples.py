@@ -219,6 +219,29 @@ def test_async_grpo_gives_up_flat_groups_first_and_then_the_oldest():
     assert supply.num_surplus == 2
 
 
+def test_async_grpo_asks_for_no_more_while_a_whole_batch_that_teaches_waits():
+    example = load("async_grpo")
+    supply, group_of = example.Supply(max_staleness=1), group_maker(example)
+
+    async def run():
+        for rewards in [[0.0, 0.0]] + [[0.0, 1.0]] * (example.BATCH - 1):
+            await supply.need()
+            supply.put(group_of(0, rewards))
+        await supply.need()  # instead of the flat one
+        supply.put(group_of(0, [0.0, 1.0]))
+        for version in (1, 2):  # a batch is taken, then one is found to be too old
+            needing = asyncio.create_task(supply.need())
+            await asyncio.sleep(0)
+            assert not needing.done()
+            taking = asyncio.create_task(supply.take(version))
+            await needing
+            for _ in range(example.BATCH):
+                supply.put(group_of(0, [0.0, 1.0]))
+            taking.cancel()
+
+    asyncio.run(run())
+
+
 def test_async_grpo_drops_groups_with_a_token_that_is_too_old():
     example = load("async_grpo")
     supply, group_of = example.Supply(max_staleness=1), group_maker(example)
