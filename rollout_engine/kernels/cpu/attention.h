@@ -5,6 +5,9 @@
 
 #include "team.h"
 
+constexpr int ATTENTION_TILE = 64;         // positions, counted from 0
+constexpr int ATTENTION_ITEM_TOKENS = 32;  // query tokens of one work item at most: their state stays in the L2 cache
+
 // Rows that are computed together.
 struct AttentionItem {
     int32_t first_member, num_members;  // in `members`
@@ -21,6 +24,9 @@ struct AttentionPlan {
     int32_t* members;               // [N], out
     AttentionItem* items;           // [N + num_tokens / 32], out
     int32_t num_sequences, block_size, num_items, items_wanted;
+
+    int64_t chunk_length(int s) const { return token_starts[s + 1] - token_starts[s]; }
+    int64_t table_length(int s) const { return (first_position[s] + chunk_length(s) - 1) / block_size + 1; }
 };
 
 // One layer. Strides are in elements; the last dimension is dense. Mirrored in attention.py.

@@ -16,7 +16,7 @@ from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.scoring import Scoring
 
 DENSE_BLOCK_SIZE = 64
-_ITEM_TOKENS = 32  # ITEM_TOKENS of attention.cpp
+_ITEM_TOKENS = 32  # ATTENTION_ITEM_TOKENS of attention.h
 _BYTES_PER_ITEM = 20
 
 

@@ -1,37 +1,25 @@
 // x [R, K] @ W[N, K]^T + bias -> [R, N], every row the same bits in any batch, at any place, on any number of threads.
 //
 // Each output element is one chain of float32 accumulations over K, first to last, whatever the blocking around it:
-// rows are independent by construction. Threads share out columns and rows, never K.
-//
-// Weights are packed into panels of 32 columns; a *unit* is 32 bits of one column: one float32, or two bfloat16 that
-// follow one another along K.
-//
-//     packed[panel][unit][32]      a panel is read front to back, and so is the next: one stream from memory
-//
-// Sixteen units of sixteen columns are an AMX tile (stride 128 bytes); one unit of sixteen columns is a vector.
-// Units are padded with zeros to a multiple of 16, columns to a multiple of 32.
+// rows are independent by construction. Threads share out columns and rows, never K. `panels.h` is how weights lie.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include <omp.h>
 
 #include "amx.h"
 #include "gemm.h"
+#include "panels.h"
 #include "vec.h"
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 namespace {
 
-constexpr int64_t PANEL = 32;       // columns
-constexpr int64_t UNIT_BLOCK = 16;  // units are padded to a multiple of this
-constexpr int64_t TILE_ROWS = 16;   // of an AMX tile
+using namespace panels;
+
+constexpr int64_t TILE_ROWS = 16;  // of an AMX tile
 constexpr int64_t TILE = TILE_ROWS * UNIT_BLOCK;
 constexpr int64_t CACHED_BYTES = 1 << 20;       // rows that stay in the second-level cache while panels pass by
 constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another thread has woken up
@@ -43,14 +31,6 @@ constexpr int MAX_ROWS = 2;
 #endif
 
 using Call = GemmCall;
-
-int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t whole_units(int64_t in_features, bool is_bf16) { return is_bf16 ? (in_features + 1) / 2 : in_features; }
-
-int64_t padded_units(int64_t in_features, bool is_bf16) {
-    return divided_up(whole_units(in_features, is_bf16), UNIT_BLOCK) * UNIT_BLOCK;
-}
 
 char* out_of(const Call& call, int64_t row, int64_t column) {
     return call.out + (row * call.out_features + column) * (call.is_bf16 ? 2 : 4);
@@ -293,42 +273,6 @@ void run_on_tiles(const Call& call, Team& team) {
 void run_on_tiles(const Call&, Team&) {}
 #endif
 
-// ---- packing
-
-// Sixteen units of sixteen rows of W -> sixteen columns of a panel: transposed by interleaving halves four times.
-void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
-    constexpr vec::I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
-    vec::I block[16], mixed[16];
-    for (int i = 0; i < 16; ++i) std::memcpy(&block[i], rows[i] + unit, sizeof(vec::I));
-    for (int round = 0; round < 4; ++round) {
-        for (int i = 0; i < 8; ++i) {
-            mixed[2 * i] = __builtin_shuffle(block[i], block[i + 8], LOW);
-            mixed[2 * i + 1] = __builtin_shuffle(block[i], block[i + 8], HIGH);
-        }
-        std::memcpy(block, mixed, sizeof block);
-    }
-    for (int i = 0; i < 16; ++i) std::memcpy(out + i * PANEL, &block[i], sizeof(vec::I));
-}
-
-// Sixteen columns, of which `columns` exist: rows of `row_bytes`, `stride` bytes apart, from `weight` on.
-void pack_half(const char* weight, int64_t stride, int64_t row_bytes, int64_t columns, int64_t units, int32_t* out) {
-    columns = std::clamp<int64_t>(columns, 0, 16);
-    const int32_t* rows[16];
-    for (int64_t n = 0; n < columns; ++n) rows[n] = reinterpret_cast<const int32_t*>(weight + n * stride);
-    int64_t unit = 0;
-    if (columns == 16)
-        for (; (unit + UNIT_BLOCK) * 4 <= row_bytes; unit += UNIT_BLOCK) pack_block(rows, unit, out + unit * PANEL);
-    for (; unit < units; unit += UNIT_BLOCK) {  // where N or K ends: through a copy filled up with zeros
-        int32_t copy[16][UNIT_BLOCK] = {};
-        const int32_t* copies[16];
-        const int64_t bytes = std::clamp<int64_t>(row_bytes - unit * 4, 0, 4 * UNIT_BLOCK);
-        for (int64_t n = 0; n < columns; ++n)
-            std::memcpy(copy[n], reinterpret_cast<const char*>(rows[n]) + unit * 4, bytes);
-        for (int64_t n = 0; n < 16; ++n) copies[n] = copy[n];
-        pack_block(copies, 0, out + unit * PANEL);
-    }
-}
-
 }  // namespace
 
 extern "C" {
@@ -344,50 +288,6 @@ int32_t gemm_level(int32_t is_bf16) {
 #else
     return 0;
 #endif
-}
-
-// Large pages, where the system gives them on request: fewer faults in packing, fewer misses in every product.
-void gemm_ask_for_large_pages(void* memory, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    constexpr uintptr_t LARGE = 2 << 20;
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + LARGE - 1) / LARGE * LARGE;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / LARGE * LARGE;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
-// weight [out_features, in_features] -> packed [panels, units, 32].
-void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, int32_t is_bf16, int32_t* packed,
-               int32_t num_threads) {
-    const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
-    const int64_t panels = divided_up(out_features, PANEL);
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t panel = 0; panel < panels; ++panel) {
-        const int64_t first = panel * PANEL, columns = out_features - first;
-        int32_t* out = packed + first * units;
-        pack_half(weight + first * row_bytes, row_bytes, row_bytes, columns, units, out);
-        pack_half(weight + (first + 16) * row_bytes, row_bytes, row_bytes, columns - 16, units, out + 16);
-    }
-}
-
-// The same where the weight lies in `packed` itself, its rows `units` apart: 32 of them are the bytes of one panel.
-void gemm_pack_in_place(int32_t* packed, int64_t out_features, int64_t in_features, int32_t is_bf16,
-                        int32_t num_threads) {
-    const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
-    const int64_t panels = divided_up(out_features, PANEL);
-#pragma omp parallel num_threads(num_threads)
-    {
-        std::vector<int32_t> rows(PANEL * units);
-#pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < panels; ++panel) {
-            const int64_t columns = out_features - panel * PANEL;
-            int32_t* out = packed + panel * PANEL * units;
-            std::memcpy(rows.data(), out, 4 * rows.size());
-            const char* weight = reinterpret_cast<const char*>(rows.data());
-            pack_half(weight, 4 * units, row_bytes, columns, units, out);
-            pack_half(weight + 16 * 4 * units, 4 * units, row_bytes, columns - 16, units, out + 16);
-        }
-    }
 }
 
 void gemm_run(const Call* call) {

@@ -100,6 +100,17 @@ VEC_INLINE void store(bf16* p, F x) {
     memcpy(p, &rounded, sizeof rounded);
 }
 
+// The same for values that are 0, normal or NaN.
+VEC_INLINE void store_normal(float* p, F x) { store(p, x); }
+VEC_INLINE void store_normal(bf16* p, F x) {
+#ifdef __AVX512BF16__
+    const __m256bh rounded = _mm512_cvtneps_pbh(x);
+    memcpy(p, &rounded, sizeof rounded);
+#else
+    store(p, x);
+#endif
+}
+
 template <typename T>
 VEC_INLINE F load(const T* p, int n) {
     T padded[LANES] = {};

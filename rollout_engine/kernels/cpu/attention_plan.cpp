@@ -1,0 +1,55 @@
+// The plan of a step's attention: which rows are computed together. Sequences whose tables begin alike are, so that the KV
+// they share is read once.
+#include <algorithm>
+
+#include "attention.h"
+
+namespace {
+
+// Whole tiles that two decoding sequences both read and both hold in the same blocks.
+int common_tiles(const AttentionPlan& p, int a, int b) {
+    const int32_t *x = p.blocks + p.block_starts[a], *y = p.blocks + p.block_starts[b];
+    const int64_t longest = std::min(p.first_position[a], p.first_position[b]) + 1;
+    const int64_t limit = longest / ATTENTION_TILE * (ATTENTION_TILE / p.block_size);
+    return (std::mismatch(x, x + limit, y).first - x) / (ATTENTION_TILE / p.block_size);
+}
+
+// Decoding sequences from `first` on that had best be read together: one joins while no fewer tiles are saved with it.
+int group_end(const AttentionPlan& p, int first, int num_decoding, int limit, int* shared) {
+    int end = first + 1;
+    *shared = 0;
+    for (int64_t tiles = 1 << 30; end < num_decoding && end - first < limit; end++) {
+        const int64_t with = std::min<int64_t>(tiles, common_tiles(p, p.members[end - 1], p.members[end]));
+        const int64_t members = end - first;
+        if (!with || (members > 1 && with * members < tiles * (members - 1))) break;
+        *shared = tiles = with;
+    }
+    return end;
+}
+
+void make_plan(AttentionPlan& p) {
+    int num_decoding = 0, num_others = p.num_sequences;
+    for (int s = 0; s < p.num_sequences; s++) p.members[p.chunk_length(s) == 1 ? num_decoding++ : --num_others] = s;
+    std::sort(p.members, p.members + num_decoding, [&p](int a, int b) {
+        const int32_t *x = p.blocks + p.block_starts[a], *y = p.blocks + p.block_starts[b];
+        const int64_t n = std::min(p.table_length(a), p.table_length(b));
+        const int64_t same = std::mismatch(x, x + n, y).first - x;
+        return same < n ? x[same] < y[same] : a < b;
+    });
+    // Large groups are cut so that no thread goes without work.
+    const int limit = std::clamp(num_decoding / std::max(1, p.items_wanted), 1, ATTENTION_ITEM_TOKENS);
+    p.num_items = 0;
+    for (int m = 0, end, shared; m < num_decoding; m = end) {
+        end = group_end(p, m, num_decoding, limit, &shared);
+        p.items[p.num_items++] = {m, end - m, 0, 1, shared};
+    }
+    for (int m = num_decoding; m < p.num_sequences; m++) {
+        const int length = p.chunk_length(p.members[m]);
+        for (int t = 0; t < length; t += ATTENTION_ITEM_TOKENS)
+            p.items[p.num_items++] = {m, 1, t, std::min(ATTENTION_ITEM_TOKENS, length - t), 0};
+    }
+}
+
+}  // namespace
+
+extern "C" void attention_plan(AttentionPlan* plan) { make_plan(*plan); }

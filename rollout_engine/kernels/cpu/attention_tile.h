@@ -1,0 +1,265 @@
+// A few rows and one tile of keys and values, on vectors: scores, weights, weighted values.
+//
+// Rows meet a tile in batches: all of them its keys, then all of them its values, each read from the L1 cache. Meanwhile
+// they fetch the next tile, each a share, so that memory is asked at an even rate.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "attention.h"
+#include "vec.h"
+
+namespace tiles {
+
+using vec::F;
+using vec::I;
+using vec::LANES;
+
+constexpr int TILE = ATTENTION_TILE;
+constexpr int TILE_VECTORS = TILE / LANES;
+constexpr int ROWS = 4;         // rows that share each load of K or V: 16 accumulators of 32 registers
+constexpr int BATCH = 32;       // rows that meet all keys of a tile, then all its values: each stays in the L1 cache
+constexpr int FETCH_STEPS = 8;  // computed for each small burst of prefetches
+constexpr int AMX_ROWS = 16;
+constexpr float LOWEST = -3.40282347e38f;
+
+template <typename T>
+constexpr int per_unit = 4 / sizeof(T);
+
+template <typename T>
+struct Sizes {
+    int dk, dv, steps, padded_dv, group;
+    explicit Sizes(const AttentionCall& c)
+        : dk(c.dk), dv(c.dv), steps((c.dk + per_unit<T> - 1) / per_unit<T>),
+          padded_dv((c.dv + LANES - 1) / LANES * LANES), group(c.num_heads / c.num_kv_heads) {}
+};
+
+// Where the four sixteen-key parts of a tile lie.
+struct Tile {
+    const uint32_t *k[TILE_VECTORS], *v[TILE_VECTORS];
+    int64_t k_step;  // units from one step to the next
+    int num_parts;   // that hold anything: the others repeat the last
+};
+
+// A thread's memory: the state of one item's rows.
+struct Scratch {
+    uint32_t* q;     // [rows, steps] units
+    uint32_t* k;     // [steps] units
+    float* out;      // [rows, padded_dv]
+    float* total;    // [rows, 16]: sum of weights, by lane
+    float* top;      // [rows]: largest score so far
+    int32_t* position;
+    float* scores;      // [BATCH, TILE]
+    uint32_t* weights;  // [BATCH, TILE / per_unit] units
+    float* mixed;       // [AMX_ROWS, TILE]
+    uint32_t *k_tile, *v_tile;  // a tile gathered from blocks of fewer than sixteen, as if from one of 64
+
+    template <typename T>
+    Scratch(char* memory, const Sizes<T>& z) : base_(memory) {
+        const int64_t rows = (int64_t)ATTENTION_ITEM_TOKENS * z.group + AMX_ROWS;  // AMX reads past the last ones
+        take(q, rows * z.steps), take(k, z.steps), take(out, rows * z.padded_dv), take(total, rows * LANES), take(top, rows);
+        take(position, rows), take(scores, BATCH * TILE), take(weights, BATCH * TILE);
+        take(mixed, AMX_ROWS * TILE);
+        take(k_tile, (int64_t)z.steps * TILE), take(v_tile, (int64_t)z.dv * TILE);
+    }
+    int64_t bytes() const { return bytes_; }
+
+  private:
+    char* base_;
+    int64_t bytes_ = 0;
+    template <typename P>
+    void take(P*& pointer, int64_t count) {
+        pointer = reinterpret_cast<P*>(base_ + bytes_);
+        bytes_ += (count * sizeof(P) + 63) / 64 * 64;
+    }
+};
+
+VEC_INLINE I load_units(const uint32_t* p) {
+    I x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+VEC_INLINE F step(F acc, I vector, uint32_t unit, float) { return vec::fma((F)vector, (F)(I{} + (int32_t)unit), acc); }
+VEC_INLINE F step(F acc, I vector, uint32_t unit, bf16) { return vec::dot_pairs(acc, vector, I{} + (int32_t)unit); }
+
+VEC_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// One line in `stride` of the next tile, from number `first` on: several calls share it out. Line l is part l % 4 of
+// step l / 4.
+struct Fetch {
+    const Tile* next;  // or null
+    int first, stride;
+};
+
+// Scores [R, TILE] before scaling: sums over channels in their order.
+template <typename T, int R>
+VEC_INLINE void dot(const uint32_t* q, int steps, const Tile& tile, Fetch ahead, float* scores) {
+    F acc[R][TILE_VECTORS] = {};
+    int line = ahead.next ? ahead.first : steps * TILE_VECTORS;
+    for (int d = 0, stop; d < steps; d = stop) {
+        stop = std::min(d + FETCH_STEPS, steps);
+        for (; line < stop * TILE_VECTORS; line += ahead.stride)
+            if (line % TILE_VECTORS < ahead.next->num_parts)
+                fetch(ahead.next->k[line % TILE_VECTORS] + line / TILE_VECTORS * ahead.next->k_step);
+        for (int e = d; e < stop; e++)
+            for (int i = 0; i < TILE_VECTORS; i++) {
+                const I k = load_units(tile.k[i] + e * tile.k_step);
+                for (int r = 0; r < R; r++) acc[r][i] = step(acc[r][i], k, q[r * steps + e], T{});
+            }
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < TILE_VECTORS; i++) vec::store(scores + r * TILE + i * LANES, acc[r][i]);
+}
+
+// Keys [low, high) of a tile.
+struct Span {
+    int low, high;
+
+    bool empty() const { return low >= high; }
+
+    static Span around(const Span* spans, int count) {
+        Span all = {TILE, 0};
+        for (int i = 0; i < count; i++)
+            if (!spans[i].empty()) all = {std::min(all.low, spans[i].low), std::max(all.high, spans[i].high)};
+        return all;
+    }
+};
+
+// What each of `count` rows may see of tile number j.
+inline void look(const AttentionCall& c, const int32_t* position, int count, int64_t j, Span* seen) {
+    for (int r = 0; r < count; r++) {
+        const int64_t end = position[r] + 1 - j * TILE;
+        seen[r].high = std::clamp<int64_t>(end, 0, TILE);
+        seen[r].low = c.sliding_window ? std::clamp<int64_t>(end - c.sliding_window, 0, TILE) : 0;
+    }
+}
+
+// A row's scores, scaled and capped, with -inf for keys that it does not see; their largest.
+VEC_INLINE float prepare(float* scores, Span seen, float scale, float softcap) {
+    const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const F hidden = vec::set1(-__builtin_inff());
+    const bool sees_all = seen.low == 0 && seen.high == TILE;
+    F highest = hidden;
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        F s = vec::product(vec::load(scores + i * LANES), vec::set1(scale));
+        if (softcap != 0.0f)  // tanh
+            s = vec::product(vec::set1(softcap), 1.0f - 2.0f / (vec::exp(vec::product(s, vec::set1(2.0f / softcap))) + 1.0f));
+        if (!sees_all) {
+            const I key = lane + i * LANES;
+            s = (key >= seen.low) & (key < seen.high) ? s : hidden;
+        }
+        vec::store(scores + i * LANES, s);
+        highest = vec::max(highest, s);
+    }
+    return vec::max(highest);
+}
+
+// Weights of up to sixteen rows from their scores; `rescale` gets the factors for what came before.
+// Compiled once, so that it rounds alike for every caller.
+template <typename T>
+__attribute__((noinline)) void weigh(float* scores, T* weights, const Span* seen, int count, float scale, float softcap,
+                                     float* top, float* total, float* rescale) {
+    float new_top[LANES] = {}, old_top[LANES] = {};
+    for (int r = 0; r < count; r++) {
+        old_top[r] = top[r];
+        top[r] = new_top[r] = std::max(old_top[r], prepare(scores + r * TILE, seen[r], scale, softcap));
+    }
+    vec::store(rescale, vec::exp(vec::load(old_top) - vec::load(new_top)));
+    for (int r = 0; r < count; r++) {
+        F sum = {};
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            const F weight = vec::exp(vec::load(scores + r * TILE + i * LANES) - new_top[r]);
+            vec::store_normal(weights + r * TILE + i * LANES, weight);
+            sum = sum + weight;
+        }
+        vec::store(total + r * LANES, vec::fma(vec::load(total + r * LANES), vec::set1(rescale[r]), sum));
+    }
+}
+
+// `weigh` for `count` rows from `row` on.
+template <typename T>
+VEC_INLINE void weigh_rows(const AttentionCall& c, const Scratch& s, const Span* seen, int row, int count,
+                           float* rescale) {
+    for (int r = 0; r < count; r += LANES)
+        weigh<T>(s.scores + r * TILE, (T*)s.weights + r * TILE, seen + r, std::min(LANES, count - r), c.scale,
+                 c.softcap, s.top + row + r, s.total + (int64_t)(row + r) * LANES, rescale + r);
+}
+
+// out[r] = out[r] * rescale[r] + weights[r] @ V over the key steps [low, high), in their order; `width` columns of V
+// where VECTORS is 1.
+template <typename T, int R, int VECTORS>
+VEC_INLINE void mix(float* out, int out_row, const uint32_t* weights, const float* rescale, const Tile& tile,
+                    Fetch ahead, int column, int width, int dv, int low, int high) {
+    constexpr int steps = LANES / per_unit<T>;  // of each part of the tile
+    F acc[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < VECTORS; i++)
+            acc[r][i] = vec::load(out + r * out_row + column + i * LANES) * rescale[r];
+    const int num_lines = ahead.next ? std::min(high, ahead.next->num_parts * steps) * VECTORS : 0;
+    int line = ahead.first + low * VECTORS;
+    for (int key = low, stop; key < high; key = stop) {
+        const int part = key / steps;
+        stop = std::min((part + 1) * steps, high);
+        for (; line < std::min(stop * VECTORS, num_lines); line += ahead.stride)
+            fetch(ahead.next->v[part] + line / VECTORS % steps * dv + column + line % VECTORS * LANES);
+        const uint32_t* v = tile.v[part] + (int64_t)(key % steps) * dv + column;
+        for (int e = key; e < stop; e++, v += dv)
+            for (int i = 0; i < VECTORS; i++) {
+                const I value = VECTORS > 1 ? load_units(v + i * LANES) : (I)vec::load((const float*)v, width);
+                for (int r = 0; r < R; r++)
+                    acc[r][i] = step(acc[r][i], value, weights[r * (TILE / per_unit<T>)+e], T{});
+            }
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < VECTORS; i++) vec::store(out + r * out_row + column + i * LANES, acc[r][i]);
+}
+
+// `mix` for R rows from `row` on, columns from `column` on: four vectors of them, or all that are left.
+template <typename T, int R>
+void mix_rows(const Sizes<T>& z, const Scratch& s, int row, const uint32_t* weights, const float* rescale,
+              const Tile& tile, Fetch ahead, int column, Span seen) {
+    const int low = seen.low / per_unit<T>, high = (seen.high + per_unit<T> - 1) / per_unit<T>;
+    float* out = s.out + (int64_t)row * z.padded_dv;
+    if (column + 4 * LANES <= z.dv)
+        return mix<T, R, 4>(out, z.padded_dv, weights, rescale, tile, ahead, column, 0, z.dv, low, high);
+    for (; column < z.dv; column += LANES)
+        mix<T, R, 1>(out, z.padded_dv, weights, rescale, tile, ahead, column, std::min(LANES, z.dv - column), z.dv, low,
+                     high);
+}
+
+// Calls visit(first row, constant number of rows) for parts of `count` rows.
+template <typename Visit>
+VEC_INLINE void each_few(int count, Visit visit) {
+    int r = 0;
+    for (; count - r >= ROWS; r += ROWS) visit(r, std::integral_constant<int, ROWS>());
+    if (count - r == 3) visit(r, std::integral_constant<int, 3>());
+    if (count - r == 2) visit(r, std::integral_constant<int, 2>());
+    if (count - r == 1) visit(r, std::integral_constant<int, 1>());
+}
+
+// Tile number j for up to BATCH rows from `row` on.
+template <typename T>
+void attend_batch(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int count, int64_t j,
+                  const Tile& tile, Fetch ahead) {
+    Span seen[BATCH];
+    look(c, s.position + row, count, j, seen);
+    if (Span::around(seen, count).empty()) return;
+    each_few(count, [&](int r, auto few) {
+        if (Span::around(seen + r, few).empty()) return;
+        const Fetch part = {ahead.next, ahead.first + r / ROWS, ahead.stride};
+        dot<T, few>(s.q + (int64_t)(row + r) * z.steps, z.steps, tile, part, s.scores + r * TILE);
+    });
+    float rescale[BATCH];
+    weigh_rows<T>(c, s, seen, row, count, rescale);
+    for (int column = 0; column < z.dv; column += 4 * LANES)
+        each_few(count, [&](int r, auto few) {
+            const Span around = Span::around(seen + r, few);
+            if (around.empty()) return;
+            const Fetch part = {ahead.next, ahead.first + r / ROWS, ahead.stride};
+            mix_rows<T, few>(z, s, row + r, s.weights + r * (TILE / per_unit<T>), rescale + r, tile, part, column, around);
+        });
+}
+
+}  // namespace tiles

@@ -1,0 +1,101 @@
+// Weights into panels, from where they lie or in place.
+#include "panels.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "vec.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+using namespace panels;
+
+// Sixteen units of sixteen rows of W -> sixteen columns of a panel: transposed by interleaving halves four times.
+void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
+    constexpr vec::I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
+    vec::I block[16], mixed[16];
+    for (int i = 0; i < 16; ++i) std::memcpy(&block[i], rows[i] + unit, sizeof(vec::I));
+    for (int round = 0; round < 4; ++round) {
+        for (int i = 0; i < 8; ++i) {
+            mixed[2 * i] = __builtin_shuffle(block[i], block[i + 8], LOW);
+            mixed[2 * i + 1] = __builtin_shuffle(block[i], block[i + 8], HIGH);
+        }
+        std::memcpy(block, mixed, sizeof block);
+    }
+    for (int i = 0; i < 16; ++i) std::memcpy(out + i * PANEL, &block[i], sizeof(vec::I));
+}
+
+// Sixteen columns, of which `columns` exist: rows of `row_bytes`, `stride` bytes apart, from `weight` on.
+void pack_half(const char* weight, int64_t stride, int64_t row_bytes, int64_t columns, int64_t units, int32_t* out) {
+    columns = std::clamp<int64_t>(columns, 0, 16);
+    const int32_t* rows[16];
+    for (int64_t n = 0; n < columns; ++n) rows[n] = reinterpret_cast<const int32_t*>(weight + n * stride);
+    int64_t unit = 0;
+    if (columns == 16)
+        for (; (unit + UNIT_BLOCK) * 4 <= row_bytes; unit += UNIT_BLOCK) pack_block(rows, unit, out + unit * PANEL);
+    for (; unit < units; unit += UNIT_BLOCK) {  // where N or K ends: through a copy filled up with zeros
+        int32_t copy[16][UNIT_BLOCK] = {};
+        const int32_t* copies[16];
+        const int64_t bytes = std::clamp<int64_t>(row_bytes - unit * 4, 0, 4 * UNIT_BLOCK);
+        for (int64_t n = 0; n < columns; ++n)
+            std::memcpy(copy[n], reinterpret_cast<const char*>(rows[n]) + unit * 4, bytes);
+        for (int64_t n = 0; n < 16; ++n) copies[n] = copy[n];
+        pack_block(copies, 0, out + unit * PANEL);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Large pages, where the system gives them on request: fewer faults in packing, fewer misses in every product.
+void gemm_ask_for_large_pages(void* memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t LARGE = 2 << 20;
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + LARGE - 1) / LARGE * LARGE;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / LARGE * LARGE;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// weight [out_features, in_features] -> packed [panels, units, 32].
+void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, int32_t is_bf16, int32_t* packed,
+               int32_t num_threads) {
+    const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
+    const int64_t panels = divided_up(out_features, PANEL);
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        const int64_t first = panel * PANEL, columns = out_features - first;
+        int32_t* out = packed + first * units;
+        pack_half(weight + first * row_bytes, row_bytes, row_bytes, columns, units, out);
+        pack_half(weight + (first + 16) * row_bytes, row_bytes, row_bytes, columns - 16, units, out + 16);
+    }
+}
+
+// The same where the weight lies in `packed` itself, its rows `units` apart: 32 of them are the bytes of one panel.
+void gemm_pack_in_place(int32_t* packed, int64_t out_features, int64_t in_features, int32_t is_bf16,
+                        int32_t num_threads) {
+    const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
+    const int64_t panels = divided_up(out_features, PANEL);
+#pragma omp parallel num_threads(num_threads)
+    {
+        std::vector<int32_t> rows(PANEL * units);
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < panels; ++panel) {
+            const int64_t columns = out_features - panel * PANEL;
+            int32_t* out = packed + panel * PANEL * units;
+            std::memcpy(rows.data(), out, 4 * rows.size());
+            const char* weight = reinterpret_cast<const char*>(rows.data());
+            pack_half(weight, 4 * units, row_bytes, columns, units, out);
+            pack_half(weight + 16 * 4 * units, 4 * units, row_bytes, columns - 16, units, out + 16);
+        }
+    }
+}
+}
