@@ -76,7 +76,7 @@ def measure(rounds: int, pool_bytes: int) -> dict[str, float]:
     grouped, ungrouped = Case(16, 1024 + BLOCK_SIZE, 1024), Case(16, 1024 + BLOCK_SIZE)
     _, together = best_seconds(rounds, grouped, pool_bytes, CompiledPool)
     bandwidth, apart = best_seconds(rounds, ungrouped, pool_bytes, CompiledPool)
-    result["shared prefix of 1,024, group of 16: times ungrouped"] = round(apart / together, 1)
+    result["shared prefix of 1,024, group of 16: times ungrouped"] = round(apart / together, 2)
     result["read bandwidth, GB/s"] = round(bandwidth / 1e9, 1)
     return result
 

@@ -2,7 +2,7 @@
 
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
-python tests/benchmarks/run.py costs updates memory startup host     ours alone
+python tests/benchmarks/run.py costs updates memory startup host attention   ours alone
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import arrivals
+import attention
 import costs
 import host
 import memory
@@ -126,6 +127,10 @@ def measure_host(run: Run) -> None:
         run.keep(f"host, {num_requests} requests", lambda n=num_requests: host.measure(n, run.rounds))
 
 
+def measure_attention(run: Run) -> None:
+    run.keep("attention, decoding", lambda: attention.measure(run.rounds, 1 << 30))
+
+
 def measure_own_process(run: Run) -> None:
     for shape in ("S", "M"):
         prompts, work = FreshPrompts(SHAPES[shape]["vocab_size"]), WORKS[shape][0]
@@ -156,6 +161,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "memory": measure_memory,
     "startup": measure_startup,
     "host": measure_host,
+    "attention": measure_attention,
     "own_process": measure_own_process,
     "arrivals": measure_arrivals,
 }
