@@ -158,7 +158,7 @@ def test_a_silent_core_gives_signs_of_life(core):
     start = time.monotonic()
     for _ in range(4):
         assert isinstance(client.hear(skip=()), Heartbeat)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
 
 
 def test_an_absent_parent_stops_the_loop_and_then_the_process(core):
