@@ -27,14 +27,19 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Directory or hub id of the tokenizer; None: the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16."""
-    device: Literal["auto", "cpu"] = "auto"
-    """Where the model runs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. "auto": on the CPU. "cuda": on the first CUDA device, by the Triton kernels."""
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
+    """Share of a device's memory that weights, the largest step and the KV pool take together."""
+    cuda_graphs: bool = True
+    """On a device, replay steps in which every sequence decodes as captured graphs."""
     max_model_len: Positive | None = None
     """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one fits the KV pool."""
     block_size: Positive = 16
     """Tokens per KV block; divides 64, the KV tile."""
     kv_cache_bytes: Positive | None = None
-    """Size of the KV pool. None: on a CPU, the smaller of 4 GiB and a quarter of the available memory."""
+    """Size of the KV pool. None: on a CPU, the smaller of 4 GiB and a quarter of the available memory;
+    on a device, what `gpu_memory_utilization` leaves."""
     num_kv_blocks: Positive | None = None
     """Size of the KV pool in blocks; excludes `kv_cache_bytes`."""
     max_num_seqs: Positive = 256
@@ -42,14 +47,15 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_num_batched_tokens: Positive = 8192
     """Most tokens computed in one step; longer prompts are computed in chunks."""
     async_scheduling: bool | Literal["auto"] = "auto"
-    """Prepare the next step while one runs: same tokens, same log-probs. "auto": off on a CPU, which computes on the
-    cores that would prepare (decisions/0004)."""
+    """Prepare the next step while one runs: same tokens, same log-probs. "auto": on for a device; off on a CPU, which
+    computes on the cores that would prepare (decisions/0004)."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes computed under the same policy version."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Root of the sequence seeds of requests that name none."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Log-probs independent of batch, chunking and threads, equal to `exact` on the trainer. "auto": True on a CPU."""
+    """Log-probs independent of batch, chunking and threads, equal to `exact` on the trainer. "auto": True on a CPU,
+    False on a device, where it costs speed."""
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     """Threads of the model's forward. None: torch's own setting, by default one per physical core."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -75,7 +81,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def schedules_ahead(self) -> bool:
         """What `async_scheduling` comes to."""
-        return self.async_scheduling is True
+        return self.async_scheduling is True or (self.async_scheduling == "auto" and self.device == "cuda")
 
     def check(self) -> None:
         if KV_TILE % self.block_size:

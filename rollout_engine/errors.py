@@ -9,6 +9,7 @@ RolloutEngineError
 ├── WeightUpdateError (SyncError)
 │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
 ├── EngineGenerateError            one request failed, the engine lives
+├── StepMemoryError (MemoryError)  a step needed more memory than the device had; its requests failed
 ├── EngineDeadError                the engine's process is gone
 ├── RPCError                       a call by name was refused, or failed where the model runs; the engine lives
 │   └── RPCTimeoutError (TimeoutError)
@@ -85,6 +86,10 @@ class DirtyWeightsError(WeightUpdateError):
 
 class EngineGenerateError(RolloutEngineError):
     """One request failed; the engine and every other request go on."""
+
+
+class StepMemoryError(RolloutEngineError, MemoryError):
+    """The device had no memory left for a step. Its requests fail with this, the engine lives."""
 
 
 class EngineDeadError(RolloutEngineError):

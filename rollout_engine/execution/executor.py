@@ -30,7 +30,8 @@ class InlineExecutor:
     @classmethod
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
-        return cls(Worker(config), async_scheduling=config.schedules_ahead)
+        worker = Worker(config)
+        return cls(worker, async_scheduling=config.schedules_ahead and not worker.served.runs_ahead)
 
     @property
     def worker(self) -> Worker:
@@ -52,6 +53,8 @@ class InlineExecutor:
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """What waits for the result. Without a thread the step runs when that is called."""
+        if self.worker.served.runs_ahead:
+            return partial(_refuse, work) if self.dirty else self.worker.runner.submit(work)
         run = partial(self._execute, work)
         return run if self._thread is None else self._thread.submit(run)
 
@@ -116,10 +119,12 @@ class InlineExecutor:
         self._worker = None
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        if self.dirty:
-            raise DirtyWeightsError("A weight update failed half-way: send a complete one before generating again.")
-        return self.worker.runner.execute(work)
+        return _refuse(work) if self.dirty else self.worker.runner.execute(work)
 
     def _rest(self) -> None:
         if self._thread is not None:
             self._thread.rest()
+
+
+def _refuse(work: SchedulerOutput) -> ModelRunnerOutput:
+    raise DirtyWeightsError(f"step {work.step}: a weight update failed half-way. Send a complete one first.")

@@ -27,6 +27,7 @@ from torch import Tensor, UntypedStorage
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.coverage import Coverage
 from rollout_engine.model.packed_weights import PackedWeights
+from rollout_engine.model.residence import resident_bytes
 from sync import errors
 from sync.arrival import Arrival, take
 from sync.base import WeightReceiver
@@ -59,6 +60,7 @@ class WeightUpdater:
         aliases: groups of names that are one and the same view (tied weights).
         packed: the copies that linears run from.
         version: policy version of the weights that are live now.
+        prepare: called when a transaction opens: takes memory again that the live weights have given back.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class WeightUpdater:
         packed: PackedWeights,
         *,
         version: int = 0,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         self._same_as = {name: group[0] for group in map(list, aliases) for name in group}
         self._coverage = Coverage(targets)
         self._live = packed.take_over({name: view.detach() for name, view in targets.items()})
         """Those that `packed` holds are on meta."""
         self._packed = packed
+        self._prepare = prepare
         self._shadow: dict[int, UntypedStorage] = {}
         """By the address of the live storage."""
         self._open: WeightManifest | None = None
@@ -124,7 +128,7 @@ class WeightUpdater:
     def copies(self) -> Iterator[Tensor]:
         """What an update or a linear holds beside the live weights, as far as it exists now."""
         yield from self._packed.copies()
-        yield from (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in self._shadow.values())
+        yield from (torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in self._shadow.values())
 
     def begin(
         self,
@@ -145,6 +149,7 @@ class WeightUpdater:
         if self._open is not None:
             raise LifecycleError(f"begin: an update to version {self._open.version} is open; commit or abort it first.")
         manifest.check()
+        self._prepare()
         self._check_names(manifest)
         self._check_forms(manifest)
         if self._is_live(manifest):
@@ -256,6 +261,12 @@ class WeightUpdater:
         return self._open is not None
 
     @property
+    def num_resident_bytes(self) -> int:
+        """Bytes of `copies` that take memory now."""
+        on_host = [copy for copy in self.copies() if copy.device.type == "cpu"]
+        return resident_bytes(on_host) + sum(copy.nbytes for copy in self.copies() if copy.device.type != "cpu")
+
+    @property
     def num_shadow_bytes(self) -> int:
         """Bytes that updates hold beside the live weights now."""
         return sum(storage.nbytes() for storage in self._shadow.values()) + self._packed.num_spare_bytes
@@ -296,7 +307,7 @@ class WeightUpdater:
             return view
         live = view.untyped_storage()
         if live.data_ptr() not in self._shadow:
-            self._shadow[live.data_ptr()] = UntypedStorage(live.nbytes())
+            self._shadow[live.data_ptr()] = UntypedStorage(live.nbytes(), device=view.device)
         storage = self._shadow[live.data_ptr()]
         return torch.empty(0, dtype=view.dtype).set_(storage, view.storage_offset(), view.shape, view.stride())
 

@@ -1,6 +1,5 @@
 """One device's share of the engine: the model, its KV pool, its weights."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,26 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, DirtyWeightsError
+from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.execution.called_update import CalledUpdate
+from rollout_engine.execution.devices import device_of
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
-from rollout_engine.execution.kv_size import bytes_per_block, cap_model_len, size_pool
-from rollout_engine.execution.scoring import score
+from rollout_engine.execution.kv_size import cap_model_len
 from rollout_engine.execution.weights import WeightUpdater
-from rollout_engine.model import decoder_trial
-from rollout_engine.model.deterministic import make_deterministic
-from rollout_engine.model.forward import PagedModel
-from rollout_engine.model.loader import LoadedModel, load_model
+from rollout_engine.model.loader import load_model
 from rollout_engine.model.logits_processors import load_processors
-from rollout_engine.model.packed_weights import PackedWeights
-from rollout_engine.model.residence import release_derived, release_weights, resident_bytes, return_freed
-from rollout_engine.model.runner import ModelRunner
+from rollout_engine.model.residence import return_freed
 from sync.manifest import first_names
-
-logger = logging.getLogger("rollout_engine")
-
-_PREFILL_BESIDE_DECODE = 512
-"""A CPU computes a longer step no faster per token; it would only keep those waiting who decode."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,24 +47,15 @@ class Worker:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         table = ExtensionTable.load(config.worker_extensions)
-        loaded = load_model(config)
+        device = device_of(config)
+        loaded = load_model(config, device.torch_device)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
-        self._deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
-        self._packed = PackedWeights(loaded.module)
-        num_blocks = size_pool(config, loaded.geometry, loaded.dtype, config.max_model_len or loaded.max_model_len)
-        obstacle = decoder_trial.obstacle(loaded.module, loaded.geometry)
-        if obstacle is not None:
-            logger.info("The layers run as modules, more slowly: %s.", obstacle)
-        model = PagedModel(
-            loaded.module,
-            loaded.geometry,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            compiled=obstacle is None,
-        )
-        self.runner = ModelRunner(model, vocab_size=loaded.vocab_size, processors=processors)
-        self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._packed)
-        self._weights = [view for name, view in loaded.targets.items() if not self._packed.holds(name)]
+        served = device.serve(config, loaded, processors)
+        self.served, self.runner, self._packed = served, served.runner, served.packed
+        num_blocks = served.num_blocks
+        self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._packed, prepare=self._take_back)
+        plain = [view for name, view in loaded.targets.items() if not self._packed.holds(name)]
+        self._weights = served.memory_of(plain)
         loaded = loaded._replace(targets={})
         return_freed()  # what was packed has lost its plain values
         self.info = ModelInfo(
@@ -85,8 +65,11 @@ class Worker:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             dtype=str(loaded.dtype).removeprefix("torch."),
-            max_prefill_beside_decode=_PREFILL_BESIDE_DECODE,
-            choices=self._choices(config, loaded, num_blocks),
+            max_prefill_beside_decode=served.max_prefill_beside_decode,
+            choices=(
+                f"{type(loaded.module).__name__} from {config.model}: {served.choices}, "
+                f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
+            ),
         )
         self.update = CalledUpdate(self.updater)
         self.extensions = Extensions(table, self)
@@ -122,9 +105,9 @@ class Worker:
     def memory_usage(self) -> dict[str, int]:
         """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all)."""
         return {
-            "weights": resident_bytes([*self._weights, *self._packed.panels]),
-            "derived": resident_bytes(self.updater.copies()),
-            "kv_cache": resident_bytes(self.runner.model.kv.tensors()),
+            "weights": self._weights.num_bytes,
+            "derived": self.updater.num_resident_bytes,
+            "kv_cache": self.runner.model.kv.num_resident_bytes,
             "process": psutil.Process().memory_info().rss,
         }
 
@@ -151,8 +134,7 @@ class Worker:
 
     def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
-        module = self.runner.model.module
-        return score(module, sequences, num_prompt, temperature=temperature, vocab_size=self.info.vocab_size)
+        return self.served.score(sequences, num_prompt, temperature)
 
     def release_kv(self) -> None:
         """Forget all KV and give its memory back to the system."""
@@ -161,31 +143,11 @@ class Worker:
     def release_weights(self, *, forget: bool) -> None:
         """Free copies of weights and the shadow of updates; with `forget` the weights too."""
         self.updater.release(forget=forget)
-        if self.runner.model.decoder is not None:
-            self.runner.model.decoder.release()
-        release_derived(self._packed, forget=forget)
-        if forget:
-            release_weights(self._weights)
+        self._weights.release(forget=forget)
 
     def restore_weights(self) -> None:
         """Make the copies again that `release_weights` freed."""
-        self._packed.make()
+        self._weights.derive()
 
-    def _choices(self, config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:
-        pool_mib = num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
-        return (
-            f"{type(loaded.module).__name__} from {config.model}: device cpu, dtype {loaded.dtype}, "
-            f"{torch.get_num_threads()} threads, deterministic {self._deterministic}, "
-            f"decoder {'modules' if self.runner.model.decoder is None else 'compiled'}, "
-            f"KV pool {num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB), "
-            f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
-        )
-
-
-def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
-    obstacle = make_deterministic(loaded.module, loaded.geometry)
-    if obstacle is not None and config.deterministic is True:
-        raise ConfigError(f"deterministic=True is not possible: {obstacle}. Use deterministic=False.")
-    if obstacle is not None:
-        logger.warning("deterministic='auto' is off, log-probs may differ from the trainer's: %s.", obstacle)
-    return obstacle is None
+    def _take_back(self) -> None:
+        self._weights.take_back()

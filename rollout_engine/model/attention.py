@@ -7,7 +7,7 @@ row is a sequence of its own that starts at position 0 (`rollout_engine.exact`).
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import attention as compiled
-from rollout_engine.kernels.memory import give_back
+from rollout_engine.kernels.memory import give_back, resident_bytes
 from rollout_engine.kernels.paged_attention import DenseAttention, Scoring
 from rollout_engine.model.chunk import FlatBatch, SequenceChunk
 from rollout_engine.model.eager_attention import EagerPool, EagerStep
@@ -23,7 +23,27 @@ from rollout_engine.model.geometry import HARMLESS_TENSORS, LayerGeometry
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
-__all__ = ["ATTENTION_NAME", "PagedKV", "SequenceChunk", "rollout_attention"]
+__all__ = ["ATTENTION_NAME", "AttentionStep", "PagedKV", "SequenceChunk", "attending", "rollout_attention"]
+
+
+class AttentionStep(Protocol):
+    """Where the keys and values of a step go, and what its queries read."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv]."""
+        ...
+
+
+@contextmanager
+def attending(step: AttentionStep) -> Iterator[None]:
+    """Within it, attention of this thread's forwards is that of `step`."""
+    _active.step = step
+    try:
+        yield
+    finally:
+        _active.step = None
 
 
 class PagedKV:
@@ -38,11 +58,14 @@ class PagedKV:
     @contextmanager
     def step(self, batch: FlatBatch) -> "Iterator[_CompiledStep | EagerStep]":
         """Within it, attention of this thread's forwards runs over the chunks of `batch`."""
-        _active.step = self._pool.step(batch)
-        try:
-            yield _active.step
-        finally:
-            _active.step = None
+        step = self._pool.step(batch)
+        with attending(step):
+            yield step
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Of the pool, what takes memory now."""
+        return resident_bytes(self._pool.tensors())
 
     def release(self) -> None:
         """Forget all KV and give its memory back to the system; what is written from now on takes it again."""
@@ -135,7 +158,7 @@ def rollout_attention(
         raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window or 0, softcap or 0.0)
-    step: _CompiledStep | EagerStep | None = getattr(_active, "step", None)
+    step: AttentionStep | None = getattr(_active, "step", None)
     if step is None:
         return DenseAttention.apply(query, key, value, scoring, s_aux), None
     flat = (x[0].transpose(0, 1) for x in (query, key, value))

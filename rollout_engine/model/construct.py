@@ -31,6 +31,13 @@ def construct(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -
     return module.eval().requires_grad_(False)
 
 
+def place_on(module: PreTrainedModel, device: torch.device) -> None:
+    """Give every parameter uninitialised memory on `device`, tied ones the same; buffers keep their values."""
+    for parameter in module.parameters():
+        parameter.data = torch.empty_like(parameter, device=device)
+    module.to(device)
+
+
 @torch.no_grad()
 def initialize(module: PreTrainedModel, *, seed: int = 0) -> None:
     """Fill what a checkpoint holds as the architecture initialises it (matrices normal, norms one), the rest with 0.5.

@@ -120,13 +120,13 @@ class LinearGroup:
 
     def weight(self, place: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         """[sum of N, K]: the children's weights below one another, each taken from `place(weight)`."""
-        return _stacked([place(child.weight.detach()) for child in self.children])
+        return stacked([place(child.weight.detach()) for child in self.children])
 
     def stacked_bias(self, place: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor | None:
         """[sum of N], a copy; None without."""
         if self.children[0].bias is None:
             return None
-        return _stacked([place(child.bias.detach()) for child in self.children]).clone()
+        return stacked([place(child.bias.detach()) for child in self.children]).clone()
 
     def unpack(self) -> None:
         self._operand = self._bias = None
@@ -227,7 +227,7 @@ def _signature(child: nn.Linear) -> tuple[object, ...]:
     return child.in_features, child.bias is None, child.weight.dtype
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
+def stacked(parts: list[Tensor]) -> Tensor:
     """The parts below one another: the buffer they are slices of where that is so, else a copy."""
     first = parts[0]
     end = first.storage_offset()

@@ -14,7 +14,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.model.attention import ATTENTION_NAME
 from rollout_engine.model.checkpoint import TensorEntry, find_directory, read_entries
-from rollout_engine.model.construct import initialize
+from rollout_engine.model.construct import initialize, place_on
 from rollout_engine.model.fusion import fuse_projections
 from rollout_engine.model.gate import admit, build_module, position_limit
 from rollout_engine.model.geometry import LayerGeometry
@@ -24,11 +24,13 @@ logger = logging.getLogger(__name__)
 
 _NEVER_EXPECTED = [r"rotary_emb\.inv_freq$"]
 """In files written by old library versions; computed from the configuration since."""
+_CPU = torch.device("cpu")
+_DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 class LoadedModel(NamedTuple):
-    """A causal LM on the CPU, in eval mode, and what the engine has to know of it."""
+    """A causal LM on one device, in eval mode, and what the engine has to know of it."""
 
     module: PreTrainedModel
     """Attention goes to `ATTENTION_NAME`; q/k/v and gate/up parameters are slices of one buffer each."""
@@ -48,15 +50,17 @@ class LoadedModel(NamedTuple):
     """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Load `config.model` on the CPU. Raises `ConfigError` for whatever cannot be served exactly."""
+def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel:
+    """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly."""
     directory = find_directory(config.model, weights=config.load_format == "auto")
     hf_config = _read_config(directory)
     entries = read_entries(directory) if config.load_format == "auto" else []
-    dtype = _resolve_dtype(config.dtype, hf_config, entries)
+    dtype = _resolve_dtype(config.dtype, hf_config, entries, device)
     module = build_module(hf_config, dtype, ATTENTION_NAME)
     max_model_len = _served_length(module.config, config.max_model_len)
     geometry = admit(module)
+    if device != _CPU:
+        place_on(module, device)
     fuse_projections(module)
     table = WeightTable.of(module)
     if config.load_format == "auto":
@@ -101,19 +105,32 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON ({problem}).") from None
 
 
-def _resolve_dtype(asked: str, hf_config: PretrainedConfig, entries: Iterable[TensorEntry]) -> torch.dtype:
+def _resolve_dtype(
+    asked: str, hf_config: PretrainedConfig, entries: Iterable[TensorEntry], device: torch.device
+) -> torch.dtype:
+    if device.type != "cpu":
+        return _dtype_on_device(asked, hf_config, entries)
     if asked == "float16":
         raise ConfigError(
             "dtype='float16' is not served on a CPU: use 'float32' (exact for float16 weights) or 'bfloat16'."
         )
     if asked != "auto":
         return torch.float32 if asked == "float32" else torch.bfloat16
-    stored = hf_config.dtype or _first_float_dtype(entries)
-    stored = getattr(torch, stored) if isinstance(stored, str) else stored
+    stored = _stored_dtype(hf_config, entries)
     dtype = torch.bfloat16 if stored == torch.bfloat16 and _has_native_bfloat16() else torch.float32
     if dtype != stored and stored is not None:
         logger.info("dtype='auto': the checkpoint's %s is served as %s on this CPU.", stored, dtype)
     return dtype
+
+
+def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[TensorEntry]) -> torch.dtype:
+    chosen = getattr(torch, asked) if asked != "auto" else _stored_dtype(hf_config, entries)
+    return chosen if chosen in _DEVICE_DTYPES else torch.bfloat16
+
+
+def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[TensorEntry]) -> torch.dtype | None:
+    stored = hf_config.dtype or _first_float_dtype(entries)
+    return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
 def _first_float_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:

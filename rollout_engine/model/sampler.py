@@ -27,7 +27,7 @@ from rollout_engine.sampling_params import SamplingParams
 
 _RAW, _PROCESSED = 1, 2
 _MODE_CODES = {"tempered": 0, "raw": _RAW, "processed": _PROCESSED}
-_BAD_LOGITS = (
+BAD_LOGITS = (
     "the logits of this sequence hold NaN or +inf, or nothing but -inf; the model's weights or inputs are broken."
 )
 _NONE_LEFT = (
@@ -124,7 +124,7 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
             kept_logprob_mass=None if rules is None else kept_mass.tolist(),
         )
 
-    out = _Columns(batch, tokens, kept_mass, dict.fromkeys((~usable).nonzero()[:, 0].tolist(), _BAD_LOGITS))
+    out = _Columns(batch, tokens, kept_mass, dict.fromkeys((~usable).nonzero()[:, 0].tolist(), BAD_LOGITS))
     for rows in _slices([row for row in edits if usable[row]], logits.shape[1]):
         changed = logits.index_select(0, rows).float()
         failures = edit(changed, [edits[row] for row in rows.tolist()])

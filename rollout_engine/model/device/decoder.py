@@ -1,0 +1,65 @@
+"""The layers of a module built as Llama is, by the Triton kernels around matrix products.
+
+    residual ─┬─ norm ── q|k|v ── rotary, KV write ── attention ── out ──┐
+              └────────────────────────────── add, norm ─┬───────────────┘
+                                                         ├─ gate|up ── activation ── down ──┐
+                                                         └────────────────────── add, norm ─┘
+
+The products are the library's, or, where rows must not depend on their batch, those of `kernels.triton.matmul`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.layout import KVLayer
+from rollout_engine.kernels.triton.matmul import matmul
+from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
+from rollout_engine.kernels.triton.rotary import rotate_and_write
+from rollout_engine.model.device.parts import Layer, Linear, Parts
+from rollout_engine.model.device.pool import DeviceAttention, DeviceBatch, DevicePool
+
+
+class DeviceDecoder:
+    """Forwards of one causal LM over any KV pool. Launches kernels and waits for nothing: graphs may capture it."""
+
+    def __init__(self, parts: Parts, attention: DeviceAttention, *, is_ordered: bool) -> None:
+        self._parts, self._attention = parts, attention
+        self._is_ordered = is_ordered
+
+    def forward(self, batch: DeviceBatch, rows: Tensor | None, pool: DevicePool) -> Tensor:
+        """Logits [len(rows), V] of these rows, int64, of `batch`, which is planned; None: of all. KV goes to `pool`."""
+        parts = self._parts
+        residual = F.embedding(batch.token_ids, parts.embedding)
+        hidden = torch.empty_like(residual)
+        norms = [*(layer.attention_norm for layer in parts.layers), parts.norm]
+        rms_norm(residual, norms[0].weight, norms[0].epsilon, hidden)
+        for index, layer in enumerate(parts.layers):
+            delta = self._attend(layer, hidden, batch, index, pool.layers[index])
+            add_rms_norm(residual, delta, layer.mlp_norm.weight, layer.mlp_norm.epsilon, hidden)
+            gate, up = self._product(hidden, layer.gate_up).chunk(2, dim=1)
+            delta = self._product(gated(gate, up, gate), layer.down)
+            following = norms[index + 1]
+            add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
+        return self._product(hidden if rows is None else hidden[rows], parts.head)
+
+    def _attend(self, layer: Layer, hidden: Tensor, batch: DeviceBatch, index: int, kv: KVLayer) -> Tensor:
+        shape = layer.geometry
+        sizes = [shape.num_heads * shape.head_dim_k, *(shape.num_kv_heads * dim for dim in _dims(layer))]
+        q, k, v = self._product(hidden, layer.qkv).split(sizes, dim=1)
+        q, k = (x.unflatten(1, (-1, shape.head_dim_k)) for x in (q, k))
+        v = v.unflatten(1, (-1, shape.head_dim_v))
+        rotate_and_write(q, k, v, batch.positions, batch.slots, self._parts.rotary, kv, q, layer.head_norms)
+        out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
+        self._attention.attend(index, q, kv, layer.scoring, out)
+        return self._product(out.flatten(1), layer.out)
+
+    def _product(self, x: Tensor, linear: Linear) -> Tensor:
+        if not self._is_ordered:
+            return F.linear(x, linear.weight, linear.bias)
+        return matmul(x, linear.weight, linear.bias, x.new_empty(len(x), len(linear.weight)))
+
+
+def _dims(layer: Layer) -> tuple[int, int]:
+    return layer.geometry.head_dim_k, layer.geometry.head_dim_v

@@ -1,0 +1,31 @@
+"""A step as large as any will be, to see what it takes."""
+
+import numpy as np
+import torch
+
+from rollout_engine.kernels.triton.paged_attention import Batch
+from rollout_engine.model.device.model import DeviceModel
+from rollout_engine.model.device.pool import DeviceBatch
+from rollout_engine.model.device.sampler import DeviceColumns, DeviceSampler
+from rollout_engine.model.sampler import SamplingBatch
+from rollout_engine.sampling_params import SamplingParams
+
+
+@torch.inference_mode()
+def run_largest_step(model: DeviceModel, vocab_size: int) -> None:
+    """Compute as many tokens, and draw for as many sequences, as `model.limits` allow; KV is read, never written."""
+    limits, device = model.limits, model.device
+    count = min(limits.num_sequences, limits.num_tokens)
+    bounds = np.linspace(0, limits.num_tokens, count + 1).astype(np.int32)
+    starts = torch.from_numpy(bounds).to(device)
+    tokens = torch.zeros(limits.num_tokens, dtype=torch.int64, device=device)
+    max_blocks = -(-limits.context // model.kv.block_size)
+    tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
+    attention = Batch(starts, starts.diff(), tables, num_decodes=0)
+    batch = DeviceBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention)
+    logits = model.forward(batch, starts[1:].long() - 1)
+    params = [SamplingParams(top_p=0.9)] * count
+    columns = DeviceColumns.of(SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count), device)
+    DeviceSampler(vocab_size, device).draw(logits, columns, torch.zeros(count, dtype=torch.int64, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,293 @@
+"""Turns `SchedulerOutput`s into tokens on a device, which works while the host prepares what comes next.
+
+    host      columns of the step ──upload──>   ...                                   <──download── tokens, log-probs
+    device    state of sequences  ──gather──>   batch ── forward ── draw ──> tokens ──scatter──> state of sequences
+
+A drawn token stays on the device and feeds the next step; the host learns of it when it asks for the result. What
+edits logits by a sequence's tokens, or asks for more than its token's log-prob, is drawn on the host, which waits.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.errors import StepMemoryError
+from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
+from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
+from rollout_engine.messages import (
+    ModelRunnerOutput,
+    NewSequence,
+    PromptLogprobs,
+    SchedulerOutput,
+)
+from rollout_engine.model.device.graphs import DecodeGraphs
+from rollout_engine.model.device.layout import FlatColumns, decodes_first
+from rollout_engine.model.device.model import DeviceModel
+from rollout_engine.model.device.pool import DeviceBatch
+from rollout_engine.model.device.sampler import DeviceColumns, DeviceSampler, told
+from rollout_engine.model.device.sequences import SequenceRows
+from rollout_engine.model.device.upload import Download, upload
+from rollout_engine.model.logit_edits import LogitEdits
+from rollout_engine.model.logits_processors import LogitsProcessor
+from rollout_engine.model.prompt_logprobs import PromptScorer
+from rollout_engine.model.sampler import SamplingBatch, sample
+
+Result = Callable[[], ModelRunnerOutput]
+
+
+class DeviceRunner:
+    """The model, its KV pool, and the sequences they work on."""
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        *,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+        shares_prefixes: bool = True,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self.model, self.graphs = model, graphs
+        self._vocab_size = vocab_size
+        self._processors = processors
+        self._sequences: dict[str, NewSequence] = {}
+        self._edits: dict[str, LogitEdits] = {}
+        """Of the sequences that have any."""
+        self._prompts = PromptScorer()
+        size = model.kv.block_size
+        self._rows = SequenceRows(-(-model.limits.context // size), model.device)
+        self._sampler = DeviceSampler(vocab_size, model.device)
+        self._settings: tuple[list[str], SamplingBatch, DeviceColumns | None] | None = None
+        """Of the last step, and of which sequences."""
+        self._prefix_shape = model.attention.prefix_shape if shares_prefixes else None
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences whose state is held; 0 when idle."""
+        return len(self._sequences)
+
+    def block_tables(self) -> dict[str, list[int]]:
+        """Sequence id -> KV blocks, of every sequence whose state is held."""
+        return self._rows.block_tables()
+
+    @torch.inference_mode()
+    def submit(self, work: SchedulerOutput) -> Result:
+        """Launch `work` behind what was launched before; returns what waits for its result."""
+        try:
+            return self._launch(work)
+        except Exception as problem:  # told where the result is asked for
+            return _raiser(_worded(problem))
+
+    def catch_up(self) -> None:
+        """Wait for every result that nobody has asked for yet."""
+        while self._pending:
+            self._pending[0].settle(self._pending)
+
+    def _launch(self, work: SchedulerOutput) -> Result:
+        changes = self._note_changes(work)
+        if self.model.kv.memory.restore() and self.graphs is not None:
+            self.graphs.void()
+        self.model.kv.copy_blocks(work.block_copies)
+        if not work.scheduled:
+            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
+        order = decodes_first(work.scheduled)
+        scheduled = [work.scheduled[index] for index in order]
+        rows = self._rows.rows([chunk.request_id for chunk in scheduled])
+        flat = FlatColumns.of(scheduled, self._sequences, rows, self._rows.host_tables, self.model.kv.block_size)
+        asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled), self._rows)
+        columns = [*changes, *flat[:-1], *asked.columns]
+        places, blocks, *arrived = upload(columns, self.model.device)
+        self._rows.write(places, blocks)
+        *on_device, logit_rows, drawn_rows, positions, targets = arrived
+        logits = self._forward(flat, self._batch(flat, on_device), asked.logit_rows, logit_rows)
+        prompt_logprobs = self._score_prompts(logits[asked.num_distinct :], order)
+        if not work.samples:
+            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs)
+        logits = logits[: asked.num_distinct]
+        if asked.num_distinct < len(work.samples):
+            logits = logits[drawn_rows]
+        return self._draw(work, logits, positions, asked.positions, targets, prompt_logprobs)
+
+    def _note_changes(self, work: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
+        if work.finished or work.new:
+            self._settings = None
+        for request_id in work.finished:
+            self._sequences.pop(request_id, None)
+            self._edits.pop(request_id, None)
+            self._prompts.forget(request_id)
+            self._rows.forget(request_id)
+        for new in work.new:
+            self._sequences[new.request_id] = new
+            edits = LogitEdits.of(new, self._processors, self._vocab_size)
+            if edits is not None:
+                self._edits[new.request_id] = edits
+        self._rows.add(new.request_id for new in work.new)
+        self._prompts.learn(work.new, work.scheduled)
+        return self._rows.learn(work.scheduled)
+
+    def _forward(self, flat: FlatColumns, batch: DeviceBatch, host_rows: np.ndarray, rows: Tensor) -> Tensor:
+        decodes = flat.num_decodes == len(flat.rows)
+        logits = self.graphs.run(batch) if self.graphs is not None and decodes and self.model.runs_fused else None
+        if logits is None:
+            return self.model.forward(batch, rows)
+        return logits if np.array_equal(host_rows, np.arange(len(logits))) else logits[rows]
+
+    def _batch(self, flat: FlatColumns, arrived: Sequence[Tensor]) -> DeviceBatch:
+        token_ids, positions, slots, token_rows, starts, lens, rows = arrived
+        token_ids = torch.where(token_ids < 0, self._rows.last_tokens[token_rows], token_ids)
+        tables = self._rows.tables[rows]
+        attention = Batch(starts.int(), lens.int(), tables, flat.num_decodes, self._prefixes(flat))
+        return DeviceBatch(token_ids, positions, slots, attention)
+
+    def _prefixes(self, flat: FlatColumns) -> Prefixes | None:
+        count = flat.num_decodes
+        if self._prefix_shape is None or count < 2:
+            return None
+        unit, tokens_per_item = self._prefix_shape
+        found = shared_prefixes(
+            self._rows.host_tables[flat.rows[:count]],
+            flat.context_lens[:count],
+            block_size=self.model.kv.block_size,
+            unit=unit,
+            tokens_per_item=tokens_per_item,
+        )
+        if not len(found.items):
+            return None
+        items, units = upload([found.items.reshape(-1), found.units], self.model.device)
+        return Prefixes(items.int().view(found.items.shape), units.int())
+
+    def _score_prompts(self, logits: Tensor, order: list[int]) -> dict[int, PromptLogprobs]:
+        found = self._prompts.score(logits.cpu() if len(logits) else logits)
+        return {order[index]: logprobs for index, logprobs in found.items()}
+
+    def _draw(
+        self,
+        work: SchedulerOutput,
+        logits: Tensor,
+        positions: Tensor,
+        host_positions: np.ndarray,
+        targets: Tensor,
+        prompt_logprobs: dict[int, PromptLogprobs],
+    ) -> Result:
+        """One token for each row of `logits`, at `positions` of their sequences, whose rows are `targets`."""
+        sequences = [self._sequences[task.request_id] for task in work.samples]
+        batch, columns = self._columns(sequences)
+        is_edited = any(sequence.request_id in self._edits for sequence in sequences) if self._edits else False
+        if columns is not None and not is_edited:
+            tokens, drawn = self._sampler.draw(logits, columns, positions)
+            self._rows.last_tokens[targets] = tokens
+            pending = _Pending(sequences, columns, Download(drawn), prompt_logprobs)
+            self._pending.append(pending)
+            return lambda: pending.settle(self._pending)
+        self.catch_up()
+        known = ((row, self._edits.get(s.request_id)) for row, s in enumerate(sequences))
+        edits = {row: found for row, found in known if found is not None and found.active}
+        out = sample(logits.cpu(), batch._replace(positions=host_positions), edits)
+        out.prompt_logprobs = prompt_logprobs
+        _append(sequences, out)
+        self._rows.last_tokens[targets] = torch.tensor([max(t, 0) for t in out.token_ids], device=targets.device)
+        return lambda: out
+
+    def _columns(self, sequences: list[NewSequence]) -> tuple[SamplingBatch, DeviceColumns | None]:
+        """Of the same sequences as in the last step nothing has changed but positions."""
+        request_ids = [sequence.request_id for sequence in sequences]
+        if self._settings is None or self._settings[0] != request_ids:
+            batch = SamplingBatch.from_tasks(
+                [s.params for s in sequences], seeds=[s.seed for s in sequences], positions=[0] * len(sequences)
+            )
+            columns = DeviceColumns.of(batch, self.model.device) if batch.is_plain else None
+            self._settings = request_ids, batch, columns
+        return self._settings[1:]
+
+
+class _Asked(NamedTuple):
+    """Which logits a step needs, and what is drawn from them."""
+
+    logit_rows: np.ndarray
+    """int64: rows of the flat batch, those to draw from first, each once."""
+    drawn_rows: np.ndarray
+    """int64 [S]: of each sample among the distinct rows."""
+    positions: np.ndarray
+    """int64 [S], of the tokens to draw in their sequences."""
+    targets: np.ndarray
+    """int64 [S], rows of their sequences."""
+    num_distinct: int
+
+    @classmethod
+    def of(
+        cls, work: SchedulerOutput, order: list[int], flat: FlatColumns, prompt_rows: list[int], rows: SequenceRows
+    ) -> "_Asked":
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        chunks = place[[task.row for task in work.samples]] if work.samples else np.empty(0, np.int64)
+        distinct = list(dict.fromkeys(chunks.tolist()))  # the n samples of a prompt draw from the same row
+        where = {chunk: index for index, chunk in enumerate(distinct)}
+        return cls(
+            logit_rows=np.concatenate([flat.token_starts[1:][distinct] - 1, np.array(prompt_rows, np.int64)])
+            if distinct
+            else np.array(prompt_rows, np.int64),
+            drawn_rows=np.array([where[chunk] for chunk in chunks.tolist()], np.int64),
+            positions=flat.context_lens[chunks],
+            targets=rows.rows([task.request_id for task in work.samples]),
+            num_distinct=len(distinct),
+        )
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """Those that the device needs."""
+        return self[:-1]
+
+
+class _Pending:
+    """A result on its way."""
+
+    def __init__(
+        self,
+        sequences: list[NewSequence],
+        columns: DeviceColumns,
+        download: Download,
+        prompt_logprobs: dict[int, PromptLogprobs],
+    ) -> None:
+        self._sequences, self._columns, self._download = sequences, columns, download
+        self._prompt_logprobs = prompt_logprobs
+        self._out: ModelRunnerOutput | None = None
+
+    def settle(self, queue: deque["_Pending"]) -> ModelRunnerOutput:
+        """Wait for it and for all before it in `queue`, which they leave."""
+        while self._out is None:
+            queue[0].arrive()
+            queue.popleft()
+        return self._out
+
+    def arrive(self) -> None:
+        """Wait; the sequences learn their tokens."""
+        self._out = told(self._columns, self._download.wait())
+        self._out.prompt_logprobs = self._prompt_logprobs
+        _append(self._sequences, self._out)
+
+
+def _append(sequences: list[NewSequence], out: ModelRunnerOutput) -> None:
+    for sequence, token in zip(sequences, out.token_ids, strict=True):
+        sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
+
+
+def _raiser(problem: Exception) -> Result:
+    def fail() -> ModelRunnerOutput:
+        raise problem
+
+    return fail
+
+
+def _worded(problem: Exception) -> Exception:
+    if not isinstance(problem, torch.OutOfMemoryError):
+        return problem
+    torch.cuda.empty_cache()
+    advice = "Lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or stop what else uses the device."
+    worded = StepMemoryError(f"The device ran out of memory in this step ({problem}). {advice}")
+    worded.__cause__ = problem
+    return worded

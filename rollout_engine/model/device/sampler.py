@@ -1,0 +1,97 @@
+"""Draws on the device: tokens, tempered log-probs, truncation. What asks for more is drawn on the host (`runner`)."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu.sampling import Figures, Kept, Truncation
+from rollout_engine.kernels.token_logprobs import row_temperatures
+from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample
+from rollout_engine.kernels.triton.truncation import truncate
+from rollout_engine.messages import ModelRunnerOutput
+from rollout_engine.model.sampler import BAD_LOGITS, SamplingBatch
+
+
+class DeviceColumns(NamedTuple):
+    """`SamplingBatch` on the device, without what moves at every step."""
+
+    temperatures: Tensor
+    """float32 [N]."""
+    seeds: Tensor
+    """int64 [N]."""
+    choices: Tensor
+    """int32 [N] of `Choice`."""
+    rules: Truncation | None
+    truncates: Tensor
+    """bool [N]: rows that `rules` may cut."""
+    wants_logprobs: bool
+
+    @classmethod
+    def of(cls, batch: SamplingBatch, device: torch.device) -> "DeviceColumns":
+        """Of a batch that `is_plain`."""
+        given = torch.from_numpy(batch.temperature)
+        choices = np.where(batch.temperature == 0, Choice.GREEDY, Choice.DRAWN).astype(np.int32)
+        rules = batch.rules()
+        return cls(
+            row_temperatures(given, given[:, None]).to(device),
+            torch.from_numpy(batch.seeds).to(device),
+            torch.from_numpy(choices).to(device),
+            None if rules is None else Truncation(*(column.to(device) for column in rules)),
+            torch.from_numpy(batch.truncates).to(device),
+            batch.wants_logprobs,
+        )
+
+
+class DeviceSampler:
+    """Memory of draws, as large as they have come."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._workspace: SamplingWorkspace | None = None
+        self._figures: Figures | None = None
+
+    def draw(self, logits: Tensor, columns: DeviceColumns, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of `logits` [N, V]: tokens int64 [N], and what `told` reads on the host, float64 [4, N].
+
+        `positions` int64 [N]: of the tokens to draw in their sequences.
+        """
+        workspace, figures = self._memory(len(logits))
+        rows = SamplingRows(columns.temperatures, columns.seeds, positions, columns.choices)
+        sample(logits, rows, workspace, figures)
+        mass = torch.zeros_like(figures.log_total)
+        if columns.rules is not None:
+            kept = Kept(
+                torch.empty_like(figures.log_total),
+                torch.empty_like(figures.maximum),
+                torch.empty_like(figures.tokens),
+            )
+            truncate(logits, rows, columns.rules, workspace, figures, kept)
+            mass = torch.where(columns.truncates, (kept.log_total - figures.log_total).clamp(max=0), mass)
+        usable = figures.maximum.isfinite()
+        told = [figures.tokens.double(), figures.logprobs.double(), usable.double(), mass]
+        return figures.tokens.clone(), torch.stack(told)
+
+    def _memory(self, count: int) -> tuple[SamplingWorkspace, Figures]:
+        if self._workspace is None or self._figures is None or len(self._figures.tokens) < count:
+            size = 1 << (count - 1).bit_length()
+            self._workspace = SamplingWorkspace.empty(size, self._vocab_size, self._device)
+            self._figures = empty_figures(size, self._device)
+        workspace = SamplingWorkspace(*(part[:count] for part in self._workspace))
+        return workspace, Figures(*(part[:count] for part in self._figures))
+
+
+def told(columns: DeviceColumns, drawn: Tensor) -> ModelRunnerOutput:
+    """What `DeviceSampler.draw` found, on the host."""
+    tokens, logprobs, usable, mass = drawn.tolist()
+    out = ModelRunnerOutput(
+        token_ids=[int(token) for token in tokens],
+        logprobs=logprobs if columns.wants_logprobs else None,
+        kept_logprob_mass=None if columns.rules is None else torch.tensor(mass).tolist(),
+    )
+    if not all(usable):
+        out.errors = {row: BAD_LOGITS for row, is_usable in enumerate(usable) if not is_usable}
+        for row in out.errors:
+            out.token_ids[row] = -1
+    return out

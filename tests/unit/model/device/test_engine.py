@@ -1,0 +1,125 @@
+"""The whole engine on a device beside the one on the CPU: the same tokens, and log-probs within rounding."""
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine import SamplingParams
+from rollout_engine.model.device.graphs import DecodeGraphs
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{kind} encountered:RuntimeWarning")  # of the interpreter
+    for kind in ("overflow", "invalid value", "divide by zero")
+]
+
+PROMPTS = [[7, 8, 9], list(range(40, 62))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, logprobs=0, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.8, top_k=20, max_tokens=3, logprobs=0, n=2, seed=3, ignore_eos=True)
+BOUND = 2e-4
+"""Of log-probs in float32: sums of another order over two layers."""
+
+
+def run(llm, params, prompts=PROMPTS):
+    """(tokens, log-probs) of every completion."""
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [(list(c.token_ids), np.array(c.logprobs)) for output in outputs for c in output.outputs]
+
+
+def assert_alike(ours, theirs, bound=BOUND):
+    assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
+    for (_, mine), (_, other) in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, atol=bound, rtol=0)
+
+
+def runner_of(llm):
+    return llm.llm_engine._executor.worker.runner
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, params):
+    ours = engine_on("device")
+    assert runner_of(ours).model.decoder is not None
+    assert_alike(run(ours, params), run(engine_on("cpu"), params))
+
+
+def test_layers_of_another_architecture_run_as_modules_over_the_same_pool(engine_on):
+    ours = engine_on("device", "gemma2")
+    assert runner_of(ours).model.decoder is None
+    assert_alike(run(ours, GREEDY), run(engine_on("cpu", "gemma2"), GREEDY))
+
+
+def test_what_edits_logits_is_drawn_on_the_host_and_feeds_the_next_step(engine_on):
+    params = SamplingParams(
+        temperature=0.7, max_tokens=3, logprobs=2, seed=5, presence_penalty=1.0, prompt_logprobs=1, ignore_eos=True
+    )
+    ours, theirs = (
+        engine_on(place).generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)[0]
+        for place in ("device", "cpu")
+    )
+    assert list(ours.outputs[0].token_ids) == list(theirs.outputs[0].token_ids)
+    np.testing.assert_allclose(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, atol=BOUND)
+    np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=BOUND)
+
+
+def test_a_step_is_launched_before_the_one_behind_it_is_known(engine_on):
+    ahead, behind = (engine_on("device", async_scheduling=flag) for flag in (True, False))
+    assert_alike(run(ahead, DRAWN), run(behind, DRAWN), bound=0)
+
+
+def test_scores_are_those_of_the_cpu(engine_on):
+    completions = [[11, 12, 13], [5, 6]]
+    ours, theirs = (engine_on(place).score(PROMPTS, completions) for place in ("device", "cpu"))
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, atol=BOUND)
+
+
+def test_padded_batches_replayed_from_static_memory_change_no_bit(engine_on):
+    llm = engine_on("device")
+    plain = run(llm, DRAWN)
+    runner, captured = runner_of(llm), []
+
+    class Rerun:
+        """Where there are no graphs: the computation itself, over the memory that a graph would read."""
+
+        def __init__(self, compute):
+            self.replay = compute
+            captured.append(self)
+
+    runner.graphs = DecodeGraphs(runner.model, 4, shares_prefixes=True, capture=Rerun)
+    runner.graphs._sizes = [4]
+    try:
+        assert_alike(run(llm, DRAWN), plain, bound=1e-5)
+    finally:
+        runner.graphs = None
+    assert len(captured) == 2
+
+
+def test_memory_that_runs_out_fails_the_step_and_the_engine_lives(engine_on, monkeypatch):
+    llm = engine_on("device")
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("of 12 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_of(llm).model, "forward", fail)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
+    errors = [output.outputs[0].error for output in outputs]
+    assert all("StepMemoryError: The device ran out of memory" in error for error in errors)
+    assert_alike(run(llm, GREEDY), run(engine_on("cpu"), GREEDY))
+
+
+def test_a_sleeping_engine_holds_no_kv_and_wakes(engine_on):
+    llm = engine_on("device")
+    before = run(llm, GREEDY)
+    llm.sleep(1)
+    assert runner_of(llm).model.kv.num_resident_bytes == 0
+    llm.wake_up()
+    assert_alike(run(llm, GREEDY), before, bound=0)
+
+
+def test_deterministic_bits_depend_on_no_batch_chunk_or_prefix(engine_on):
+    llm = engine_on("device", deterministic=True)
+    together = run(llm, DRAWN, [*PROMPTS, PROMPTS[1]])
+    llm.reset_prefix_cache()
+    assert_alike(run(llm, DRAWN, PROMPTS[1:]), together[2:4], bound=0)
+    assert_alike(run(llm, DRAWN, PROMPTS[1:]), together[2:4], bound=0)
