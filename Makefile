@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all soak bench lint clean
+.PHONY: setup demo test test-all test-gpu soak bench bench-gpu lint clean
 
 setup: .venv/installed
 
@@ -14,6 +14,13 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+# On a machine with a CUDA device; PYTHON is one that has PyTorch, Triton, transformers and the wheels of pyproject.toml.
+test-gpu:
+	$(PYTHON) -m pytest -q -m gpu tests/unit/kernels/triton tests/unit/model/device
+
+bench-gpu:
+	$(PYTHON) -m tests.benchmarks.gpu
 
 # Faults by the thousand, each kind to its count or for SECONDS (inf: to its count); figures go to tests/faults/results.
 SECONDS ?= 300

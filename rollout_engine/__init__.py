@@ -28,6 +28,7 @@ _NAMES = {
         "RewardError",
         "RolloutEngineError",
         "StaleVersionError",
+        "StepMemoryError",
         "TransferTimeoutError",
         "WeightUpdateError",
     ),

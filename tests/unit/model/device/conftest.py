@@ -63,6 +63,7 @@ def engine_on(monkeypatch, checkpoints, engines, device):  # noqa: F811
         if key not in engines:
             where = devices.Device(torch.device(device), SmallServing)
             chosen = (lambda config: where) if place == "device" else devices.device_of
+            options = {"async_scheduling": place == "device"} | options
             with monkeypatch.context() as patch:
                 patch.setattr(worker, "device_of", chosen)
                 engines[key] = LLM(str(checkpoints(architecture)), **(OPTIONS | options))

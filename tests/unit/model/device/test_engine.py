@@ -7,10 +7,12 @@ import torch
 from rollout_engine import SamplingParams
 from rollout_engine.model.device.graphs import DecodeGraphs
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{kind} encountered:RuntimeWarning")  # of the interpreter
-    for kind in ("overflow", "invalid value", "divide by zero")
-]
+# Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered in log:RuntimeWarning",
+)
 
 PROMPTS = [[7, 8, 9], list(range(40, 62))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, logprobs=0, ignore_eos=True)
@@ -62,8 +64,18 @@ def test_what_edits_logits_is_drawn_on_the_host_and_feeds_the_next_step(engine_o
 
 
 def test_a_step_is_launched_before_the_one_behind_it_is_known(engine_on):
-    ahead, behind = (engine_on("device", async_scheduling=flag) for flag in (True, False))
-    assert_alike(run(ahead, DRAWN), run(behind, DRAWN), bound=0)
+    assert_alike(run(engine_on("device"), DRAWN), run(engine_on("device", async_scheduling=False), DRAWN))
+
+
+def test_new_weights_are_written_where_the_kernels_read_them(engine_on):
+    engines = [engine_on(place) for place in ("device", "cpu")]
+    weights = engines[1].llm_engine.apply_model(lambda module: module.state_dict())[0]
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    scaled = {name: tensor * 0.5 if "norm" in name else tensor for name, tensor in weights.items()}
+    for values in (scaled, weights):
+        for llm in engines:
+            llm.update_weights(values)
+        assert_alike(run(engines[0], GREEDY), run(engines[1], GREEDY))
 
 
 def test_scores_are_those_of_the_cpu(engine_on):
@@ -114,7 +126,7 @@ def test_a_sleeping_engine_holds_no_kv_and_wakes(engine_on):
     llm.sleep(1)
     assert runner_of(llm).model.kv.num_resident_bytes == 0
     llm.wake_up()
-    assert_alike(run(llm, GREEDY), before, bound=0)
+    assert_alike(run(llm, GREEDY), before)
 
 
 def test_deterministic_bits_depend_on_no_batch_chunk_or_prefix(engine_on):
