@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.execution.arrivals import copy_by_kernel
 from rollout_engine.execution.called_update import CalledUpdate
 from rollout_engine.execution.devices import device_of
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
@@ -46,6 +47,7 @@ class Worker:
     def __init__(self, config: EngineConfig) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        copy_by_kernel()
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         loaded = load_model(config, device.torch_device)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from rollout_engine.errors import WeightUpdateError, unknown_name
+from rollout_engine.execution.arrivals import copy_by_kernel
 from rollout_engine.frontend.lifeline import SHARED_MEMORY, lock_directory
 from sync.base import Metadata, WeightReceiver, WeightSender
 from sync.manifest import TensorSpec
@@ -33,6 +35,7 @@ class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def make_sender(self) -> WeightSender:
         """The client's end."""
+        copy_by_kernel()
         return make_sender(self.transport, **self._options(sending=True))
 
     def make_receiver(self) -> WeightReceiver:
@@ -42,7 +45,7 @@ class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _options(self, *, sending: bool) -> Mapping[str, Any]:
         if self.transport != "gloo":
-            return {"directory": self.directory}
+            return {"directory": self.directory, "num_threads": torch.get_num_threads()}
         group = {"rendezvous": f"file://{self.directory}/group-{self.number}", "world_size": 2, "timeout": self.timeout}
         return group if sending else group | {"rank": 1}
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from rollout_engine.kernels.cpu.stream import streaming_copy
 from rollout_engine.kernels.memory import give_back, resident_bytes, trim
 from rollout_engine.model.packed_weights import PackedWeights
 
-__all__ = ["release_derived", "release_weights", "resident_bytes", "return_freed"]
+__all__ = ["release_derived", "release_weights", "resident_bytes", "return_freed", "streaming_copy"]
 
 
 def release_derived(packed: PackedWeights, *, forget: bool) -> None:

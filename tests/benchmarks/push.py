@@ -25,6 +25,7 @@ import torch
 from works import SHAPES
 
 import sync
+from rollout_engine.execution.arrivals import copy_by_kernel
 from sync.manifest import WeightManifest, tensor_digest, torch_dtype
 from sync.threads import in_threads
 
@@ -72,6 +73,7 @@ class EngineProcess:
 def be_engine() -> None:
     """First line: transport and options; then a manifest a line, each answered with the seconds it took."""
     first = json.loads(sys.stdin.readline())
+    copy_by_kernel()  # as the engine does, at both ends
     receiver = sync.make_receiver(first["transport"], **first["options"])
     shadow: dict[str, torch.Tensor] = {}
     for line in sys.stdin:
@@ -96,6 +98,7 @@ def measure(transport: str, shape: str, rounds: int) -> dict[str, Any]:
         sender_options, receiver_options = _options(transport, folder)
         engine = EngineProcess()
         engine.tell({"transport": transport, "options": receiver_options})
+        copy_by_kernel()
         sender = sync.make_sender(transport, **sender_options)
         times: dict[str, list[float]] = {}
 

@@ -38,6 +38,13 @@ MAY_IMPORT = {
         )
         for name in ("llm_engine", "core_proc", "core_utilities", "weight_intake")
     },
+    # How weights come to their place, at a client's end too.
+    "rollout_engine.frontend.weight_ends": (
+        *FLOOR_2,
+        "rollout_engine.execution.arrivals",
+        "rollout_engine.frontend",
+        "sync",
+    ),
     **{module: EVERYTHING for module in (*FLOOR_8, *FLOOR_9)},
     "rollout_engine": (),
 }

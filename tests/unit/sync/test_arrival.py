@@ -1,15 +1,39 @@
 """What comes to its place is digested and looked at on the way, in pieces, to the same end as in one."""
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 
-from sync.arrival import put, read, take
+from sync.arrival import copy_by, put, read, take
 from sync.manifest import tensor_bytes, tensor_digest
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
 PIECE = 256 << 10
 SIZES = [0, 1, 1000, PIECE // 4, PIECE // 4 + 1, 3 * PIECE // 4 + 17]
 """Elements of float32, around the borders of pieces."""
+
+
+@pytest.fixture(autouse=True, params=["numpy", "a copy of the user's"])
+def copies(request):
+    """How many pieces a copy of the user's was asked for."""
+    asked = []
+
+    def copy(out, source, num_bytes, width):
+        asked.append(num_bytes)
+        return copied(out, source, num_bytes, width)
+
+    copy_by(None if request.param == "numpy" else lambda: copy)
+    yield None if request.param == "numpy" else asked
+    copy_by(None)
+
+
+def copied(out, source, num_bytes, width):
+    """By numpy, as a kernel would."""
+    ctypes.memmove(out, source, num_bytes)
+    bits = np.frombuffer((ctypes.c_char * num_bytes).from_address(out), f"u{width}")
+    return int((bits & ((1 << (8 * width - 1)) - 1)).max(initial=0))
 
 
 def filled(size, dtype):
@@ -23,6 +47,17 @@ def test_a_tensor_arrives_whole_under_its_digest(size, dtype):
     assert take(out, source) == (tensor_digest(source), True)
     assert torch.equal(out, source)
     assert put(torch.zeros(size, dtype=dtype), source) == tensor_digest(source)
+
+
+def test_a_copy_of_the_users_makes_every_plain_copy_and_nothing_else(copies):
+    source = filled(PIECE // 4 + 1, torch.float32)
+    take(torch.zeros_like(source), source)
+    put(torch.zeros_like(source), source)
+    pieces = [PIECE, 4] * 2
+    assert copies in (None, pieces)
+    take(torch.zeros(len(source), dtype=torch.bfloat16), source)
+    put(torch.zeros(4, 5).t(), torch.zeros(5, 4))
+    assert copies in (None, pieces)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,41 @@
+"""The copy past the caches moves every byte, no other, and finds the largest bits wherever they are."""
+
+import pytest
+import torch
+
+from rollout_engine.kernels.cpu.stream import streaming_copy
+
+WIDTHS = {torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.int64: 8}
+SIZES = [0, 1, 31, 64, 65, 1000, 70_001]
+"""Elements, around the borders of a line."""
+
+pytestmark = pytest.mark.skipif(streaming_copy() is None, reason="the C++ kernels cannot be built here")
+
+
+def random_bits(size, dtype):
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (size,), dtype=dtype, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("out_start", "source_start"), [(0, 0), (3, 0), (0, 5), (7, 2)])
+def test_every_element_and_no_other_is_copied_and_the_largest_magnitude_is_found(dtype, size, out_start, source_start):
+    width = WIDTHS[dtype]
+    source = random_bits(size + source_start, dtype)[source_start:]
+    around = random_bits(size + out_start + 9, dtype)
+    expected = torch.cat([around[:out_start], source, around[out_start + size :]])
+    largest = streaming_copy()(around.data_ptr() + out_start * width, source.data_ptr(), size * width, width)
+    assert torch.equal(around, expected)
+    assert largest == max((int(x) & torch.iinfo(dtype).max for x in source), default=0)
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_one_large_value_is_found_wherever_it_is(dtype):
+    for size in (5, 64, 200):
+        for where in range(size):
+            source, out = torch.ones(size, dtype=dtype), torch.zeros(size + 1, dtype=dtype)
+            source[where] = -3  # all bits but the second
+            width = WIDTHS[dtype]
+            largest = streaming_copy()(out[1:].data_ptr(), source.data_ptr(), size * width, width)
+            assert largest == torch.iinfo(dtype).max - 2
