@@ -156,9 +156,9 @@ def test_aborted_requests_resume_from_their_tokens_under_the_new_weights(engine,
 def test_two_trainers_at_once_are_refused(engine):
     async def run(other):
         version = engine.policy_version
-        updates = [
-            each.update_weights(tiny_weights(seed)) for each in (engine, other, engine, other) for seed in (1, 2)
-        ]
+        engines = (engine, engine, other, other) * 2
+        # All differ: the same weights again, under the version that is live by then, would be a no-op and no refusal.
+        updates = [each.update_weights(tiny_weights(seed)) for seed, each in enumerate(engines, 1)]
         results = await asyncio.gather(*updates, return_exceptions=True)
         reports = [result for result in results if not isinstance(result, Exception)]
         refused = [result for result in results if isinstance(result, Exception)]
