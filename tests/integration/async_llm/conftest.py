@@ -60,11 +60,9 @@ def last_of():
 
 @pytest.fixture(scope="session")
 def until_computing():
-    """Wait until the request that was just added has tokens."""
+    """Wait until the request of a task that was just made has tokens: asked first, the core counts from before it."""
 
     async def wait(engine):
-        while (await engine.get_cache_usage()) == 0:
-            await asyncio.sleep(0.005)
         steps = (await engine.check_health()).num_steps
         while (await engine.check_health()).num_steps < steps + 3:
             await asyncio.sleep(0.005)
