@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all test-gpu soak bench lint clean
+.PHONY: setup demo test test-all test-gpu soak bench bench-gpu lint clean
 
 setup: .venv/installed
 
@@ -18,6 +18,9 @@ test-all: setup
 # On a machine with a CUDA device; PYTHON is one that has PyTorch, Triton, transformers and the wheels of pyproject.toml.
 test-gpu:
 	$(PYTHON) -m pytest -q -m gpu tests/unit/kernels/triton tests/unit/model/device
+
+bench-gpu:
+	$(PYTHON) -m tests.benchmarks.gpu
 
 # Faults by the thousand, each kind to its count or for SECONDS (inf: to its count); figures go to tests/faults/results.
 SECONDS ?= 300

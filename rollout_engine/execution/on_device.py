@@ -95,6 +95,7 @@ class DeviceServing:
         if device.type != "cuda" or config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
             return size_pool(config, self._loaded.geometry, self._loaded.dtype, model_len)
         started = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats(device)
         block_bytes = bytes_per_block(self._loaded.geometry, config.block_size, self._loaded.dtype)
         try:
             model = self._model(config, 1, model_len)

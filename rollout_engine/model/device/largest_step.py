@@ -13,7 +13,7 @@ from rollout_engine.sampling_params import SamplingParams
 
 @torch.inference_mode()
 def run_largest_step(model: DeviceModel, vocab_size: int) -> None:
-    """Compute as many tokens, and draw for as many sequences, as `model.limits` allow; KV is read, never written."""
+    """Compute as many tokens, and draw for as many sequences, as `model.limits` allow; KV goes to block 0."""
     limits, device = model.limits, model.device
     count = min(limits.num_sequences, limits.num_tokens)
     bounds = np.linspace(0, limits.num_tokens, count + 1).astype(np.int32)

@@ -1,0 +1,216 @@
+"""Figures of a CUDA device: generation beside its roofline and Hugging Face, what parts of the engine bring, commits.
+
+    python -m tests.benchmarks.gpu [--seconds 520] [--parts copy "Qwen3-0.6B"]
+
+Every part is a process of its own with a time limit, so that one that fails leaves the others their figures; results
+are written after each, to tests/benchmarks/results/<device>/<date>.json.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from rollout_engine import LLM, SamplingParams
+from rollout_engine.kernels.triton.copies import FusedCopy
+from tests.benchmarks.gpu_shapes import SHAPES, Requests, least_seconds, write_config
+
+RESULTS = Path(__file__).parent / "results"
+ENGINE = dict(
+    device="cuda", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, log_stats=False,
+    max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=16384,
+)  # fmt: skip
+
+
+def limits() -> dict[str, float]:
+    """The device's own: bytes read and written a second by a copy, and the rate of a large product."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    return {
+        "copy_bytes_per_second": 2 * source.nbytes / _seconds(lambda: target.copy_(source)),
+        "product_flop_per_second": 2 * 8192**3 / _seconds(lambda: torch.mm(a, b, out=out)),
+    }
+
+
+def small_benchmark(name: str, *, share: bool = True, logprobs: bool = True, **options: Any) -> dict[str, Any]:
+    """Tokens a second of 256 requests, after a warm-up, and the share of the roofline at this run's limits."""
+    requests = Requests.drawn()
+    with tempfile.TemporaryDirectory() as directory:
+        llm = LLM(str(write_config(Path(directory), name)), **(ENGINE | options))
+    _generate(llm, Requests.drawn(16, high=200, seed=1), logprobs)
+    start = time.perf_counter()
+    num_tokens = _generate(llm, requests, logprobs)
+    seconds = time.perf_counter() - start
+    found = {"tokens_per_second": num_tokens / seconds, "seconds": seconds, "num_tokens": num_tokens}
+    llm.shutdown()
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+    if share:
+        measured = limits()
+        least = least_seconds(name, requests, *measured.values())
+        found |= {"share_of_roofline": least / seconds, "least_seconds": least} | measured
+    return found
+
+
+def groups() -> dict[str, Any]:
+    """32 prompts of 2,048 tokens x 16 samples: with and without reading shared prefixes once."""
+    found = {}
+    requests = Requests.drawn(32, low=2048, high=2048)
+    params = SamplingParams(n=16, temperature=1.0, max_tokens=256, logprobs=0, ignore_eos=True, detokenize=False)
+    with tempfile.TemporaryDirectory() as directory:
+        llm = LLM(
+            str(write_config(Path(directory), "Qwen3-0.6B")),
+            **(ENGINE | {"max_model_len": 2560, "max_num_seqs": 512}),
+        )
+    prompts: list[Any] = [{"prompt_token_ids": ids} for ids in requests.prompts]
+    runner = llm.llm_engine._executor.worker.runner
+    shape = runner._prefix_shape
+    for name, chosen in (("warm-up", shape), ("shared", shape), ("alone", None)):
+        runner._prefix_shape = chosen
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        found[f"{name}_seconds"] = time.perf_counter() - start
+    return found | {"speedup": found["alone_seconds"] / found["shared_seconds"]}
+
+
+def hugging_face(count: int = 64) -> dict[str, Any]:
+    """Continuous batching of transformers over the first requests of the benchmark."""
+    requests = Requests.drawn()
+    with tempfile.TemporaryDirectory() as directory:
+        config = transformers.AutoConfig.from_pretrained(write_config(Path(directory), "Qwen3-0.6B"))
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_attn_implementation("sdpa_paged")
+    longest = max(requests.num_sampled[:count])
+    chosen = transformers.GenerationConfig(max_new_tokens=longest, do_sample=True, eos_token_id=-1)
+    start = time.perf_counter()
+    outputs = model.generate_batch(requests.prompts[:count], generation_config=chosen)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(len(output.generated_tokens) for output in outputs.values())
+    return {"tokens_per_second": num_tokens / seconds, "seconds": seconds, "num_requests": count}
+
+
+def commit() -> dict[str, Any]:
+    """A staged shadow of 8B made live, beside one device copy of the same bytes."""
+    shape = SHAPES["Qwen3-8B"]
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    sizes = [(6144, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner), (hidden,), (hidden,)] * 36
+    sizes += [(shape["vocab_size"], hidden)] * 2
+    shadow, live = ([torch.empty(*size, dtype=torch.bfloat16, device="cuda") for size in sizes] for _ in range(2))
+    fused = FusedCopy(list(zip(shadow, live, strict=True)))
+    one, other = (torch.empty(fused.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    plain, ours = _seconds(lambda: other.copy_(one)), _seconds(fused.run)
+    each = _seconds(lambda: torch._foreach_copy_(live, shadow))
+    return {"num_bytes": fused.num_bytes, "copy_seconds": plain, "fused_seconds": ours, "foreach_seconds": each,
+            "times_the_copy": ours / plain}  # fmt: skip
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "limits": limits,
+    "Qwen3-0.6B": partial(small_benchmark, "Qwen3-0.6B"),
+    "Qwen2.5-0.5B": partial(small_benchmark, "Qwen2.5-0.5B"),
+    "Qwen3-0.6B, without graphs": partial(small_benchmark, "Qwen3-0.6B", share=False, cuda_graphs=False),
+    "Qwen3-0.6B, one step at a time": partial(small_benchmark, "Qwen3-0.6B", share=False, async_scheduling=False),
+    "Qwen3-0.6B, deterministic": partial(small_benchmark, "Qwen3-0.6B", share=False, deterministic=True),
+    "Qwen3-0.6B, without log-probs": partial(small_benchmark, "Qwen3-0.6B", share=False, logprobs=False),
+    "groups": groups,
+    "commit": commit,
+    "Hugging Face": hugging_face,
+    "Qwen3-1.7B": partial(small_benchmark, "Qwen3-1.7B"),
+    "Qwen3-8B": partial(small_benchmark, "Qwen3-8B"),
+    "Llama-3.2-1B": partial(small_benchmark, "Llama-3.2-1B"),
+}
+_MOST_SECONDS = 120.0
+"""Of one part."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=520.0, help="for all parts together")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", choices=PARTS, help="run one part here and print its figures")
+    args = parser.parse_args()
+    if args.only:
+        print(json.dumps(PARTS[args.only]()))
+        return
+    end, found = time.monotonic() + args.seconds, {}
+    for part in args.parts:
+        left = min(_MOST_SECONDS, end - time.monotonic())
+        found[part] = _run(part, left) if left > 5 else {"error": "no time was left for it"}
+        print(part, json.dumps(found[part]), flush=True)
+        path = _save(args.results, found)
+    print(path)
+
+
+def _run(part: str, seconds: float) -> dict[str, Any]:
+    """The part's figures, or what became of it."""
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--only", part]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {seconds:.0f} s"}
+    if done.returncode:
+        return {"error": done.stderr[-2000:]}
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def _save(results: Path, found: dict[str, Any]) -> Path:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
+    folder = results / "-".join(re.findall(r"[a-z0-9.]+", name.lower()))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.date.today().isoformat()}.json"
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
+    content = {"device": name, "versions": versions, "command": " ".join(sys.argv), "figures": found}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def _generate(llm: LLM, requests: Requests, logprobs: bool) -> int:
+    """Number of tokens sampled."""
+    asked: Any = [
+        SamplingParams(
+            temperature=0.6, max_tokens=n, logprobs=0 if logprobs else None, ignore_eos=True, detokenize=False
+        )
+        for n in requests.num_sampled
+    ]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in requests.prompts], asked, use_tqdm=False)
+    failed = [output.outputs[0].error for output in outputs if output.outputs[0].error]
+    if failed:
+        raise RuntimeError(failed[0])
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def _seconds(run: Callable[[], Tensor | None], repeats: int = 20) -> float:
+    """Mean of runs one after the other, on the device's clock."""
+    for _ in range(3):
+        run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What can be told of the device benchmark without a device."""
+
+import json
+
+import pytest
+import torch
+
+from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.benchmarks import gpu  # noqa: E402
+
+
+def test_the_requests_are_those_of_the_field():
+    requests = Requests.drawn()
+    assert len(requests.prompts) == 256
+    assert all(100 <= n <= 1024 for n in [*map(len, requests.prompts), *requests.num_sampled])
+
+
+def test_the_roofline_is_that_of_bytes_and_products():
+    requests = Requests([[1] * 100], [10])
+    assert requests.num_kv_reads == 10 * 100 + 45
+    kv_only = least_seconds("Qwen3-0.6B", requests, 1e9, 1e30) - 10 * 0.596e9 * 2 / 1e9
+    assert kv_only == pytest.approx(1045 * 114_688 / 1e9, abs=0.02)
+
+
+def test_configurations_are_read_by_transformers(tmp_path):
+    config = json.loads((write_config(tmp_path, "Llama-3.2-1B") / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_part_that_fails_leaves_its_error_in_the_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu", "--parts", "limits", "--results", str(tmp_path)])
+    gpu.main()
+    (path,) = tmp_path.glob("*/*.json")
+    assert "error" in json.loads(path.read_text())["figures"]["limits"]
