@@ -23,11 +23,12 @@ from typing import Any
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import RolloutEngineError
 from rollout_engine.execution.executor import InlineExecutor
-from rollout_engine.frontend.client_split import ids_of_client, inner_id, inner_request, split
+from rollout_engine.frontend.client_split import ids_of_client, inner_id, inner_request
 from rollout_engine.frontend.core_io import ClientLeft, CoreIO, Do, FromClient, Hold, Stop
 from rollout_engine.frontend.core_utilities import CoreUtilities
 from rollout_engine.frontend.lifeline import CoreSettings, Lifeline, address_in, config_digest, lock_directory
 from rollout_engine.frontend.llm_engine import core_config, describe_choices
+from rollout_engine.frontend.outbound import Outbound
 from rollout_engine.frontend.rpc_wire import answer
 from rollout_engine.frontend.weight_ends import remove_directories
 from rollout_engine.frontend.weight_intake import WeightIntake
@@ -36,7 +37,6 @@ from rollout_engine.frontend.wire import (
     Abort,
     AddRequest,
     Call,
-    Outputs,
     Ready,
     Refused,
     Reply,
@@ -55,18 +55,20 @@ class EngineCoreProc:
     def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreIO, directory: str) -> None:
         self._core, self._executor, self._io, self._directory = core, executor, io, directory
         executor.follow(core, lambda: Hold(io.inbox))
-        self._weights = WeightIntake(core, executor, io.inbox, self._deliver)
-        self._utilities = CoreUtilities(core, executor, io.stats, self._weights, self._deliver)
-        self._num_outputs: dict[int, int] = {}
+        self._outbound = Outbound(io.send)
+        deliver = self._outbound.deliver
+        self._weights = WeightIntake(core, executor, io.inbox, deliver)
+        self._utilities = CoreUtilities(core, executor, io.stats, self._weights, deliver)
         self._stop_reason: str | None = None
 
     def run(self) -> str:
         """The busy loop: take what came in, step, deliver. Returns why it ended."""
         while self._stop_reason is None:
             self._take_all(wait=not self._core.can_progress())
-            self._deliver(self._step())
+            self._outbound.deliver(self._step())
             self._utilities.after_step()
-        self._deliver(self._core.abort_requests(self._core.unfinished_request_ids))
+        self._outbound.deliver(self._core.abort_requests(self._core.unfinished_request_ids))
+        self._outbound.flush()
         return self._stop_reason
 
     def _step(self) -> EngineCoreOutputs:
@@ -76,8 +78,10 @@ class EngineCoreProc:
         return outputs
 
     def _take_all(self, *, wait: bool) -> None:
-        """Whatever has come in; with `wait` at least one message."""
+        """Whatever has come in; with `wait` at least one message. What clients get for it comes after all that was."""
         inbox = self._io.inbox
+        if wait or inbox.qsize():
+            self._outbound.flush()
         if wait:
             self._take(inbox.get())
         for _ in range(inbox.qsize()):
@@ -104,19 +108,21 @@ class EngineCoreProc:
                 threading.Thread(target=self._executor.caller_left, args=(client_index,), daemon=True).start()
                 remove_directories(self._directory, client_index)
                 self._abort(ids_of_client(client_index, self._core.unfinished_request_ids))
-                self._num_outputs.pop(client_index, None)
+                self._outbound.forget(client_index)
             case Stop(reason):
                 self._stop_reason = reason
 
     def _add(self, client_index: int, message: AddRequest) -> None:
         try:
             message.request.params.check()
-            self._core.add_request(inner_request(client_index, message.request))
+            request = inner_request(client_index, message.request)
+            self._core.add_request(request)
+            self._outbound.watch(request)
         except Exception as error:
             self._io.send(client_index, Refused(message.request.request_id, _failure(error)))
 
     def _abort(self, request_ids: list[str]) -> None:
-        self._deliver(self._core.abort_requests(request_ids))
+        self._outbound.deliver(self._core.abort_requests(request_ids))
 
     def _call(self, client_index: int, call: Call) -> None:
         try:
@@ -146,14 +152,6 @@ class EngineCoreProc:
         error = future.exception()
         reply = Reply(number, pack(future.result())) if error is None else Reply(number, failure=_failure(error))
         self._io.send(client_index, reply)
-
-    def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        if not (outputs.sequences or outputs.ended or outputs.num_cached_tokens or outputs.prompt_logprobs):
-            return
-        for client_index, share in split(outputs).items():
-            number = self._num_outputs.get(client_index, 0)
-            self._num_outputs[client_index] = number + 1
-            self._io.send(client_index, Outputs(number, share))
 
 
 def _failure(error: BaseException) -> Any:

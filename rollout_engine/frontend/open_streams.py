@@ -115,7 +115,7 @@ class OpenStreams:
         if isinstance(message, Refused):
             self._fail([message.request_id], message.failure.as_error)
             return
-        for part in _slices(message.outputs):
+        for part in (part for outputs in message.steps for part in _slices(outputs)):
             with self._lock:
                 changed, stopped = self._processor.update(part)
                 streams = [self._streams[request.request_id] for request in changed]

@@ -21,7 +21,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both ends must speak the same."""
 MAX_FRAME_BYTES = 64 << 20
 """A frame longer than this ends the connection it came over."""
@@ -133,11 +133,12 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", forbid_unknown_fields=True):
-    """What a step brought to one client's requests."""
+    """What steps brought to one client's requests."""
 
     number: int
     """0, 1, 2, ... per client: a gap means that messages were lost."""
-    outputs: EngineCoreOutputs
+    steps: list[EngineCoreOutputs]
+    """In order."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):

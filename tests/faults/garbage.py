@@ -79,7 +79,7 @@ def client_messages() -> list[Frames]:
     columns.prompt_logprobs = {0: PromptLogprobs(np.zeros(5, np.float32))}
     return _frames_of(
         Welcome(0, READY),
-        Outputs(0, columns),
+        Outputs(0, [columns]),
         Refused("a", Failure("RequestError", "no", "n", "1")),
         Reply(7, pack([np.zeros(3, np.float32)]), arrays=[np.zeros(3000, np.uint8)]),
         Reply(8, failure=Failure("RPCError", "no", traceback="t", method="m", rank=0)),

@@ -127,7 +127,7 @@ def test_only_directories_of_dead_engines_are_swept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("wishes", "spins"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
 def test_idle_threads_of_a_core_spin_briefly_unless_the_user_says_otherwise(checkpoint, monkeypatch, wishes, spins):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):

@@ -47,7 +47,7 @@ def test_what_a_core_sent_before_it_ended_is_heard_by_a_client_that_was_late(cor
     monkeypatch.setattr(client, "_send_outbox", stand_still)
     assert standing.wait(60)
     for number in range(20):
-        core.send(0, Outputs(number, EngineCoreOutputs(0)))
+        core.send(0, Outputs(number, [EngineCoreOutputs(0)]))
     core.close("the test ends it")
     assert client._monitor.poll(60_000), "the connection is lost, and what came before that has come"
     time.sleep(0.2)  # for zmq to act on it

@@ -29,7 +29,7 @@ def add(streams, number, wake=lambda stream: None, **params):
 def step(numbers, token_id, *, ended=()):
     ends = [SequenceEnd(number, "length") for number in ended]
     columns = EngineCoreOutputs(1, list(numbers), [token_id] * len(numbers), [1] * len(numbers), ended=ends)
-    return Outputs(0, columns)
+    return Outputs(0, [columns])
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def sample_messages():
     columns = EngineCoreOutputs(1, [0, 1], [5, 6], [1, 1], [-0.5, -1.0], ended=[SequenceEnd(0, "stop", 2)])
     columns.top_logprobs = (SMALL, BIG)
     to_client = [
-        Welcome(1, ready), Outputs(0, columns), Refused("a", Failure("RequestError", "no", "n", "1")),
+        Welcome(1, ready), Outputs(0, [columns]), Refused("a", Failure("RequestError", "no", "n", "1")),
         Reply(7, pack([SMALL])), Reply(8, failure=Failure("LifecycleError", "no")), wire.Rejected("?"),
         wire.Heartbeat(), wire.Farewell("bye"),
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def sample_messages():
 def with_array(array=BIG):
     outputs = EngineCoreOutputs(1, [0], [5], [1], [-0.5])
     outputs.top_logprobs = (SMALL, array)
-    return Outputs(0, outputs)
+    return Outputs(0, [outputs])
 
 
 def frames_of(message):
@@ -96,7 +96,8 @@ def test_large_arrays_travel_beside_the_struct_without_a_copy():
     assert len(first) < 500
     array.view(np.uint8)[0, 0] = 1
     assert beside[0] == 1
-    _, received = Decoder(wire.ToClient).decode([bytes(first), frame := bytes(beside)]).outputs.top_logprobs
+    [step] = Decoder(wire.ToClient).decode([bytes(first), frame := bytes(beside)]).steps
+    _, received = step.top_logprobs
     assert np.shares_memory(received, np.frombuffer(frame, np.uint8)) and not received.flags.writeable
 
 
