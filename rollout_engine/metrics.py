@@ -136,7 +136,7 @@ class RequestStats(msgspec.Struct):
     time_to_first_token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
     """From arrival."""
     inter_token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
-    """Between two steps that brought a request tokens."""
+    """Between the beginnings of two steps that brought a request tokens."""
     request_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
     """From arrival to the end of the last sample."""
     prompt_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))

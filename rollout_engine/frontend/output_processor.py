@@ -86,7 +86,7 @@ class OutputProcessor:
         for sequence, logprobs in outputs.prompt_logprobs.items():
             if sequence in self._owners:
                 self._owners[sequence].prompt_logprobs = logprobs
-        self._timer.tokens(outputs.sequences)
+        self._timer.tokens(outputs.sequences, outputs.start_time)
         changed = self._append(outputs)
         stopped = [sequence for sequence in changed if self._live[sequence].read_text()]
         for sequence in stopped:

@@ -14,7 +14,7 @@ class RequestTimer:
     def __init__(self) -> None:
         self.stats = RequestStats()
         self._last_token: dict[int, float] = {}
-        """Live sequence -> when it last gained a token."""
+        """Live sequence -> when the last step began that brought it a token."""
 
     def scheduled(self, metrics: RequestMetrics, start: float) -> None:
         """A step that computes some of a request's prompt began at `start`; the first such step counts."""
@@ -23,13 +23,16 @@ class RequestTimer:
         metrics.scheduled_time = max(start, metrics.arrival_time)
         self.stats.queue_seconds.observe(metrics.scheduled_time - metrics.arrival_time)
 
-    def tokens(self, sequences: list[int]) -> None:
-        """Each of `sequences` has gained one token."""
-        now = time.monotonic()
+    def tokens(self, sequences: list[int], start: float) -> None:
+        """Each of `sequences` has gained one token, in a step that began at `start`, 0 where nobody knows.
+
+        When the token arrived here says less: several steps may arrive together.
+        """
+        at = start or time.monotonic()
         for last, times in Counter(map(self._last_token.get, sequences)).items():
             if last is not None:
-                self.stats.inter_token_seconds.observe(now - last, times)
-        self._last_token.update(dict.fromkeys(sequences, now))
+                self.stats.inter_token_seconds.observe(at - last, times)
+        self._last_token.update(dict.fromkeys(sequences, at))
 
     def ended(self, sequence: int, reason: FinishReason | None, policy_versions: set[int], live_version: int) -> None:
         """A sequence will gain no more tokens. `policy_versions` made those that it has."""

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rollout_engine.frontend import request_timer, stat_loggers
+from rollout_engine.frontend import llm_engine, stat_loggers
 from rollout_engine.sampling_params import SamplingParams
 
 
@@ -58,10 +58,10 @@ def test_a_result_tells_when_its_request_left_the_queue(make_engine, drain):
     assert order == sorted(order)
 
 
-def test_the_gap_between_tokens_is_the_one_that_a_request_has_seen(make_engine, drain, monkeypatch):
+def test_the_gap_between_tokens_is_that_between_their_steps(make_engine, drain, monkeypatch):
     engine = make_engine()
     engine.add_request("a", [7], SamplingParams(max_tokens=3, ignore_eos=True))
-    monkeypatch.setattr(request_timer, "time", Clock())
+    monkeypatch.setattr(llm_engine, "time", Clock())
     engine.step()
     engine.step()
     seen = engine.get_metrics().requests.inter_token_seconds

@@ -56,6 +56,16 @@ def test_a_reader_gets_what_has_gathered_then_nothing_then_the_end(streams):
     assert streams.aborted == []
 
 
+def test_steps_that_arrive_together_are_taken_in_order_and_timed_apart(streams):
+    stream = add(streams, 0, output_kind="final_only")
+    parts = [step([0], 5), step([0], 6), step([0], 7, ended=[0])]
+    for part, start in zip(parts, (1.0, 1.25, 1.75), strict=True):
+        part.steps[0].start_time = start
+    streams.deliver(Outputs(0, [outputs for part in parts for outputs in part.steps]))
+    assert streams.take(stream).outputs[0].token_ids == [5, 6, 7]
+    assert (streams.stats.inter_token_seconds.count, streams.stats.inter_token_seconds.sum) == (2, 0.75)
+
+
 def test_a_stream_that_is_closed_early_is_aborted_once_and_hears_no_more(streams):
     stream = add(streams, 0)
     streams.close(stream)
