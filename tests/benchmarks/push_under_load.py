@@ -51,7 +51,9 @@ class Run:
 
     @property
     def gaps(self) -> list[float]:
-        return [b - a for times in self.times for a, b in zip(times, times[1:], strict=False)]
+        """Between outputs once all prompts are computed: a step that computes prompts is longer, push or none."""
+        decoding = [times[_PUSH_AT // 2 :] for times in self.times]
+        return [b - a for times in decoding for a, b in zip(times, times[1:], strict=False)]
 
     @property
     def seconds(self) -> float:
