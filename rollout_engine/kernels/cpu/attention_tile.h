@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "carved.h"
 #include "vec.h"
 
 namespace tiles {
@@ -43,7 +44,7 @@ struct Tile {
 };
 
 // A thread's memory: the state of one item's rows.
-struct Scratch {
+struct Scratch : Carved {
     uint32_t* q;     // [rows, steps] units
     uint32_t* k;     // [steps] units
     float* out;      // [rows, padded_dv]
@@ -56,22 +57,12 @@ struct Scratch {
     uint32_t *k_tile, *v_tile;  // a tile gathered from blocks of fewer than sixteen, as if from one of 64
 
     template <typename T>
-    Scratch(char* memory, const Sizes<T>& z) : base_(memory) {
+    Scratch(char* memory, const Sizes<T>& z) : Carved(memory) {
         const int64_t rows = (int64_t)ATTENTION_ITEM_TOKENS * z.group + AMX_ROWS;  // AMX reads past the last ones
         take(q, rows * z.steps), take(k, z.steps), take(out, rows * z.padded_dv), take(total, rows * LANES), take(top, rows);
         take(position, rows), take(scores, BATCH * TILE), take(weights, BATCH * TILE);
         take(mixed, AMX_ROWS * TILE);
         take(k_tile, (int64_t)z.steps * TILE), take(v_tile, (int64_t)z.dv * TILE);
-    }
-    int64_t bytes() const { return bytes_; }
-
-  private:
-    char* base_;
-    int64_t bytes_ = 0;
-    template <typename P>
-    void take(P*& pointer, int64_t count) {
-        pointer = reinterpret_cast<P*>(base_ + bytes_);
-        bytes_ += (count * sizeof(P) + 63) / 64 * 64;
     }
 };
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "carved.h"
 #include "gemm.h"
 #include "rows.h"
 
@@ -51,14 +52,14 @@ namespace {
 
 // Activations of one layer, used again by the next.
 template <typename T>
-struct Buffers {
+struct Buffers : Carved {
     T *normed;         // [T, hidden_size]
     T *delta;          // [T, hidden_size], to be added to the residual stream
     T *qkv, *attended; // [T, (H + Hk) dk + Hk dv], [T, H dv]
     T *gate_up, *activated;  // [MLP_ROWS, 2 intermediate_size], [MLP_ROWS, intermediate_size]
     char *staging, *scratch;
 
-    Buffers(char* memory, const DecoderCall& c) : base_(memory) {
+    Buffers(char* memory, const DecoderCall& c) : Carved(memory) {
         int64_t qkv_size = 0, attended_size = 0, scratch_bytes = 0;
         for (int i = 0; i < c.num_layers; i++) {
             const AttentionCall& a = c.layers[i].attention;
@@ -73,16 +74,6 @@ struct Buffers {
         take(staging, std::max(gemm_staging_bytes(c.num_tokens, std::max(c.hidden_size, attended_size), c.is_bf16),
                                gemm_staging_bytes(mlp_rows, c.intermediate_size, c.is_bf16)));
         take(scratch, scratch_bytes * c.num_threads);
-    }
-    int64_t bytes() const { return bytes_; }
-
-  private:
-    char* base_;
-    int64_t bytes_ = 0;
-    template <typename P>
-    void take(P*& pointer, int64_t count) {
-        pointer = reinterpret_cast<P*>(base_ + bytes_);
-        bytes_ += (count * sizeof(P) + 63) / 64 * 64;
     }
 };
 
