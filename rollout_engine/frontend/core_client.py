@@ -8,7 +8,6 @@ says farewell, it is silent for `hang_seconds`, or it says what makes no sense.
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ import zmq
 
 from rollout_engine.errors import EngineDeadError
 from rollout_engine.frontend.lifeline import CoreProcess, address_in
+from rollout_engine.frontend.waker import Waker
 from rollout_engine.frontend.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -76,9 +76,7 @@ class CoreClient:
         self._num_outputs = 0
         self._welcome: Future[Ready] = Future()
         self._closing = self._is_hung = False
-        self._waker, self._wakened = socket.socketpair()
-        self._waker.setblocking(False)
-        self._wakened.setblocking(False)
+        self._waker = Waker()
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 100)
@@ -123,7 +121,7 @@ class CoreClient:
         if self.dead_error is not None:
             raise self.dead_error
         self._outbox.append(message)
-        self._wake()
+        self._waker.wake()
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests or samples; without a core there is nothing to end."""
@@ -148,7 +146,7 @@ class CoreClient:
             number = next(self._numbers)
             self._calls[number] = (name, read, future)
         self._outbox.append(make(number))
-        self._wake()
+        self._waker.wake()
         return future
 
     def close(self) -> None:
@@ -156,15 +154,9 @@ class CoreClient:
         if os.getpid() != self._owner or self._closing:
             return
         self._closing = True
-        self._wake()
+        self._waker.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _wake(self) -> None:
-        try:
-            self._waker.send(b"\0")
-        except OSError:
-            pass  # it is being wakened anyway, or has ended
 
     def _run(self) -> None:
         try:
@@ -178,15 +170,15 @@ class CoreClient:
     def _serve(self) -> str:
         """Returns why it ended."""
         poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._wakened):
+        for source in (self._socket, self._monitor, self._waker):
             poller.register(source, zmq.POLLIN)
         if self._process is not None:
             poller.register(self._process.lifeline.socket, zmq.POLLIN)
         last_heard = last_looked = time.monotonic()
         while not self._closing:
             events = dict(poller.poll(1000 * min(0.1, self._hang_seconds / 4)))
-            if self._wakened.fileno() in events:
-                _drain(self._wakened)
+            if self._waker.fileno() in events:
+                self._waker.drain()
             self._send_outbox()
             now = time.monotonic()
             if self._socket in events or now - last_looked > self._hang_seconds / 2:
@@ -282,7 +274,6 @@ class CoreClient:
         if self._process is not None:
             self._process.end(kill=self._is_hung)
         self._waker.close()
-        self._wakened.close()
 
     def _die(self, reason: str) -> None:
         error = EngineDeadError(f"The engine's core is gone: {reason}. Make a new engine.")
@@ -299,11 +290,3 @@ class CoreClient:
 
 def _ignore(_: Any) -> None:
     """Until the owner has said what it wants to hear."""
-
-
-def _drain(wakened: socket.socket) -> None:
-    try:
-        while len(wakened.recv(4096)) == 4096:
-            pass
-    except BlockingIOError:
-        pass

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from rollout_engine.frontend.waker import Waker
 from rollout_engine.frontend.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -121,9 +122,7 @@ class CoreIO:
         self._num_welcomed = 0
         self._farewell: str | None = None
         self._orphaned_at: float | None = None
-        self._waker, self._wakened = socket.socketpair()
-        self._waker.setblocking(False)
-        self._wakened.setblocking(False)
+        self._waker = Waker()
         self._context = zmq.Context(io_threads=1)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -142,34 +141,27 @@ class CoreIO:
     def send(self, client_index: int, message: Any) -> None:
         """Queue a message for a client; one that has left gets nothing."""
         self._outbox.append((client_index, message))
-        self._wake()
+        self._waker.wake()
 
     def close(self, reason: str) -> None:
         """Deliver what is queued, say farewell to every client, and end the thread."""
         self._farewell = reason
-        self._wake()
+        self._waker.wake()
         self._thread.join()
         self._router.close()
         self._context.term()
         self._waker.close()
-        self._wakened.close()
-
-    def _wake(self) -> None:
-        try:
-            self._waker.send(b"\0")
-        except BlockingIOError:
-            pass  # it is being wakened anyway
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wakened, zmq.POLLIN)
+        poller.register(self._waker, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
         next_beat = 0.0
         while self._farewell is None:
             events = dict(poller.poll(self._timeout(next_beat)))
-            if self._wakened.fileno() in events:
-                _drain(self._wakened)
+            if self._waker.fileno() in events:
+                self._waker.drain()
             self._send_outbox()
             if self._router in events:
                 self._receive()
@@ -311,11 +303,3 @@ class CoreIO:
         while any(peer.backlog for peer in self._peers.values()) and time.monotonic() < deadline:
             self._retry()
             time.sleep(_RETRY_SECONDS)
-
-
-def _drain(wakened: socket.socket) -> None:
-    try:
-        while len(wakened.recv(4096)) == 4096:
-            pass
-    except BlockingIOError:
-        pass
