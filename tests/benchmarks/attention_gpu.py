@@ -8,9 +8,7 @@ median of replays of a CUDA graph that goes through several layers, each with a 
 their KV. Bytes are those of keys and values, each counted once per sequence.
 """
 
-import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_figures import DEVICE, Figure, captured, options, show
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -33,24 +32,16 @@ BLOCK_SIZE, DIM, NUM_KV_HEADS = 16, 128, 8
 DTYPE = torch.bfloat16
 SCORING = Scoring(DIM**-0.5)
 BYTES_PER_POSITION = NUM_KV_HEADS * 2 * DIM * DTYPE.itemsize
-DEVICE = "cuda"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replays", type=int, default=20)
+    parser = options(__doc__)
     parser.add_argument("--pool-bytes", type=int, default=8 << 30, help="KV of all layers of a figure, at least")
     parser.add_argument("--tune", choices=["decode", "prefill", "groups"])
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     bench = Bench(args.replays, args.pool_bytes)
-    result = dict(bench.tune(args.tune) if args.tune else bench.measure())
-    if args.json:
-        print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__} | result, indent=1))
-    else:
-        for name, value in result.items():
-            print(f"{name:72} {value}")
+    show(bench.tune(args.tune) if args.tune else bench.measure(), as_json=args.json)
 
 
 class Bench:
@@ -59,8 +50,8 @@ class Bench:
     def __init__(self, replays: int, pool_bytes: int) -> None:
         self._replays, self._pool_bytes = replays, pool_bytes
 
-    def measure(self) -> Iterator[tuple[str, float]]:
-        """What issue and README ask for."""
+    def measure(self) -> Iterator[Figure]:
+        """Everything but `tune`."""
         bandwidth = self.copy_bandwidth()
         yield "copy, GB/s read and written", round(bandwidth / 1e9)
         for num_heads, (name, lengths) in itertools.product((16, 32), DECODES.items()):
@@ -83,7 +74,7 @@ class Bench:
             ordered = self.prefill(num_sequences, length, is_ordered=True)
             yield f"{name}, ordered: TFLOP/s", round(flops / ordered / 1e12)
 
-    def tune(self, kind: str) -> Iterator[tuple[str, float]]:
+    def tune(self, kind: str) -> Iterator[Figure]:
         """Microseconds of one layer, by tiling."""
         works: dict[str, Callable[[], float]]
         if kind == "decode":
@@ -169,13 +160,7 @@ class Bench:
 
     def _seconds(self, work: Callable[[], Any]) -> float:
         """Median of replays, after one to compile and one to warm up."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            work()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
+        graph = captured(work, warm_up=work)
         graph.replay()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(self._replays + 1)]
         for event in events[:-1]:

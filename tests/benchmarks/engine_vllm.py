@@ -4,19 +4,15 @@ import importlib
 
 # It lives in an environment of its own, which this project's does not depend on.
 vllm = importlib.import_module("vllm")
+OPTIONS = dict(
+    load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=256, enable_prefix_caching=True
+)
+"""Of every engine of it."""
 
 
 class Engine:
     def __init__(self, directory: str, dtype: str) -> None:
-        self._llm = vllm.LLM(
-            model=directory,
-            dtype=dtype,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            max_num_seqs=256,
-            enable_prefix_caching=True,
-        )
+        self._llm = vllm.LLM(model=directory, dtype=dtype, **OPTIONS)
 
     def run(
         self, prompts: list[list[int]], num_samples: int, num_sampled: int, logprobs: bool = True, top_p: float = 1.0

@@ -6,27 +6,17 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
+from engine_vllm import OPTIONS, vllm
 from streaming import replay
 
-# It lives in an environment of its own, which this project's does not depend on.
-vllm = importlib.import_module("vllm")
 AsyncLLM = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
 DELTA = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
 
 
 class Engine:
     def __init__(self, directory: str, dtype: str) -> None:
-        arguments = vllm.AsyncEngineArgs(
-            model=directory,
-            dtype=dtype,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            max_num_seqs=256,
-            enable_prefix_caching=True,
-        )
         self._loop = asyncio.new_event_loop()
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._engine = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(model=directory, dtype=dtype, **OPTIONS))
         self._names = map(str, itertools.count())
 
     def stream(self, requests: list[dict[str, Any]]) -> dict[str, Any]:

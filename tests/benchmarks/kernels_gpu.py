@@ -8,14 +8,14 @@ CUDA graph of many calls, each on buffers of its own, together larger than any c
 every operand read once, every result written once.
 """
 
-import argparse
 import itertools
-import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from gpu_figures import DEVICE, Figure, captured, options, show
 from torch import Tensor
 
 from rollout_engine.kernels.cpu.sampling import Kept, Truncation
@@ -29,28 +29,21 @@ from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspa
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 
-DEVICE, DTYPE = "cuda", torch.bfloat16
+DTYPE = torch.bfloat16
 VOCAB_SIZE = 151_936
 CACHES = 256 << 20
 """Bytes that no cache holds."""
 PRODUCTS = {"qkv of 0.6B": (4096, 1024), "down of 0.6B": (1024, 3072), "gate and up of 8B": (24576, 4096)}
-Figures = Iterator[tuple[str, float]]
+Figures = Iterator[Figure]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replays", type=int, default=20)
+    parser = options(__doc__)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     bench = Bench(args.replays)
-    result = dict(bench.tune() if args.tune else bench.measure())
-    if args.json:
-        print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__} | result, indent=1))
-    else:
-        for name, value in result.items():
-            print(f"{name:72} {value}")
+    show(bench.tune() if args.tune else bench.measure(), as_json=args.json)
 
 
 class Bench:
@@ -179,15 +172,7 @@ class Bench:
     def _seconds(self, make_call: Callable[[], Callable[[], object]], size: int) -> float:
         """Of one call; `make_call` gives one with `size` bytes of its own, of which there are enough for no cache."""
         calls = [make_call() for _ in range(min(512, -(-CACHES // size)))] if size else [make_call()]
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for call in calls[:2]:
-                call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        graph = captured(partial(_run, calls), warm_up=partial(_run, calls[:2]))
         times = []
         for _ in range(self._replays + 2):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -197,6 +182,11 @@ class Bench:
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
         return statistics.median(times[2:]) / len(calls)
+
+
+def _run(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _rotary_call(tokens: int, heads: int) -> Callable[[], object]:

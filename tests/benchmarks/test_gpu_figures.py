@@ -1,10 +1,13 @@
 """What can be told of the device benchmark without a device."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.benchmarks.gpu_figures import show
 from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -36,3 +39,24 @@ def test_a_part_that_fails_leaves_its_error_in_the_results(tmp_path, monkeypatch
     gpu.main()
     (path,) = tmp_path.glob("*/*.json")
     assert "error" in json.loads(path.read_text())["figures"]["limits"]
+
+
+@pytest.mark.parametrize("script", ["attention_gpu.py", "kernels_gpu.py"])
+def test_benchmarks_of_kernels_tell_their_options(script, monkeypatch, capsys):
+    folder = Path(__file__).parent
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("sys.argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(folder / script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert all(option in printed for option in ("--replays", "--tune", "--json"))
+
+
+def test_a_figure_is_shown_before_the_next_is_measured(capsys):
+    def measure():
+        yield "first", 1.5
+        assert capsys.readouterr().out.split() == ["first", "1.5"]
+        yield "second", 2
+
+    show(measure(), as_json=False)
+    assert capsys.readouterr().out.split() == ["second", "2"]

@@ -5,16 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from rollout_engine.kernels.activation import gated_silu, silu
-from rollout_engine.kernels.cpu import build
 
-
-@pytest.fixture(autouse=True, params=["kernel", "twin"])
-def side(request, monkeypatch):
-    """The C++ kernel, or torch where no compiler is."""
-    if request.param == "twin":
-        monkeypatch.setattr(build, "load_kernels", lambda: None)
-    elif build.load_kernels() is None:
-        pytest.skip("no compiler")
+pytestmark = pytest.mark.usefixtures("side")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,17 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.norm import rms_norm
-
-
-@pytest.fixture(params=["kernel", "twin"])
-def side(request, monkeypatch):
-    """The C++ kernel, or torch where no compiler is."""
-    if request.param == "twin":
-        monkeypatch.setattr(build, "load_kernels", lambda: None)
-    elif build.load_kernels() is None:
-        pytest.skip("no compiler")
 
 
 def _module(size, dtype):

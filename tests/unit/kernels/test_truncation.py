@@ -2,18 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.draw import Truncation, draw
 from rollout_engine.kernels.truncation import most_likely, stays
-
-
-@pytest.fixture(params=["kernel", "twin"])
-def side(request, monkeypatch):
-    """The C++ kernel, or torch where no compiler is."""
-    if request.param == "twin":
-        monkeypatch.setattr(build, "load_kernels", lambda: None)
-    elif build.load_kernels() is None:
-        pytest.skip("no compiler")
 
 
 def cut_tail(logits, truncation):

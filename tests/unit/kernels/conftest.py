@@ -1,0 +1,12 @@
+import pytest
+
+from rollout_engine.kernels.cpu import build
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def side(request, monkeypatch):
+    """The C++ kernel, or torch where no compiler is."""
+    if request.param == "twin":
+        monkeypatch.setattr(build, "load_kernels", lambda: None)
+    elif build.load_kernels() is None:
+        pytest.skip("no compiler")
