@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import threading
 import time
 
 import psutil
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 import sync
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
+from tests.unit.sync.receiving import Receiving
 
 WEIGHTS = {f"w{i}": torch.full((100,), float(i)) for i in range(40)}
 PLACE = {"world_size": 2, "bucket_bytes": 2000, "timeout": 10.0}
@@ -31,25 +31,6 @@ def ends(tmp_path):
     yield make
     for end in made:
         end.close()
-
-
-class Receiving(threading.Thread):
-    """Receives on a thread; `tensors` or `problem` when joined."""
-
-    def __init__(self, receiver, manifest, stop_after=None):
-        super().__init__()
-        self.receiver, self.manifest, self.stop_after = receiver, manifest, stop_after
-        self.tensors, self.problem = {}, None
-        self.start()
-
-    def run(self):
-        try:
-            for name, tensor in self.receiver.receive(self.manifest):
-                self.tensors[name] = tensor.clone()
-                if len(self.tensors) == self.stop_after:
-                    break
-        except SyncError as problem:
-            self.problem = problem
 
 
 def push(sender, receiver, source):

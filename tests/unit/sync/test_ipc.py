@@ -1,7 +1,6 @@
 """The ipc transport's protocol, with memory of the host in place of the device's."""
 
 import mmap
-import threading
 import time
 
 import msgspec
@@ -11,6 +10,7 @@ import torch
 import sync
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.ipc import Filled, HandleReceiver, HandleSender, MemoryHandle, Taken, Want
+from tests.unit.sync.receiving import Receiving
 
 WEIGHTS = {f"w{i}": torch.full((100,), float(i)) for i in range(10)} | {"none": torch.empty(0)}
 
@@ -43,25 +43,6 @@ class HostMemory:
     def _map(self, path):
         with path.open("r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-
-
-class Receiving(threading.Thread):
-    """Receives on a thread; `tensors` or `problem` when joined."""
-
-    def __init__(self, receiver, manifest, stop_after=None):
-        super().__init__()
-        self.receiver, self.manifest, self.stop_after = receiver, manifest, stop_after
-        self.tensors, self.problem = {}, None
-        self.start()
-
-    def run(self):
-        try:
-            for name, tensor in self.receiver.receive(self.manifest):
-                self.tensors[name] = tensor.clone()
-                if len(self.tensors) == self.stop_after:
-                    break
-        except SyncError as problem:
-            self.problem = problem
 
 
 @pytest.fixture
