@@ -104,22 +104,6 @@ def test_grpo_trains_a_given_checkpoint_and_learns_nothing_from_shuffled_advanta
     assert max(row["max_logprob_diff"] for row in rows) == 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_grpo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
-    rows = load("grpo").main(["--seed", str(seed), "--out", str(tmp_path)])
-    assert rows[0]["accuracy"] < 0.45
-    assert rows[-1]["accuracy"] > 0.9
-    assert max(row["max_logprob_diff"] for row in rows) == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_grpo_with_shuffled_advantages_stays_below_50_percent(tmp_path, seed):
-    rows = load("grpo").main(["--shuffle-advantages", "--seed", str(seed), "--out", str(tmp_path)])
-    assert max(row["accuracy"] for row in rows) < 0.5
-
-
 @pytest.fixture(scope="module")
 def two_steps(short_run, tmp_path_factory):
     """Two steps of examples/ppo.py on the policy of `short_run`: its folder and its metrics."""
@@ -270,8 +254,10 @@ def test_async_grpo_truncates_importance_weights():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_ppo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
-    rows = load("ppo").main(["--seed", str(seed), "--out", str(tmp_path)])
+@pytest.mark.parametrize("options", [["grpo"], ["ppo"], ["async_grpo", "--verify"]], ids=lambda options: options[0])
+def test_an_example_lifts_accuracy_from_below_45_to_above_90_percent(options, seed, tmp_path):
+    name, *rest = options
+    rows = load(name).main([*rest, "--seed", str(seed), "--out", str(tmp_path)])
     assert rows[0]["accuracy"] < 0.45
     assert rows[-1]["accuracy"] > 0.9
     assert max(row["max_logprob_diff"] for row in rows) == 0.0
@@ -279,22 +265,12 @@ def test_ppo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_ppo_with_shuffled_rewards_stays_below_50_percent(tmp_path, seed):
-    rows = load("ppo").main(["--shuffle-rewards", "--seed", str(seed), "--out", str(tmp_path)])
-    assert max(row["accuracy"] for row in rows) < 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_async_grpo_lifts_accuracy_from_below_45_to_above_90_percent(tmp_path, seed):
-    rows = load("async_grpo").main(["--verify", "--seed", str(seed), "--out", str(tmp_path)])
-    assert rows[0]["accuracy"] < 0.45
-    assert rows[-1]["accuracy"] > 0.9
-    assert max(row["max_logprob_diff"] for row in rows) == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_async_grpo_with_shuffled_advantages_stays_below_50_percent(tmp_path, seed):
-    rows = load("async_grpo").main(["--shuffle-advantages", "--seed", str(seed), "--out", str(tmp_path)])
+@pytest.mark.parametrize(
+    "control",
+    [["grpo", "--shuffle-advantages"], ["ppo", "--shuffle-rewards"], ["async_grpo", "--shuffle-advantages"]],
+    ids=lambda control: control[0],
+)
+def test_an_example_whose_rewards_are_shuffled_stays_below_50_percent(control, seed, tmp_path):
+    name, shuffle = control
+    rows = load(name).main([shuffle, "--seed", str(seed), "--out", str(tmp_path)])
     assert max(row["accuracy"] for row in rows) < 0.5
