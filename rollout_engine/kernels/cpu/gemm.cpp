@@ -75,6 +75,12 @@ VEC_INLINE void write_row(vec::F left, vec::F right, const Call& call, int64_t r
         write_columns<float>(left, right, call, row, column);
 }
 
+// Rows from `row` on of a panel, from their sums [rows, PANEL].
+__attribute__((noinline)) void write_rows(const float* sums, int64_t rows, const Call& call, int64_t row, int64_t panel) {
+    for (int64_t r = 0; r < rows; ++r, sums += PANEL)
+        write_row(vec::load(sums), vec::load(sums + vec::LANES), call, row + r, panel * PANEL);
+}
+
 // How the work of a team is cut: every part of the rows meets every panel. Parts are for threads that panels alone would
 // not keep busy, and for rows that would not stay in the cache. Bits do not depend on it.
 struct Cut {
@@ -110,9 +116,11 @@ void vector_block(const Call& call, const char* x, int64_t stride, int64_t panel
     constexpr bool IS_BF16 = std::is_same<Unit, int32_t>::value;
     const int64_t units = whole_units(call.in_features, IS_BF16);
     const int32_t* b = call.packed + panel * padded_units(call.in_features, IS_BF16) * PANEL;
-    const char* a = x + row * stride;
+    // Two pointers, half of the rows from each: with twelve, addresses and sums would not stay in registers.
+    constexpr int HALF = (MAX_ROWS + 1) / 2;
+    const char *upper = x + row * stride, *lower = upper + HALF * stride;
     vec::F left[ROWS] = {}, right[ROWS] = {};
-    for (int64_t u = 0; u < units; ++u, b += PANEL, a += sizeof(Unit)) {
+    for (int64_t u = 0; u < units; ++u, b += PANEL, upper += sizeof(Unit), lower += sizeof(Unit)) {
         __builtin_prefetch(b + AHEAD);
         __builtin_prefetch(b + AHEAD + vec::LANES);
         vec::I left_columns, right_columns;
@@ -121,13 +129,18 @@ void vector_block(const Call& call, const char* x, int64_t stride, int64_t panel
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             Unit value;
-            std::memcpy(&value, a + r * stride, sizeof value);
+            std::memcpy(&value, r < HALF ? upper + r * stride : lower + (r - HALF) * stride, sizeof value);
             left[r] = accumulated(left[r], value, left_columns);
             right[r] = accumulated(right[r], value, right_columns);
         }
     }
+    alignas(64) float sums[ROWS * PANEL];
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r) write_row(left[r], right[r], call, row + r, panel * PANEL);
+    for (int r = 0; r < ROWS; ++r) {
+        vec::store(sums + r * PANEL, left[r]);
+        vec::store(sums + r * PANEL + vec::LANES, right[r]);
+    }
+    write_rows(sums, ROWS, call, row, panel);
 }
 
 typedef void (*VectorBlock)(const Call&, const char*, int64_t, int64_t, int64_t);
@@ -148,23 +161,32 @@ void vector_panel(const Call& call, const char* x, int64_t stride, int64_t panel
     }
 }
 
-// An odd number of bfloat16 leaves half a unit at the end of a row: rows are copied to where they can be read whole.
-void stage_rows(const Call& call, Team& team) {
-    const int64_t row_bytes = 2 * call.in_features;
+constexpr int64_t LINE = 64;
+
+// Rows as they lie, or copied where they are read better. An odd number of bfloat16 leaves half a unit at the end of a row.
+// And rows an even number of cache lines apart, as those of most models are, meet in a few sets of the first cache.
+struct Rows {
+    const char* first;
+    int64_t stride;
+};
+
+Rows staged(const Call& call, Team& team) {
+    const int64_t row_bytes = 2 * call.in_features, stride = divided_up(row_bytes, LINE) * LINE;
+    const int64_t apart = stride / LINE % 2 ? stride : stride + LINE;
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < call.rows; ++row) {
-        char* out = call.staging + row * (row_bytes + 2);
+        char* out = call.staging + row * apart;
         std::memcpy(out, call.x + row * row_bytes, row_bytes);
-        std::memset(out + row_bytes, 0, 2);
+        if (call.in_features % 2) std::memset(out + row_bytes, 0, 2);
     }
     team.meet();
+    return {call.staging, apart};
 }
 
 void run_on_vectors(const Call& call, Team& team) {
-    const bool staged = call.is_bf16 && call.in_features % 2;
-    if (staged) stage_rows(call, team);
-    const char* x = staged ? call.staging : call.x;
-    const int64_t stride = 4 * whole_units(call.in_features, call.is_bf16);
+    const int64_t row_bytes = 4 * whole_units(call.in_features, call.is_bf16);
+    const bool is_better = call.rows > MAX_ROWS && row_bytes % (8 * LINE) == 0;
+    const auto [x, stride] = call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
     const Cut cut = cut_of(call, 1);
 #pragma omp for collapse(2) schedule(static) nowait
     for (int64_t part = 0; part < cut.parts; ++part)
@@ -226,11 +248,7 @@ void tile_panel(const Call& call, int64_t panel, bool is_last, int64_t begin, in
             tile_block<2>(a, b, units, next, lines, sums);
         else
             tile_block<1>(a, b, units, next, lines, sums);
-        const int64_t rows = std::min(2 * TILE_ROWS, end - row);
-        for (int64_t r = 0; r < rows; ++r) {
-            const float* left = sums + r * PANEL;
-            write_row(vec::load(left), vec::load(left + vec::LANES), call, row + r, panel * PANEL);
-        }
+        write_rows(sums, std::min(2 * TILE_ROWS, end - row), call, row, panel);
     }
 }
 

@@ -11,14 +11,14 @@ struct GemmCall {
     const int32_t* packed;  // [panels, units, 32]
     const void* bias;       // [out_features] or null
     char* out;              // [rows, out_features]
-    char* staging;          // room for the rows, each padded to whole units, their number to a multiple of 16
+    char* staging;          // gemm_staging_bytes(), aligned to a cache line
     int64_t rows, in_features, out_features;
     int32_t is_bf16, num_threads;
 };
 
 // Bytes of `staging` that any product of this size needs.
 inline int64_t gemm_staging_bytes(int64_t rows, int64_t in_features, bool is_bf16) {
-    return is_bf16 ? (rows + 15) / 16 * 16 * ((in_features + 31) / 32 * 32) * 2 : 0;
+    return is_bf16 ? (rows + 15) / 16 * 16 * (((in_features + 31) / 32 + 1) * 32) * 2 : 0;
 }
 
 // Called by every thread of a team with the same call; returns once the whole product is there.
