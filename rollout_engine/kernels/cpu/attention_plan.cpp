@@ -14,6 +14,10 @@ int common_tiles(const AttentionPlan& p, int a, int b) {
     return (std::mismatch(x, x + limit, y).first - x) / (ATTENTION_TILE / p.block_size);
 }
 
+// Sequences that share nothing are read one after the other by one item, up to so many: each fetches the next one's first
+// tile.
+constexpr int IN_TURN = 8;
+
 // Decoding sequences from `first` on that had best be read together: one joins while no fewer tiles are saved with it.
 int group_end(const AttentionPlan& p, int first, int num_decoding, int limit, int* shared) {
     int end = first + 1;
@@ -24,6 +28,9 @@ int group_end(const AttentionPlan& p, int first, int num_decoding, int limit, in
         if (!with || (members > 1 && with * members < tiles * (members - 1))) break;
         *shared = tiles = with;
     }
+    if (*shared) return end;
+    const int last = std::min(num_decoding, first + std::min(limit, IN_TURN));
+    while (end < last && (end + 1 == num_decoding || !common_tiles(p, p.members[end], p.members[end + 1]))) end++;
     return end;
 }
 

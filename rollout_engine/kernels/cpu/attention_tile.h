@@ -82,23 +82,35 @@ VEC_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 struct Fetch {
     const Tile* next;  // or null
     int first, stride;
+
+    // All of it falls to one call, whose rows are too few to hide much arithmetic on addresses.
+    bool is_sole() const { return next && stride == 1; }
 };
 
 // Scores [R, TILE] before scaling: sums over channels in their order.
 template <typename T, int R>
 VEC_INLINE void dot(const uint32_t* q, int steps, const Tile& tile, Fetch ahead, float* scores) {
     F acc[R][TILE_VECTORS] = {};
-    int line = ahead.next ? ahead.first : steps * TILE_VECTORS;
-    for (int d = 0, stop; d < steps; d = stop) {
-        stop = std::min(d + FETCH_STEPS, steps);
-        for (; line < stop * TILE_VECTORS; line += ahead.stride)
-            if (line % TILE_VECTORS < ahead.next->num_parts)
-                fetch(ahead.next->k[line % TILE_VECTORS] + line / TILE_VECTORS * ahead.next->k_step);
-        for (int e = d; e < stop; e++)
-            for (int i = 0; i < TILE_VECTORS; i++) {
-                const I k = load_units(tile.k[i] + e * tile.k_step);
-                for (int r = 0; r < R; r++) acc[r][i] = step(acc[r][i], k, q[r * steps + e], T{});
-            }
+    auto add = [&](int e) {
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            const I k = load_units(tile.k[i] + e * tile.k_step);
+            for (int r = 0; r < R; r++) acc[r][i] = step(acc[r][i], k, q[r * steps + e], T{});
+        }
+    };
+    if (ahead.is_sole()) {
+        for (int e = 0; e < steps; e++) {
+            for (int i = 0; i < TILE_VECTORS; i++) fetch(ahead.next->k[i] + e * ahead.next->k_step);
+            add(e);
+        }
+    } else {
+        int line = ahead.next ? ahead.first : steps * TILE_VECTORS;
+        for (int d = 0, stop; d < steps; d = stop) {
+            stop = std::min(d + FETCH_STEPS, steps);
+            for (; line < stop * TILE_VECTORS; line += ahead.stride)
+                if (line % TILE_VECTORS < ahead.next->num_parts)
+                    fetch(ahead.next->k[line % TILE_VECTORS] + line / TILE_VECTORS * ahead.next->k_step);
+            for (int e = d; e < stop; e++) add(e);
+        }
     }
     for (int r = 0; r < R; r++)
         for (int i = 0; i < TILE_VECTORS; i++) vec::store(scores + r * TILE + i * LANES, acc[r][i]);
@@ -188,21 +200,34 @@ VEC_INLINE void mix(float* out, int out_row, const uint32_t* weights, const floa
     for (int r = 0; r < R; r++)
         for (int i = 0; i < VECTORS; i++)
             acc[r][i] = vec::load(out + r * out_row + column + i * LANES) * rescale[r];
+    auto add = [&](const uint32_t* v, int key) {
+        for (int i = 0; i < VECTORS; i++) {
+            const I value = VECTORS > 1 ? load_units(v + i * LANES) : (I)vec::load((const float*)v, width);
+            for (int r = 0; r < R; r++) acc[r][i] = step(acc[r][i], value, weights[r * (TILE / per_unit<T>) + key], T{});
+        }
+    };
+    const bool is_sole = ahead.is_sole();
     const int num_lines = ahead.next ? std::min(high, ahead.next->num_parts * steps) * VECTORS : 0;
     int line = ahead.first + low * VECTORS;
     for (int key = low, stop; key < high; key = stop) {
         const int part = key / steps;
         stop = std::min((part + 1) * steps, high);
+        const int64_t first = (int64_t)(key % steps) * dv + column;
+        const uint32_t* v = tile.v[part] + first;
+        if (is_sole) {
+            const uint32_t* next = ahead.next->v[part] + first;
+            for (int e = key; e < stop; e++, v += dv, next += dv) {
+                for (int i = 0; i < VECTORS; i++) fetch(next + i * LANES);
+                add(v, e);
+            }
+            continue;
+        }
         for (; line < std::min(stop * VECTORS, num_lines); line += ahead.stride)
             fetch(ahead.next->v[part] + line / VECTORS % steps * dv + column + line % VECTORS * LANES);
-        const uint32_t* v = tile.v[part] + (int64_t)(key % steps) * dv + column;
-        for (int e = key; e < stop; e++, v += dv)
-            for (int i = 0; i < VECTORS; i++) {
-                const I value = VECTORS > 1 ? load_units(v + i * LANES) : (I)vec::load((const float*)v, width);
-                for (int r = 0; r < R; r++)
-                    acc[r][i] = step(acc[r][i], value, weights[r * (TILE / per_unit<T>)+e], T{});
-            }
+        for (int e = key; e < stop; e++, v += dv) add(v, e);
     }
+    for (int key = high; is_sole && key < ahead.next->num_parts * steps; key++)
+        for (int i = 0; i < VECTORS; i++) fetch(ahead.next->v[key / steps] + key % steps * dv + column + i * LANES);
     for (int r = 0; r < R; r++)
         for (int i = 0; i < VECTORS; i++) vec::store(out + r * out_row + column + i * LANES, acc[r][i]);
 }

@@ -123,7 +123,8 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     is_bf16 = x.dtype == torch.bfloat16
     # Rows in the order the kernel reads them; float32 is read as it lies.
     staging = torch.empty(
-        -(-rows // _TILE_ROWS) * _TILE_ROWS * (weight.panels.shape[1] + _UNIT_BLOCK) if is_bf16 else 0, dtype=torch.int32
+        -(-rows // _TILE_ROWS) * _TILE_ROWS * (weight.panels.shape[1] + _UNIT_BLOCK) if is_bf16 else 0,
+        dtype=torch.int32,
     )
     call = _Call(
         x.data_ptr(),

@@ -171,6 +171,30 @@ def test_groups_are_cut_where_threads_would_go_without_work(thread_count):
     assert [len(members) for members, _ in groups(Plan(chunks, block_size=16, num_kv_heads=1))] == [3, 3, 3, 3]
 
 
+def test_sequences_that_share_nothing_take_turns(thread_count):
+    thread_count(1)
+    shared = [Chunk(70, 1, [*range(4), 10 + i]) for i in range(2)]
+    alone = [Chunk(70, 1, [100 + 5 * i + j for j in range(5)]) for i in range(20)]
+    found = groups(Plan(shared + alone, block_size=16, num_kv_heads=8))
+    assert [(len(members), tiles) for members, tiles in found] == [(2, 1), (8, 0), (8, 0), (4, 0)]
+    thread_count(2)
+    assert len(groups(Plan(alone, block_size=16, num_kv_heads=1))) == 4
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [0, 20])
+def test_bits_do_not_depend_on_turns(window, dtype, thread_count):
+    thread_count(1)
+    batch, length, scoring = 12, 150, Scoring(0.2, sliding_window=window)
+    tensors, rng = draw(batch, 6, 2, length, 64, 64, dtype), random.Random(0)
+    start = [rng.randrange(1, length) for _ in range(batch)]
+    steps = [[(s, 0, start[s])] for s in range(batch)]
+    for i in range(length):
+        steps.append([(s, p + i, p + i + 1) for s, p in enumerate(start) if p + i < length])
+    out = paged(*tensors, scoring, block_size=16, steps=[step for step in steps if step])
+    assert torch.equal(out, attend_dense(*tensors, scoring)[0])
+
+
 def groups(plan):
     """Per work item: (sequences, shared tiles)."""
     members, items = plan._memory[4], memoryview(plan._memory[5]).cast("i")
