@@ -89,7 +89,7 @@ class EngineGenerateError(RolloutEngineError):
 
 
 class StepMemoryError(RolloutEngineError, MemoryError):
-    """The device had no memory left for a step. Its requests fail with this, the engine lives."""
+    """The device had no memory left: for a step, whose requests fail while the engine lives, or to wake up."""
 
 
 class EngineDeadError(RolloutEngineError):

@@ -188,9 +188,18 @@ class EngineCore:
         return self._tell()
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update."""
-        if "weights" in self.lifecycle.wake_up(tags) and not self.lifecycle.dirty:
-            self._executor.restore_weights()
+        """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update.
+
+        Where there is no room for the weights, the executor's error is raised and everything sleeps on.
+        """
+        level = self.lifecycle.level
+        woken = self.lifecycle.wake_up(tags)
+        if "weights" in woken and not self.lifecycle.dirty:
+            try:
+                self._executor.restore_weights()
+            except BaseException:
+                self.lifecycle.sleep_on(woken, level)
+                raise
         self._admit_held()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:

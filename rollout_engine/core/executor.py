@@ -31,11 +31,11 @@ class Executor(Protocol):
         ...
 
     def release_weights(self, *, forget: bool) -> None:
-        """Free what is derived from the weights; with `forget` the weights too. Nothing executes until they are back:
-        by `restore_weights`, or, when forgotten, by a complete update.
+        """Free what is derived from the weights, or move them to where nothing computes; `forget` them altogether.
+        Nothing executes until they are back: by `restore_weights`, or, when forgotten, by a complete update.
         """
         ...
 
     def restore_weights(self) -> None:
-        """Derive again what `release_weights(forget=False)` freed."""
+        """Have again what `release_weights(forget=False)` freed; where that raises, it is as before."""
         ...

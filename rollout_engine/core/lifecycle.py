@@ -144,6 +144,11 @@ class Lifecycle:
             self.level = 0
         return woken
 
+    def sleep_on(self, woken: set[MemoryTag], level: int) -> None:
+        """What `wake_up` has just `woken` from `level` could not be given its memory."""
+        self.asleep |= woken
+        self.level = level
+
     def begin_update(self) -> None:
         """One update at a time, onto weights that are resident. Steps go on."""
         self._check_between("update_weights")

@@ -25,11 +25,11 @@ class WeightMemory(Protocol):
         ...
 
     def release(self, *, forget: bool) -> None:
-        """Free what is derived; with `forget` the weights too, whose values are lost."""
+        """Free what can be made again, or brought back; with `forget` the weights too, whose values are lost."""
         ...
 
     def derive(self) -> None:
-        """Make again what `release(forget=False)` freed."""
+        """Have again what `release(forget=False)` freed."""
         ...
 
     def take_back(self) -> None:

@@ -121,25 +121,26 @@ class DeviceServing:
 
 
 class DeviceWeights:
-    """Satisfies `devices.WeightMemory`: nothing is derived from weights; forgotten, their memory is the device's."""
+    """Satisfies `devices.WeightMemory`: nothing is derived from weights. Asleep they leave the device."""
 
     def __init__(self, weights: Sequence[Tensor], runner: DeviceRunner) -> None:
         self._memory, self._runner = Memory(weights), runner
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
+        """Held on the device now."""
         return self._memory.num_bytes
 
     def release(self, *, forget: bool) -> None:
-        """With `forget` give memory back."""
-        if forget:
-            self._memory.release()
+        """Give memory back, that of graphs too; values wait on the host unless it is to `forget` them."""
+        if self._runner.graphs is not None:
+            self._runner.graphs.void()  # they know addresses
+        self._memory.release(keep=not forget)
 
     def derive(self) -> None:
-        """Nothing is."""
+        """Have the values on the device again."""
+        self._memory.restore()
 
     def take_back(self) -> None:
         """Zeros, until they are written."""
-        if self._memory.restore() and self._runner.graphs is not None:
-            self._runner.graphs.void()
+        self._memory.restore()

@@ -123,7 +123,12 @@ class WeightUpdater:
 
         Raises `LifecycleError` when they were released.
         """
-        return self._packed.plain(name) if self._packed.holds(name) else self._live[name]
+        if self._packed.holds(name):
+            return self._packed.plain(name)
+        view = self._live[name]
+        if view.numel() and not view.untyped_storage().nbytes():
+            raise LifecycleError(f"'{name}' has no values now: weights were released. Wake up, or send a whole update.")
+        return view
 
     def copies(self) -> Iterator[Tensor]:
         """What an update or a linear holds beside the live weights, as far as it exists now."""

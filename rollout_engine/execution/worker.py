@@ -105,7 +105,10 @@ class Worker:
         return self.runner.block_tables()
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all)."""
+        """Bytes resident now where the model runs: "weights", "derived" (copies made of them), "kv_cache".
+
+        "process": all of the host's that this process holds.
+        """
         return {
             "weights": self._weights.num_bytes,
             "derived": self.updater.num_resident_bytes,
@@ -143,12 +146,15 @@ class Worker:
         self.runner.model.kv.release()
 
     def release_weights(self, *, forget: bool) -> None:
-        """Free copies of weights and the shadow of updates; with `forget` the weights too."""
+        """Free copies of weights and the shadow of updates; on a device the weights, whose values wait on the host.
+
+        `forget`: the weights too, and their values.
+        """
         self.updater.release(forget=forget)
         self._weights.release(forget=forget)
 
     def restore_weights(self) -> None:
-        """Make the copies again that `release_weights` freed."""
+        """Have again what `release_weights(forget=False)` freed."""
         self._weights.derive()
 
     def _take_back(self) -> None:

@@ -40,8 +40,9 @@ class CudaGraph:
         compute()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._output = compute()
+        with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own one current
+            with torch.cuda.graph(self._graph, pool=pool):
+                self._output = compute()
 
     def replay(self) -> Tensor:
         """The output's memory is that of all replays: copy what has to last."""
@@ -80,14 +81,21 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture, the largest first, until time or memory are up; what is left out runs without a graph."""
+        """Capture, the largest first, until time or memory are up; what is left out, or fails, runs without a graph."""
         started, before = time.perf_counter(), _free_bytes()
         capture, self._is_void = self._capture or _with_shared_pool(), False
+        problems: list[str] = []
         for size in reversed(self._sizes):
             for has_prefixes in self._variants:
                 if time.perf_counter() - started > _SECONDS or before - _free_bytes() > _BYTES:
                     break
-                self._graphs[size, has_prefixes] = self._captured(size, has_prefixes, capture)
+                try:
+                    self._graphs[size, has_prefixes] = self._captured(size, has_prefixes, capture)
+                except Exception as problem:  # of the allocator, the driver or a compiler: none is needed for a step
+                    problems.append(f"of {size} sequences: {type(problem).__name__}: {problem}")
+        if problems:
+            what = "CUDA graphs could not be captured; steps of their sizes run without, more slowly. The first"
+            logger.warning("%d %s, %s", len(problems), what, problems[0])
         wanted, taken = len(self._sizes) * len(self._variants), before - _free_bytes()
         seconds = time.perf_counter() - started
         logger.info("%d of %d graphs captured in %.1f s, %.0f MiB.", len(self._graphs), wanted, seconds, taken / 2**20)

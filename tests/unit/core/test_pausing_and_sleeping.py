@@ -1,7 +1,7 @@
 import pytest
 
 from rollout_engine.core.lifecycle import MODES
-from rollout_engine.errors import DirtyWeightsError, LifecycleError, RetryableError
+from rollout_engine.errors import DirtyWeightsError, LifecycleError, RetryableError, StepMemoryError
 
 
 @pytest.fixture
@@ -313,6 +313,26 @@ def test_the_pool_may_sleep_on_while_weights_are_updated(rig):
     rig.update()
     assert rig.step() == []
     rig.wake_up(["kv_cache"])
+    rig.run()
+    assert num_tokens(rig) == 4 * 10
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"]])
+def test_an_engine_whose_weights_have_no_room_sleeps_on_and_may_be_woken_again(rig, monkeypatch, tags):
+    add_and_step(rig)
+    rig.sleep(1, "keep")
+
+    def fail():
+        raise StepMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.core._executor, "restore_weights", fail)
+        with pytest.raises(StepMemoryError, match="no room"):
+            rig.wake_up(tags)
+    assert rig.core.lifecycle.describe() == "ASLEEP(level 1: kv_cache, weights)"
+    assert rig.step() == []
+    rig.wake_up()
     rig.run()
     assert num_tokens(rig) == 4 * 10
     rig.assert_clean()

@@ -1,10 +1,12 @@
 """The whole engine on a device beside the one on the CPU: the same tokens, and log-probs within rounding."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 
-from rollout_engine import SamplingParams
+from rollout_engine import LifecycleError, SamplingParams
 from rollout_engine.model.device.graphs import DecodeGraphs
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
@@ -31,6 +33,24 @@ def assert_alike(ours, theirs, bound=BOUND):
     assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
     for (_, mine), (_, other) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, other, atol=bound, rtol=0)
+
+
+class Rerun:
+    """Where there are no graphs: the computation itself, over the memory that a graph would read."""
+
+    def __init__(self, compute):
+        self.replay = compute
+
+
+@contextmanager
+def graphs_by(capture, runner, sizes):
+    """Steps of `sizes` sequences that decode are captured by `capture`."""
+    runner.graphs = DecodeGraphs(runner.model, max(sizes), shares_prefixes=True, capture=capture)
+    runner.graphs._sizes = sizes
+    try:
+        yield
+    finally:
+        runner.graphs = None
 
 
 def runner_of(llm):
@@ -88,22 +108,37 @@ def test_scores_are_those_of_the_cpu(engine_on):
 def test_padded_batches_replayed_from_static_memory_change_no_bit(engine_on):
     llm = engine_on("device")
     plain = run(llm, DRAWN)
-    runner, captured = runner_of(llm), []
-
-    class Rerun:
-        """Where there are no graphs: the computation itself, over the memory that a graph would read."""
-
-        def __init__(self, compute):
-            self.replay = compute
-            captured.append(self)
-
-    runner.graphs = DecodeGraphs(runner.model, 4, shares_prefixes=True, capture=Rerun)
-    runner.graphs._sizes = [4]
-    try:
+    captured = []
+    with graphs_by(lambda compute: captured.append(Rerun(compute)) or captured[-1], runner_of(llm), sizes=[4]):
         assert_alike(run(llm, DRAWN), plain, bound=1e-5)
-    finally:
-        runner.graphs = None
     assert len(captured) == 2
+
+
+def test_a_graph_that_cannot_be_captured_is_told_of_and_gone_without(engine_on, caplog):
+    llm, problems = engine_on("device"), {4: torch.OutOfMemoryError("of 12 GiB"), 2: RuntimeError("not permitted")}
+    plain, one = run(llm, DRAWN), run(llm, GREEDY, PROMPTS[:1])
+    runner, sizes, captured, replayed = runner_of(llm), [4, 4, 2, 2, 1, 1], [], []
+
+    def capture(compute):
+        """Those of 4 and 2 sequences fail."""
+        size = sizes[len(captured) % len(sizes)]
+        captured.append(size)
+        if size in problems:
+            raise problems[size]
+        return Rerun(lambda: replayed.append(size) or compute())
+
+    with graphs_by(capture, runner, sizes=[1, 2, 4]):
+        runner.graphs.capture_all()
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert "4 CUDA graphs could not be captured" in warning
+        assert "of 4 sequences: OutOfMemoryError: of 12 GiB" in warning
+        assert_alike(run(llm, DRAWN), plain)
+        assert captured == sizes and not replayed
+        assert_alike(run(llm, GREEDY, PROMPTS[:1]), one)
+        assert set(replayed) == {1}
+        runner.graphs.void()  # as after a wake
+        assert_alike(run(llm, GREEDY, PROMPTS[:1]), one)
+        assert captured == sizes * 2
 
 
 def test_memory_that_runs_out_fails_the_step_and_the_engine_lives(engine_on, monkeypatch):
@@ -120,11 +155,35 @@ def test_memory_that_runs_out_fails_the_step_and_the_engine_lives(engine_on, mon
     assert_alike(run(llm, GREEDY), run(engine_on("cpu"), GREEDY))
 
 
-def test_a_sleeping_engine_holds_no_kv_and_wakes(engine_on):
+def test_a_sleeping_engine_holds_neither_kv_nor_weights_and_wakes_with_both(engine_on):
     llm = engine_on("device")
+    before, captured = run(llm, GREEDY), []
+    (awake,) = llm.collective_rpc("get_memory_usage")
+    with graphs_by(lambda compute: captured.append(1) or Rerun(compute), runner_of(llm), sizes=[2]):
+        assert_alike(run(llm, GREEDY), before)
+        num_captured = len(captured)
+        for _ in range(2):
+            llm.sleep(1)
+            (asleep,) = llm.collective_rpc("get_memory_usage")
+            assert asleep["kv_cache"] == asleep["weights"] == 0
+            assert runner_of(llm).graphs._graphs == {}, "graphs hold memory, and know addresses that have moved"
+            with pytest.raises(LifecycleError, match="has no values now: weights were released"):
+                llm.collective_rpc("get_weight_digest")
+            llm.wake_up()
+            assert_alike(run(llm, GREEDY), before)
+        assert len(captured) == 3 * num_captured
+    assert llm.collective_rpc("get_memory_usage")[0]["weights"] == awake["weights"] > 0
+
+
+def test_weights_that_were_forgotten_are_taken_up_by_an_update(engine_on):
+    llm, other = engine_on("device"), engine_on("cpu")
     before = run(llm, GREEDY)
     llm.sleep(1)
-    assert runner_of(llm).model.kv.num_resident_bytes == 0
+    llm.sleep(2)
+    llm.wake_up(["weights"])
+    assert llm.collective_rpc("get_memory_usage")[0]["weights"] == 0
+    weights = other.llm_engine.apply_model(lambda module: {k: v.clone() for k, v in module.state_dict().items()})[0]
+    llm.update_weights(weights)
     llm.wake_up()
     assert_alike(run(llm, GREEDY), before)
 
