@@ -4,19 +4,21 @@
     with `copy_by`:   digest of what is to come ──> copy past the cache, largest bits
 
 One pass over memory instead of three. A place that is not one run of the host's bytes (strided, or on a device) is
-written whole and read again.
+written whole and read again; or, where there is a `Crossing` to it, its bytes are digested on this side of it:
+
+    for each piece:   write here ──> digest ──> extremes of its bits ──> to its place, while the next is written
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from sync.manifest import tensor_bytes
+from sync.manifest import tensor_bytes, tensor_digest
 
 _PIECE_BYTES = 256 << 10
 """Fits a core's second cache twice: where the bytes come from, and where they go."""
@@ -37,7 +39,25 @@ class Arrival(NamedTuple):
     """No NaN and no infinity; True for what is not floating."""
 
 
+class Crossing(Protocol):
+    """The way between the host and places that it cannot write itself. Several threads may use it."""
+
+    def bring(self, out: Tensor, fill: Callable[[memoryview, int], None]) -> None:
+        """Have `fill(piece, start)` write the row-major bytes of `out` from byte `start` on, whole elements, in order.
+
+        They may still be under way when this returns.
+        """
+
+    def copy(self, out: Tensor, tensor: Tensor) -> None:
+        """Write `tensor`, which is on the other side too, cast nearest-even, into `out`. As `bring`."""
+
+    def fetch(self, place: Tensor) -> Iterator[memoryview]:
+        """The row-major bytes of `place` in order, after what was on its way there; a piece is valid until the next."""
+        ...
+
+
 _find_copy: Callable[[], Copy | None] | None = None
+_find_crossing: Callable[[Tensor], Crossing | None] | None = None
 
 
 def copy_by(find: Callable[[], Copy | None] | None) -> None:
@@ -49,29 +69,52 @@ def copy_by(find: Callable[[], Copy | None] | None) -> None:
     _find_copy = find
 
 
+def cross_by(find: Callable[[Tensor], Crossing | None] | None) -> None:
+    """Have what is not one run of the host's bytes be written and read by `find(place)`, in this process."""
+    global _find_crossing
+    _find_crossing = find
+
+
 def put(out: Tensor, tensor: Tensor) -> str:
     """Write `tensor`, cast nearest-even, into `out`; the digest of what lies there then.
 
     Plain copies stay on the calling thread, several of which may copy.
     """
-    if not (is_plain(out) and is_plain(tensor)):
-        out.copy_(tensor)
-        return _passed(_on_host(out), None, looks=False).digest
-    return _brought(out, tensor, looks=False).digest
+    return _written(out, tensor, looks=False).digest
 
 
 def take(out: Tensor, tensor: Tensor) -> Arrival:
     """As `put`, and look whether the values are finite."""
-    if not (is_plain(out) and is_plain(tensor)):
-        out.copy_(tensor)
-        return _passed(_on_host(out), None, looks=True)
-    return _brought(out, tensor, looks=True)
+    return _written(out, tensor, looks=True)
 
 
 def read(out: Tensor, fetch: Callable[[memoryview, int], None]) -> Arrival:
-    """Have `fetch(piece, start)` fill the bytes of plain `out` from byte `start` on, and say what lies there then."""
-    memory = tensor_bytes(out)
-    return _passed(out, lambda start, end: fetch(memory[start:end], start), looks=True)
+    """Have `fetch(piece, start)` fill the bytes of `out` from byte `start` on, and say what lies there then."""
+    look = _Look(out.dtype, looks=True)
+
+    def fill(memory: memoryview, at: int) -> None:
+        look.over(memory, lambda start, end: fetch(memory[start:end], at + start))
+
+    if is_plain(out):
+        fill(tensor_bytes(out), 0)
+    elif (crossing := _crossing_to(out)) is not None:
+        crossing.bring(out, fill)
+    else:
+        here = torch.empty(out.shape, dtype=out.dtype)
+        fetch(tensor_bytes(here), 0)
+        return take(out, here)
+    return look.arrival
+
+
+def digest(place: Tensor) -> str:
+    """xxh3-128 of what lies in a place, as in a manifest."""
+    crossing = None if is_plain(place) else _crossing_to(place)
+    if crossing is None:
+        return tensor_digest(place)
+    look = _Look(place.dtype, looks=False)
+    for piece in crossing.fetch(place):
+        look.over(piece)
+    return look.arrival.digest
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -79,8 +122,36 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+def _crossing_to(place: Tensor) -> Crossing | None:
+    return None if _find_crossing is None else _find_crossing(place)
+
+
+def _written(out: Tensor, tensor: Tensor, *, looks: bool) -> Arrival:
+    if is_plain(out) and is_plain(tensor):
+        return _brought(out, tensor, looks=looks)
+    crossing = None if is_plain(out) else _crossing_to(out)
+    if crossing is not None:
+        return _crossed(out, tensor, crossing, looks=looks)
+    out.copy_(tensor)
+    return _passed(out.detach().cpu().contiguous(), None, looks=looks)
+
+
+def _crossed(out: Tensor, tensor: Tensor, crossing: Crossing, *, looks: bool) -> Arrival:
+    look = _Look(out.dtype, looks=looks)
+    if not is_plain(tensor) and _crossing_to(tensor) is crossing:
+        crossing.copy(out, tensor)
+        for piece in crossing.fetch(out):
+            look.over(piece)
+        return look.arrival
+    values = tensor.detach().cpu().reshape(-1)
+
+    def fill(memory: memoryview, at: int) -> None:
+        here = torch.frombuffer(memory, dtype=out.dtype)
+        first = at // out.itemsize
+        look.over(memory, _writer(here, values[first : first + len(here)]))
+
+    crossing.bring(out, fill)
+    return look.arrival
 
 
 def _brought(out: Tensor, tensor: Tensor, *, looks: bool) -> Arrival:
@@ -116,18 +187,32 @@ def _writer(out: Tensor, tensor: Tensor) -> Callable[[int, int], None]:
 
 
 def _passed(out: Tensor, write: Callable[[int, int], None] | None, *, looks: bool) -> Arrival:
-    memory = tensor_bytes(out)
-    digest, finite = xxhash.xxh3_128(), True
-    largest = _largest_bits(out.dtype) if looks and out.is_floating_point() else None
-    for start in range(0, len(memory), _PIECE_BYTES):
-        end = min(start + _PIECE_BYTES, len(memory))
-        if write is not None:
-            write(start, end)
-        piece = memory[start:end]
-        digest.update(piece)
-        if largest is not None:
-            finite = finite and _is_finite(np.asarray(piece), out.itemsize, largest)
-    return Arrival(digest.hexdigest(), finite)
+    look = _Look(out.dtype, looks=looks)
+    look.over(tensor_bytes(out), write)
+    return look.arrival
+
+
+class _Look:
+    """What is known of bytes that have passed, in order."""
+
+    def __init__(self, dtype: torch.dtype, *, looks: bool) -> None:
+        self._digest, self._finite, self._width = xxhash.xxh3_128(), True, dtype.itemsize
+        self._largest = _largest_bits(dtype) if looks and dtype.is_floating_point else None
+
+    def over(self, memory: memoryview, write: Callable[[int, int], None] | None = None) -> None:
+        """`memory` follows; `write(start, end)` first fills it from start to end, piece by piece."""
+        for start in range(0, len(memory), _PIECE_BYTES):
+            end = min(start + _PIECE_BYTES, len(memory))
+            if write is not None:
+                write(start, end)
+            piece = memory[start:end]
+            self._digest.update(piece)
+            if self._largest is not None:
+                self._finite = self._finite and _is_finite(np.asarray(piece), self._width, self._largest)
+
+    @property
+    def arrival(self) -> Arrival:
+        return Arrival(self._digest.hexdigest(), self._finite)
 
 
 def _is_finite(piece: np.ndarray, width: int, largest: int) -> bool:

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sync.arrival import Arrival, is_plain, read, take
+from sync.arrival import Arrival, read
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import Slot, view_of
 from sync.errors import ChecksumMismatch, StaleVersion, SyncError
@@ -136,11 +136,7 @@ class StoreReceiver(WeightReceiver):
         def place(spec: TensorSpec) -> Arrival:
             out = shadow[spec.name]
             with _opened(lease, spec) as fetch:
-                if is_plain(out):
-                    return read(out, fetch)
-                buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
-                fetch(tensor_bytes(buffer), 0)
-            return take(out, view_of(buffer, Slot(spec, 0)))
+                return read(out, fetch)
 
         sizes = [spec.num_bytes for spec in manifest.tensors]
         arrivals = in_threads(place, manifest.tensors, self._num_threads, sizes)

@@ -1,8 +1,8 @@
 """A weight update whose verbs come as calls, one by one: the transaction, and the engine's knowledge of it, in step.
 
-    begin ── core.begin_update ── updater.begin ......... commit ── updater.commit ── core.commit_version, end_update
-             └── refused: as before                       abort ─── updater.abort ──────────────────────── end_update
-                                                          caller_left: as abort
+    begin ── core.begin_update ── updater.begin ... commit ── updater.commit ── core.commit_version ── updater.confirm,
+             │                                                                                         core.end_update
+             └── refused: as before                 abort, caller_left ── updater.abort ────────────── core.end_update
 
 Verbs run on threads beside the busy loop; what they tell the core, they tell it at a step boundary.
 """
@@ -139,9 +139,10 @@ class CalledUpdate:
             try:
                 with self._at_boundary() as core:
                     start = time.perf_counter()
-                    digest = self._updater.commit(version)
+                    self._updater.commit(version)
                     core.commit_version(version, kv)
                     update.stall_seconds = time.perf_counter() - start
+                digest = self._updater.confirm()
             except BaseException as problem:
                 if not self._updater.is_open:
                     self._end(dirty=self._updater.dirty, failure=type(problem).__name__)

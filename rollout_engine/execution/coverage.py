@@ -5,7 +5,7 @@ twice" is a statement about bytes, not about names. A view is a set of byte runs
 sorted intervals.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -79,7 +79,21 @@ def byte_runs(view: Tensor) -> Runs:
     return np.stack([starts * width, (starts + length) * width], axis=1)
 
 
-def _overlap(*several: Runs) -> bool:
+def merged(*several: Runs) -> Runs:
+    """In order, and those that touch or overlap as one."""
+    runs = _sorted(several)
+    ends = np.maximum.accumulate(runs[:, 1])
+    begins = np.ones(len(runs), bool)
+    begins[1:] = runs[1:, 0] > ends[:-1]
+    lasts = np.append(begins[1:], True)[: len(runs)]
+    return np.stack([runs[begins, 0], ends[lasts]], axis=1)
+
+
+def _sorted(several: Sequence[Runs]) -> Runs:
     runs = np.concatenate([np.empty((0, 2), np.int64), *several])
-    runs = runs[runs[:, 0].argsort(kind="stable")]
+    return runs[runs[:, 0].argsort(kind="stable")]
+
+
+def _overlap(*several: Runs) -> bool:
+    runs = _sorted(several)
     return bool((runs[1:, 0] < runs[:-1, 1]).any())

@@ -10,10 +10,12 @@ from torch import Tensor
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.execution import on_host
+from rollout_engine.execution.shadow import Moves
 from rollout_engine.model.device import why_not
 from rollout_engine.model.loader import LoadedModel
 from rollout_engine.model.logits_processors import LogitsProcessor
 from rollout_engine.model.packed_weights import PackedWeights
+from sync.arrival import Crossing
 
 
 class WeightMemory(Protocol):
@@ -48,6 +50,9 @@ class Served(Protocol):
     num_blocks: int
     max_prefill_beside_decode: int
     """See `CoreConfig`."""
+    moves: Moves
+    crossing: Crossing | None
+    """From the host's memory to weights; None where they lie in it."""
     choices: str
     """Made here, for the start-up line."""
 

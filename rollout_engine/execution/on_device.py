@@ -13,12 +13,15 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.execution.kv_size import bytes_per_block, size_pool
 from rollout_engine.model.device import trial
 from rollout_engine.model.device.graphs import DecodeGraphs
+from rollout_engine.model.device.lane import lane_of
 from rollout_engine.model.device.largest_step import run_largest_step
 from rollout_engine.model.device.memory import Memory
 from rollout_engine.model.device.model import DeviceModel
+from rollout_engine.model.device.pinned import PinnedCrossing
 from rollout_engine.model.device.pool import Limits
 from rollout_engine.model.device.runner import DeviceRunner
 from rollout_engine.model.device.scoring import score
+from rollout_engine.model.device.weight_moves import DeviceMoves
 from rollout_engine.model.loader import LoadedModel
 from rollout_engine.model.logits_processors import LogitsProcessor
 from rollout_engine.model.packed_weights import PackedWeights
@@ -62,6 +65,9 @@ class DeviceServing:
             shares_prefixes=config.enable_prefix_caching,
             graphs=graphs,
         )
+        lane = lane_of(model.device)
+        self.moves = DeviceMoves(lane)
+        self.crossing = PinnedCrossing(lane) if model.device.type == "cuda" else None
         pool_mib = self.num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
         self.choices = (
             f"device {model.device}, dtype {loaded.dtype}, deterministic {is_ordered}, "

@@ -11,6 +11,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.execution.kv_size import bytes_per_block, size_pool
 from rollout_engine.execution.scoring import score
+from rollout_engine.execution.shadow import HostMoves
 from rollout_engine.model import decoder_trial
 from rollout_engine.model.deterministic import make_deterministic
 from rollout_engine.model.forward import PagedModel
@@ -27,7 +28,7 @@ class HostModel:
     """Satisfies `devices.Served`."""
 
     runs_ahead = False
-
+    crossing = None
     max_prefill_beside_decode = 512
     """A CPU computes a longer step no faster per token; it would only keep those waiting who decode."""
 
@@ -47,6 +48,7 @@ class HostModel:
             compiled=obstacle is None,
         )
         self._vocab_size = loaded.vocab_size
+        self.moves = HostMoves()
         self.runner = ModelRunner(model, vocab_size=loaded.vocab_size, processors=processors)
         pool_mib = self.num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
         self.choices = (

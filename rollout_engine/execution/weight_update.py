@@ -1,8 +1,8 @@
 """One whole weight update: from tensors on their way to the report, over `WeightUpdater`'s transaction.
 
-    shadow      begin  stage ... stage  verify   settle │ commit │
+    shadow      begin  stage ... stage  verify   settle │ commit │ confirm
                 steps go on                     end in  └────────┘ between two steps
-    in place    begin  settle │ stage ... stage  verify  commit │
+    in place    begin  settle │ stage ... stage  verify  commit │ confirm
                               └─────────── no steps ────────────┘
 
 `settle` is what becomes of requests in flight: nothing ("keep"), finish first ("wait"), or end now ("abort").
@@ -115,17 +115,18 @@ def apply_update(
             check()
             with steps.boundary():
                 stalled = stalled or time.perf_counter()
-                digest = updater.commit(manifest.version)
+                updater.commit(manifest.version)
                 num_in_flight = steps.advance(manifest.version)
-                end = time.perf_counter()
+                resumed = time.perf_counter()
+            digest = updater.confirm()
             num_shadow_bytes = updater.num_shadow_bytes
     return UpdateReport(
         manifest.version,
         digest,
         len(manifest.tensors),
         manifest.num_bytes,
-        end - start,
-        end - stalled,
+        resumed - start,
+        resumed - stalled,
         num_in_flight,
         "inplace" if inplace else "shadow",
         num_shadow_bytes,

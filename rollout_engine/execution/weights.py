@@ -3,11 +3,15 @@
     begin(manifest) ──> stage(pairs) ... ──> verify() ──> commit(version)
        refuse: nothing changed   into the shadow   complete,   live := shadow, version := v
                                                    digests,
-                                                   finite,
-                                                   packed      abort() at any point before: the shadow is forgotten
+                                                   finite,     confirm(): the digest of what is live then
+                                                   packed      abort() before commit: the shadow is forgotten
 
 Until the first byte of `commit`, what steps compute with and the version are untouched whatever goes wrong. Should
 `commit` itself fail, `dirty` stays set and only a complete update clears it.
+
+`commit` is all that steps wait for. `confirm`, beside the steps that follow, reads the live weights and tells their
+digest: on a device that is a thousand times the commit. A checksum made there would be quick enough to be waited for,
+but not the digest that manifests carry.
 
 The shadow of a weight that steps read where it lies is a second plain copy. A linear which runs from a packed copy has
 no plain one: its next values are gathered where they will be packed. `verify` packs them there, beside the copies in
@@ -21,17 +25,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.coverage import Coverage
+from rollout_engine.execution.shadow import HostMoves, Moves, Shadow
 from rollout_engine.model.packed_weights import PackedWeights
 from rollout_engine.model.residence import resident_bytes
 from sync import errors
-from sync.arrival import Arrival, take
+from sync.arrival import Arrival, digest, take
 from sync.base import WeightReceiver
-from sync.manifest import TensorSpec, WeightManifest, describe, dtype_name, first_names, total_digest
+from sync.manifest import TensorSpec, WeightManifest, dtype_name, first_names, total_digest
 
 
 class OnDemand(Mapping[str, Tensor]):
@@ -61,6 +65,7 @@ class WeightUpdater:
         packed: the copies that linears run from.
         version: policy version of the weights that are live now.
         prepare: called when a transaction opens: takes memory again that the live weights have given back.
+        moves: how next values come over the live ones.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class WeightUpdater:
         *,
         version: int = 0,
         prepare: Callable[[], object] = lambda: None,
+        moves: Moves | None = None,
     ) -> None:
         self._same_as = {name: group[0] for group in map(list, aliases) for name in group}
         self._coverage = Coverage(targets)
@@ -78,9 +84,11 @@ class WeightUpdater:
         """Those that `packed` holds are on meta."""
         self._packed = packed
         self._prepare = prepare
-        self._shadow: dict[int, UntypedStorage] = {}
-        """By the address of the live storage."""
+        self._moves = moves or HostMoves()
+        self._shadow = Shadow(self._moves)
         self._open: WeightManifest | None = None
+        self._committed: WeightManifest | None = None
+        """To be confirmed."""
         self._inplace = self._allow_nonfinite = self._given_up = False
         """Of the open transaction; `_given_up`: in place, the live weights are being overwritten."""
         self._placing = threading.Lock()
@@ -133,7 +141,7 @@ class WeightUpdater:
     def copies(self) -> Iterator[Tensor]:
         """What an update or a linear holds beside the live weights, as far as it exists now."""
         yield from self._packed.copies()
-        yield from (torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in self._shadow.values())
+        yield from self._shadow.tensors()
 
     def begin(
         self,
@@ -160,6 +168,7 @@ class WeightUpdater:
         if self._is_live(manifest):
             return False
         self._check_version(manifest.version, reset_version)
+        self._moves.follow_steps()
         self._open, self._staged, self._verified = manifest, {}, False
         self._inplace, self._allow_nonfinite, self._given_up = inplace, allow_nonfinite, False
         return True
@@ -216,38 +225,49 @@ class WeightUpdater:
         start = time.perf_counter()
         self._packed.pack(self._shadow_of)
         self.pack_seconds = time.perf_counter() - start
+        self._shadow.plan([] if self._inplace else self._plain(specs))
         self._verified = True
         return manifest.digest
 
-    def commit(self, version: int | None = None) -> str:
-        """Make the shadow live and return the digest of the live weights under the manifest's names.
+    def commit(self, version: int | None = None) -> None:
+        """Make the shadow live.
 
         Call it where no forward is running. Raises `LifecycleError` before `verify`, or for a `version` that is not the
         open one; `DirtyWeightsError` when it fails half-way, which leaves `dirty` set.
         """
-        manifest, specs = self._opened("commit"), self._specs("commit")
+        manifest = self._opened("commit")
         if not self._verified:
             raise LifecycleError("commit: the open update is not verified; call verify first.")
         if version not in (None, manifest.version):
             raise LifecycleError(f"commit: version {version} is not open, version {manifest.version} is.")
         self.dirty = True
         try:
-            copied = {name: self._live[name] for name in specs if not self._packed.holds(name)}
-            for view in copied.values():
-                shadow = self._shadow_of(view)
-                if shadow is not view:
-                    view.copy_(shadow)
+            self._shadow.commit()
             self._packed.swap()
-            digest = total_digest(describe(n, copied[n]) if n in copied else spec for n, spec in specs.items())
-            if digest != manifest.digest:
-                raise errors.ChecksumMismatch("the live weights are not the ones that were staged")
         except Exception as problem:
-            what = f"The commit of version {manifest.version} failed: {problem}"
-            raise DirtyWeightsError(f"{what}. Live weights may be a mixture: send them again.") from problem
+            raise _half_way(manifest, problem) from problem
         finally:
             self._open = None
+        self._committed = manifest
         self.version, self.dirty = manifest.version, False
-        return digest
+
+    def confirm(self) -> str:
+        """The digest of the live weights under the names of the manifest that was committed last; steps may go on.
+
+        Raises `DirtyWeightsError`, and leaves `dirty` set, when they are not what was staged.
+        """
+        manifest, self._committed = self._committed, None
+        if manifest is None:
+            raise LifecycleError("confirm: no commit waits for it; call commit first.")
+        try:
+            specs = (s if self._packed.holds(s.name) else _read(s.name, self._live[s.name]) for s in manifest.tensors)
+            found = total_digest(specs)
+            if found != manifest.digest:
+                raise errors.ChecksumMismatch("the live weights are not the ones that were staged")
+        except Exception as problem:
+            self.dirty = True
+            raise _half_way(manifest, problem) from problem
+        return found
 
     def abort(self) -> None:
         """Forget what was staged. No-op when nothing is open. `dirty` stays set if that was in place."""
@@ -274,14 +294,13 @@ class WeightUpdater:
     @property
     def num_shadow_bytes(self) -> int:
         """Bytes that updates hold beside the live weights now."""
-        return sum(storage.nbytes() for storage in self._shadow.values()) + self._packed.num_spare_bytes
+        return self._shadow.num_bytes + self._packed.num_spare_bytes
 
     def num_bytes_to_shadow(self) -> int:
         """Bytes that an update with a shadow takes beside what is held already."""
-        plain = [view for name, view in self._live.items() if not self._packed.holds(name)]
-        read = {view.data_ptr(): view for view in map(_whole, plain)}
-        absent = [view.nbytes for address, view in read.items() if address not in self._shadow]
-        return sum(absent) + self._packed.num_bytes_to_spare
+        absent = [view.untyped_storage() for view in self._plain(self._live) if not self._shadow.holds(view)]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in absent}
+        return sum(sizes.values()) + self._packed.num_bytes_to_spare
 
     def _place(self, name: str) -> Tensor:
         """Where the next values of a name are to be written, now."""
@@ -292,6 +311,7 @@ class WeightUpdater:
                 self._given_up = self.dirty = True
                 self._shadow.clear()
                 self._packed.surrender()
+                self._moves.follow_steps()
             return self._next_of(name)
 
     def _opened(self, verb: str) -> WeightManifest:
@@ -307,17 +327,15 @@ class WeightUpdater:
         return self._packed.staging(name) if self._packed.holds(name) else self._shadow_of(self._live[name])
 
     def _shadow_of(self, view: Tensor) -> Tensor:
-        """The shadow of a plain live view; allocated once and used again by later updates."""
-        if self._inplace:
-            return view
-        live = view.untyped_storage()
-        if live.data_ptr() not in self._shadow:
-            self._shadow[live.data_ptr()] = UntypedStorage(live.nbytes(), device=view.device)
-        storage = self._shadow[live.data_ptr()]
-        return torch.empty(0, dtype=view.dtype).set_(storage, view.storage_offset(), view.shape, view.stride())
+        """Where the next values of a plain live view are to be written."""
+        return view if self._inplace else self._shadow.of(view)
+
+    def _plain(self, names: Iterable[str]) -> list[Tensor]:
+        """The live views of those names that steps read where they lie."""
+        return [self._live[name] for name in names if not self._packed.holds(name)]
 
     def _live_digest(self, names: Iterable[str]) -> str:
-        return total_digest(describe(name, self.values(name)) for name in names)
+        return total_digest(_read(name, self.values(name)) for name in names)
 
     def _check_names(self, manifest: WeightManifest) -> None:
         names = [spec.name for spec in manifest.tensors]
@@ -372,6 +390,10 @@ class WeightUpdater:
         return self._same_as.get(name, name)
 
 
-def _whole(view: Tensor) -> Tensor:
-    """uint8, the whole storage of a view."""
-    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+def _read(name: str, values: Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(values.shape), dtype_name(values.dtype), digest(values))
+
+
+def _half_way(manifest: WeightManifest, problem: Exception) -> DirtyWeightsError:
+    what = f"The commit of version {manifest.version} failed: {problem}"
+    return DirtyWeightsError(f"{what}. Live weights may be a mixture: send them again.")

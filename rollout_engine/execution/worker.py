@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
-from rollout_engine.execution.arrivals import copy_by_kernel
+from rollout_engine.execution.arrivals import copy_by_kernel, cross_to
 from rollout_engine.execution.called_update import CalledUpdate
 from rollout_engine.execution.devices import device_of
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
@@ -53,9 +53,12 @@ class Worker:
         loaded = load_model(config, device.torch_device)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         served = device.serve(config, loaded, processors)
+        cross_to(device.torch_device, served.crossing)
         self.served, self.runner, self._packed = served, served.runner, served.packed
         num_blocks = served.num_blocks
-        self.updater = WeightUpdater(loaded.targets, loaded.aliases, self._packed, prepare=self._take_back)
+        self.updater = WeightUpdater(
+            loaded.targets, loaded.aliases, self._packed, prepare=self._take_back, moves=served.moves
+        )
         plain = [view for name, view in loaded.targets.items() if not self._packed.holds(name)]
         self._weights = served.memory_of(plain)
         loaded = loaded._replace(targets={})

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rollout_engine.execution.coverage import Coverage, byte_runs
+from rollout_engine.execution.coverage import Coverage, byte_runs, merged
 
 
 def slow_bytes(view):
@@ -79,3 +79,14 @@ def test_overlaps_are_found_even_when_sizes_add_up(fused):
     assert fused.overlapping({"whole", "top"}) == ["top"]
     assert fused.overlapping({"columns", "top"}) == ["columns"]
     assert fused.overlapping({"top", "rest"}) == []
+
+
+def test_merged_runs_are_the_same_bytes_in_order_with_gaps_between():
+    rng = random.Random(1)
+    base = torch.zeros(4, 5, 6)
+    for count in [0, 1] + [3] * 200:
+        views = [random_view(base, rng) for _ in range(count)]
+        runs = merged(*map(byte_runs, views)).tolist()
+        assert {i for start, end in runs for i in range(start, end)} == set().union(*map(slow_bytes, views))
+        assert all(end < start for (_, end), (start, _) in zip(runs, runs[1:], strict=False))
+        assert all(start < end for start, end in runs)

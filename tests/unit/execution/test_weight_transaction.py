@@ -78,6 +78,12 @@ def test_verbs_out_of_order_are_refused(engine, weights, offer):
         engine.updater.begin(manifest)
 
 
+def test_only_what_was_committed_is_confirmed_and_only_once(engine, weights, offer):
+    engine.update(weights())
+    with pytest.raises(LifecycleError, match="confirm: no commit waits for it"):
+        engine.updater.confirm()
+
+
 def test_a_damaged_manifest_is_refused(engine, weights, offer):
     manifest, _ = offer(engine, weights())
     with pytest.raises(ManifestMismatch, match="damaged"):
@@ -90,11 +96,12 @@ def test_a_stale_manifest_leaves_no_transaction_open(engine, weights, offer):
     assert engine.updater.begin(offer(engine, weights())[0])
 
 
-def test_verify_tells_the_digest_and_commit_takes_only_the_open_version(engine, weights, offer):
+def test_verify_and_confirm_tell_the_digest_and_commit_takes_only_the_open_version(engine, weights, offer):
     manifest, sender = offer(engine, weights())
     engine.updater.begin(manifest)
     engine.updater.stage((spec.name, sender.read(spec.name)) for spec in manifest.tensors)
     assert engine.updater.verify() == manifest.digest
     with pytest.raises(LifecycleError, match="version 2 is not open, version 1 is"):
         engine.updater.commit(2)
-    assert engine.updater.commit(1) == manifest.digest
+    engine.updater.commit(1)
+    assert engine.updater.confirm() == manifest.digest

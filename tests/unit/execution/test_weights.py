@@ -168,10 +168,14 @@ def test_a_commit_that_does_not_reach_live_storage_is_not_believed(engine, weigh
     assert engine.updater.dirty
 
 
-def test_commit_and_version_change_happen_inside_the_boundary(engine, weights, steps):
+def test_commit_and_version_change_happen_inside_the_boundary_and_what_is_live_is_read_after_it(
+    engine, weights, steps, monkeypatch
+):
     engine.packed.at_swap = lambda: steps.trace.append("swap")
+    confirm = engine.updater.confirm
+    monkeypatch.setattr(engine.updater, "confirm", lambda: steps.trace.append("confirm") or confirm())
     engine.update(weights(), steps=steps, mode="wait")
-    assert steps.trace == ["settle wait", "enter", "swap", 1, "leave"]
+    assert steps.trace == ["settle wait", "enter", "swap", 1, "leave", "confirm"]
 
 
 def test_an_update_in_place_stops_steps_before_its_first_byte_and_holds_no_shadow(engine, weights, steps):

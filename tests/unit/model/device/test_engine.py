@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollout_engine import LifecycleError, SamplingParams
+from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.model.device.graphs import DecodeGraphs
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
@@ -98,6 +99,20 @@ def test_new_weights_are_written_where_the_kernels_read_them(engine_on):
         assert_alike(run(engines[0], GREEDY), run(engines[1], GREEDY))
 
 
+def test_each_commit_is_one_copy_over_addresses_that_are_told_once(engine_on, monkeypatch):
+    llm, made, run_copy = engine_on("device"), [], FusedCopy.run
+    weights = engine_on("cpu").llm_engine.apply_model(lambda module: {k: v * 1 for k, v in module.state_dict().items()})
+    before, total = llm.collective_rpc("get_weight_digest")[0], sum(v.nbytes for v in weights[0].values())
+    llm.llm_engine._executor.updater.release(forget=False)  # of earlier updates
+    monkeypatch.setattr(FusedCopy, "run", lambda self: made.append(self) or run_copy(self))
+    for factor in (2, 1):
+        report = llm.update_weights({k: v * factor for k, v in weights[0].items()})
+        assert report.digest == llm.collective_rpc("get_weight_digest")[0]
+        assert (report.digest == before) == (factor == 1)
+    first, second = made
+    assert first is second and first.num_bytes == total
+
+
 def test_scores_are_those_of_the_cpu(engine_on):
     completions = [[11, 12, 13], [5, 6]]
     ours, theirs = (engine_on(place).score(PROMPTS, completions) for place in ("device", "cpu"))
@@ -155,9 +170,10 @@ def test_memory_that_runs_out_fails_the_step_and_the_engine_lives(engine_on, mon
     assert_alike(run(llm, GREEDY), run(engine_on("cpu"), GREEDY))
 
 
-def test_a_sleeping_engine_holds_neither_kv_nor_weights_and_wakes_with_both(engine_on):
-    llm = engine_on("device")
-    before, captured = run(llm, GREEDY), []
+def test_a_sleeping_engine_holds_neither_kv_nor_weights_and_wakes_with_both_or_takes_new_weights(engine_on):
+    # An engine of its own: weights of the host that were once digested keep their memory.
+    llm, captured = engine_on("device", max_num_seqs=3), []
+    before = run(llm, GREEDY)
     (awake,) = llm.collective_rpc("get_memory_usage")
     with graphs_by(lambda compute: captured.append(1) or Rerun(compute), runner_of(llm), sizes=[2]):
         assert_alike(run(llm, GREEDY), before)
@@ -173,17 +189,12 @@ def test_a_sleeping_engine_holds_neither_kv_nor_weights_and_wakes_with_both(engi
             assert_alike(run(llm, GREEDY), before)
         assert len(captured) == 3 * num_captured
     assert llm.collective_rpc("get_memory_usage")[0]["weights"] == awake["weights"] > 0
-
-
-def test_weights_that_were_forgotten_are_taken_up_by_an_update(engine_on):
-    llm, other = engine_on("device"), engine_on("cpu")
-    before = run(llm, GREEDY)
     llm.sleep(1)
     llm.sleep(2)
     llm.wake_up(["weights"])
     assert llm.collective_rpc("get_memory_usage")[0]["weights"] == 0
-    weights = other.llm_engine.apply_model(lambda module: {k: v.clone() for k, v in module.state_dict().items()})[0]
-    llm.update_weights(weights)
+    theirs = engine_on("cpu").llm_engine.apply_model(lambda module: {k: v * 1 for k, v in module.state_dict().items()})
+    llm.update_weights(theirs[0])
     llm.wake_up()
     assert_alike(run(llm, GREEDY), before)
 

@@ -1,0 +1,35 @@
+"""How weights come into use on a device: staged beside steps, then copied over the live ones by one launch."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, UntypedStorage
+
+from rollout_engine.kernels.triton.copies import FusedCopy
+from rollout_engine.model.device.lane import Lane
+
+
+class DeviceMoves:
+    """Satisfies `execution.shadow.Moves`."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def allocate(self, num_bytes: int) -> UntypedStorage:
+        """For the lane to write."""
+        return self._lane.allocate(num_bytes).untyped_storage()
+
+    def follow_steps(self) -> None:
+        """What is staged from now on comes after the steps that were launched."""
+        self._lane.follow_steps()
+
+    def overwriting(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Call what it returns where no step is launched meanwhile: steps before it read the old bytes, those after it
+        the new ones, all that was staged before it included."""
+        fused = FusedCopy(pairs)
+
+        def overwrite() -> None:
+            self._lane.lead_steps()
+            fused.run()
+            self._lane.wait_for_steps()  # the stall is told as it is, and what fails fails here
+
+        return overwrite

@@ -1,0 +1,70 @@
+"""The next values of live views, and how they come over them."""
+
+import pytest
+import torch
+
+from rollout_engine.execution.shadow import HostMoves, Shadow
+
+
+class Counted(HostMoves):
+    """Tells the runs of every plan."""
+
+    def __init__(self):
+        self.planned = []
+
+    def overwriting(self, pairs):
+        self.planned.append([len(target) for _, target in pairs])
+        return super().overwriting(pairs)
+
+
+@pytest.fixture
+def moves():
+    return Counted()
+
+
+@pytest.fixture
+def shadow(moves):
+    return Shadow(moves)
+
+
+def interleaved():
+    """Two halves of one storage, row by row in turn, and a storage of its own."""
+    rows = torch.zeros(3, 2, 4)
+    return [rows[:, 0], rows[:, 1], torch.zeros(7, dtype=torch.bfloat16)]
+
+
+def test_views_that_are_parts_of_one_another_are_copied_as_one_run_and_planned_once(shadow, moves):
+    views = interleaved()
+    for n in (1, 2):
+        for i, view in enumerate(views):
+            shadow.of(view).fill_(10 * n + i)
+        shadow.plan(views)
+        assert [view.unique().tolist() for view in views] != [[10 * n], [10 * n + 1], [10 * n + 2]]
+        shadow.commit()
+        assert [view.unique().tolist() for view in views] == [[10 * n], [10 * n + 1], [10 * n + 2]]
+    assert moves.planned == [[3 * 2 * 4 * 4, 14]]
+
+
+def test_bytes_that_no_view_covers_keep_their_values(shadow):
+    row = torch.arange(9.0)
+    views = [row[1:3], row[5:6], row[3:4], torch.zeros(0)]
+    for view in views:
+        shadow.of(view).fill_(-1)
+    shadow.plan(views)
+    shadow.commit()
+    assert row.tolist() == [0, -1, -1, -1, 4, -1, 6, 7, 8]
+
+
+def test_memory_that_was_let_go_is_planned_for_anew(shadow, moves):
+    view = torch.zeros(5)
+    for n in (1, 2):
+        assert not shadow.holds(view) and shadow.num_bytes == 0
+        shadow.of(view).fill_(n)
+        assert shadow.holds(view) and shadow.num_bytes == 20
+        shadow.plan([view])
+        shadow.commit()
+        shadow.clear()
+        shadow.plan([])  # an update in place
+        shadow.commit()
+        assert view.tolist() == [n] * 5
+    assert moves.planned == [[20], [], [20], []]

@@ -1,0 +1,204 @@
+"""Weights on their way to a device beside steps: nothing waits longer than it must, nothing is read too early."""
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from rollout_engine.model.device.lane import HostLane
+from rollout_engine.model.device.pinned import PinnedCrossing
+from rollout_engine.model.device.weight_moves import DeviceMoves
+from sync import arrival
+from sync.arrival import Arrival
+from sync.manifest import tensor_bytes, tensor_digest
+
+BUFFER = 64
+SIZES = [0, 1, BUFFER // 4, BUFFER // 4 + 1, 5 * BUFFER // 4, 10 * BUFFER // 4 + 3]
+"""Elements of float32, around the borders of buffers."""
+
+
+class ThreadLane(HostLane):
+    """Copies are made on a thread, none before somebody waits for one."""
+
+    def __init__(self):
+        self.asked, self.num_done, self.most_under_way = 0, 0, 0
+        self.may_copy = threading.Semaphore(0)
+        self._copies = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def copy(self, out, source):
+        done = threading.Event()
+        self.asked += 1
+        self.most_under_way = max(self.most_under_way, self.asked - self.num_done)
+        self._copies.put((out, source, done))
+
+        def wait():
+            self.may_copy.release(1000)
+            done.wait()
+
+        return wait
+
+    def finish(self):
+        """All that was asked for is done."""
+        self.may_copy.release(1000)
+        self._copies.put(None)
+        self._thread.join()
+
+    def _run(self):
+        for out, source, done in iter(self._copies.get, None):
+            self.may_copy.acquire()
+            out.copy_(source)
+            self.num_done += 1
+            done.set()
+
+
+@pytest.fixture
+def lane():
+    lane = ThreadLane()
+    yield lane
+    lane.finish()
+
+
+@pytest.fixture
+def crossing(lane):
+    """To every place that the test calls one of the device."""
+    return PinnedCrossing(lane, buffer_bytes=BUFFER)
+
+
+@pytest.fixture
+def on_device(crossing, monkeypatch):
+    """A function that has a tensor be one of the device's."""
+    places = set()
+    monkeypatch.setattr(arrival, "is_plain", lambda t: t.data_ptr() not in places and t.is_contiguous())
+    arrival.cross_by(lambda place: crossing if place.data_ptr() in places else None)
+    yield lambda tensor: places.add(tensor.data_ptr()) or tensor
+    arrival.cross_by(None)
+
+
+def filled(size, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_values_arrive_cast_under_their_digest(on_device, lane, size):
+    source = filled(size)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        out = on_device(torch.zeros(size, dtype=dtype))
+        assert arrival.take(out, source) == (tensor_digest(source.to(dtype)), True)
+        assert arrival.digest(out) == tensor_digest(source.to(dtype)), "reading waits for what is under way"
+        assert torch.equal(out, source.to(dtype))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_is_read_into_the_buffers_themselves(on_device, size):
+    source, starts = filled(size), []
+    content, out = tensor_bytes(source), on_device(torch.zeros(size))
+
+    def fetch(piece, start):
+        starts.append(start)
+        piece[:] = content[start : start + len(piece)]
+
+    assert arrival.read(out, fetch) == Arrival(tensor_digest(source), True)
+    assert arrival.digest(out) == tensor_digest(source)
+    assert starts == list(range(0, 4 * size, BUFFER))
+
+
+def test_strided_places_and_sources_are_crossed_to(on_device):
+    for source in (filled(600).view(20, 30).t(), filled(600).view(30, 20), torch.tensor(2.5)):
+        for out in (torch.zeros(source.shape), torch.zeros(source.shape).t().contiguous().t()):
+            arrived = arrival.take(on_device(out), source)
+            assert arrived == (tensor_digest(source), True) and arrival.digest(out) == tensor_digest(source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_on_the_device_already_is_cast_there_and_looked_at_here(on_device, lane, monkeypatch, dtype):
+    source, out, followed = on_device(filled(100)), on_device(torch.zeros(100, dtype=dtype)), []
+    monkeypatch.setattr(lane, "follow_steps", lambda: followed.append(lane.asked))
+    assert arrival.take(out, source) == (tensor_digest(source.to(dtype)), True)
+    assert torch.equal(out, source.to(dtype)) and followed == [0], "it may have been computed just now"
+
+
+@pytest.mark.parametrize("where", [0, 100, -1])
+def test_what_is_not_finite_is_seen_before_it_crosses(on_device, where):
+    source = torch.ones(200)
+    source[where] = float("nan")
+    assert arrival.take(on_device(torch.zeros(200)), source) == (tensor_digest(source), False)
+    assert arrival.put(on_device(torch.zeros(200)), source) == tensor_digest(source)
+
+
+def test_a_piece_is_filled_while_two_before_it_are_not_copied_yet(on_device, lane):
+    """The lane copies nothing before somebody waits: a third piece has to."""
+    source, out = filled(3 * BUFFER // 4), on_device(torch.zeros(3 * BUFFER // 4))
+    arrival.take(on_device(out[: 2 * BUFFER // 4]), source[: 2 * BUFFER // 4])
+    assert (lane.asked, lane.num_done) == (2, 0)
+    arrival.take(out, source)
+    assert lane.most_under_way == 2
+    assert arrival.digest(out) == tensor_digest(source)
+
+
+def test_threads_share_the_buffers(on_device):
+    sources = [filled(size) for size in range(50, 60)]
+    outs = [on_device(torch.zeros(len(source))) for source in sources]
+    barrier, arrived = threading.Barrier(len(sources)), {}
+
+    def run(i):
+        barrier.wait()
+        arrived[i] = arrival.take(outs[i], sources[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(sources))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [arrived[i].digest for i in range(len(sources))] == [tensor_digest(source) for source in sources]
+    assert [arrival.digest(out) for out in outs] == [tensor_digest(source) for source in sources]
+
+
+def test_a_fill_that_fails_leaves_both_buffers_to_others(on_device):
+    def fail(piece, start):
+        raise OSError("cut")
+
+    for _ in range(5):
+        with pytest.raises(OSError, match="cut"):
+            arrival.read(on_device(torch.zeros(100)), fail)
+    source, out = filled(100), on_device(torch.zeros(100))
+    arrival.take(out, source)
+    assert arrival.digest(out) == tensor_digest(source)
+
+
+class Ordered(HostLane):
+    """Tells what was asked of it, and whether the copy had been launched by then."""
+
+    def __init__(self, target):
+        self.trace, self._target = [], target
+
+    def lead_steps(self):
+        self.trace.append(("lead", self._target.sum().item()))
+
+    def wait_for_steps(self):
+        self.trace.append(("wait", self._target.sum().item()))
+
+    def follow_steps(self):
+        self.trace.append(("follow", self._target.sum().item()))
+
+
+def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(tensors_as_loop_bounds):
+    live, staged = (torch.full((100,), n, dtype=torch.uint8) for n in (0, 1))
+    lane = Ordered(live)
+    moves = DeviceMoves(lane)
+    commit = moves.overwriting([(staged[:30], live[:30]), (staged[40:], live[40:])])
+    assert lane.trace == [] and not live.any()
+    moves.follow_steps()
+    commit()
+    assert lane.trace == [("follow", 0), ("lead", 0), ("wait", 90)]
+    staged.fill_(2)
+    commit()
+    assert live.tolist() == [2] * 30 + [0] * 10 + [2] * 60
+
+
+def test_an_update_without_a_shadow_still_comes_after_what_was_staged():
+    lane = Ordered(torch.zeros(1))
+    DeviceMoves(lane).overwriting([])()
+    assert [name for name, _ in lane.trace] == ["lead", "wait"]
