@@ -157,7 +157,7 @@ class BroadcastSender:
                     end.finish(works[k - _IN_FLIGHT])
                 buffer = end.buffer(k, bucket, largest)
                 for slot in bucket.slots:
-                    offer.write(offer.index[slot.spec.name], view_of(buffer, slot))
+                    offer.place(offer.index[slot.spec.name], view_of(buffer, slot))
                 works.append(end.broadcast(buffer))
             for work in works[-_IN_FLIGHT:]:
                 end.finish(work)

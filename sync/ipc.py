@@ -254,7 +254,7 @@ class HandleSender:
             if k >= _IN_FLIGHT:
                 self.channel.expect(Taken, want.transfer)
             for slot in bucket.slots:
-                self._offer.write(self._offer.index[slot.spec.name], view_of(self._buffers[k % _IN_FLIGHT], slot))
+                self._offer.place(self._offer.index[slot.spec.name], view_of(self._buffers[k % _IN_FLIGHT], slot))
             self._memory.settle()
             self.channel.send(Filled(want.transfer, k))
         for _ in buckets[-_IN_FLIGHT:]:

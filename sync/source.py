@@ -53,6 +53,10 @@ class Offer:
         """Tensor `i`, cast, into `out`, which has its form; the digest of what lies there then."""
         return put(out, full(self.tensors[i][1]))
 
+    def place(self, i: int, out: Tensor) -> None:
+        """As `write`, without a digest: `out` need not be read, which takes far longer on a device."""
+        out.copy_(full(self.tensors[i][1]))
+
     def manifest(self, version: int, digest: Callable[[int], str], num_threads: int) -> WeightManifest:
         """The manifest; `digest(i)` reads (and may place) tensor `i`, several at once on `num_threads` threads."""
         if any(is_sharded(tensor) for _, tensor in self.tensors):

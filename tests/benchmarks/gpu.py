@@ -1,4 +1,4 @@
-"""Figures of a CUDA device: generation beside its roofline and Hugging Face, what parts of the engine bring, commits.
+"""Figures of a CUDA device: generation beside its roofline and Hugging Face, what parts of the engine bring, weights.
 
     python -m tests.benchmarks.gpu [--seconds 520] [--parts copy "Qwen3-0.6B"]
 
@@ -22,17 +22,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from rollout_engine import LLM, SamplingParams
-from rollout_engine.kernels.triton.copies import FusedCopy
-from tests.benchmarks.gpu_shapes import SHAPES, Requests, least_seconds, write_config
+from tests.benchmarks import gpu_weights
+from tests.benchmarks.gpu_engine import ENGINE, generate, seconds_of
+from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
 
 RESULTS = Path(__file__).parent / "results"
-ENGINE = dict(
-    device="cuda", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, log_stats=False,
-    max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=16384,
-)  # fmt: skip
 
 
 def limits() -> dict[str, float]:
@@ -42,8 +38,8 @@ def limits() -> dict[str, float]:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out = torch.empty_like(a)
     return {
-        "copy_bytes_per_second": 2 * source.nbytes / _seconds(lambda: target.copy_(source)),
-        "product_flop_per_second": 2 * 8192**3 / _seconds(lambda: torch.mm(a, b, out=out)),
+        "copy_bytes_per_second": 2 * source.nbytes / seconds_of(lambda: target.copy_(source)),
+        "product_flop_per_second": 2 * 8192**3 / seconds_of(lambda: torch.mm(a, b, out=out)),
     }
 
 
@@ -52,9 +48,9 @@ def small_benchmark(name: str, *, share: bool = True, logprobs: bool = True, **o
     requests = Requests.drawn()
     with tempfile.TemporaryDirectory() as directory:
         llm = LLM(str(write_config(Path(directory), name)), **(ENGINE | options))
-    _generate(llm, Requests.drawn(16, high=200, seed=1), logprobs)
+    generate(llm, Requests.drawn(16, high=200, seed=1), logprobs)
     start = time.perf_counter()
-    num_tokens = _generate(llm, requests, logprobs)
+    num_tokens = generate(llm, requests, logprobs)
     seconds = time.perf_counter() - start
     found = {"tokens_per_second": num_tokens / seconds, "seconds": seconds, "num_tokens": num_tokens}
     llm.shutdown()
@@ -107,21 +103,6 @@ def hugging_face(count: int = 64) -> dict[str, Any]:
     return {"tokens_per_second": num_tokens / seconds, "seconds": seconds, "num_requests": count}
 
 
-def commit() -> dict[str, Any]:
-    """A staged shadow of 8B made live, beside one device copy of the same bytes."""
-    shape = SHAPES["Qwen3-8B"]
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    sizes = [(6144, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner), (hidden,), (hidden,)] * 36
-    sizes += [(shape["vocab_size"], hidden)] * 2
-    shadow, live = ([torch.empty(*size, dtype=torch.bfloat16, device="cuda") for size in sizes] for _ in range(2))
-    fused = FusedCopy(list(zip(shadow, live, strict=True)))
-    one, other = (torch.empty(fused.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    plain, ours = _seconds(lambda: other.copy_(one)), _seconds(fused.run)
-    each = _seconds(lambda: torch._foreach_copy_(live, shadow))
-    return {"num_bytes": fused.num_bytes, "copy_seconds": plain, "fused_seconds": ours, "foreach_seconds": each,
-            "times_the_copy": ours / plain}  # fmt: skip
-
-
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "limits": limits,
     "Qwen3-0.6B": partial(small_benchmark, "Qwen3-0.6B"),
@@ -131,7 +112,10 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Qwen3-0.6B, deterministic": partial(small_benchmark, "Qwen3-0.6B", share=False, deterministic=True),
     "Qwen3-0.6B, without log-probs": partial(small_benchmark, "Qwen3-0.6B", share=False, logprobs=False),
     "groups": groups,
-    "commit": commit,
+    "commit": gpu_weights.commit,
+    "ipc": gpu_weights.ipc,
+    "store": gpu_weights.store,
+    "sleep": gpu_weights.sleeping,
     "Hugging Face": hugging_face,
     "Qwen3-1.7B": partial(small_benchmark, "Qwen3-1.7B"),
     "Qwen3-8B": partial(small_benchmark, "Qwen3-8B"),
@@ -182,34 +166,6 @@ def _save(results: Path, found: dict[str, Any]) -> Path:
     content = {"device": name, "versions": versions, "command": " ".join(sys.argv), "figures": found}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
-
-
-def _generate(llm: LLM, requests: Requests, logprobs: bool) -> int:
-    """Number of tokens sampled."""
-    asked: Any = [
-        SamplingParams(
-            temperature=0.6, max_tokens=n, logprobs=0 if logprobs else None, ignore_eos=True, detokenize=False
-        )
-        for n in requests.num_sampled
-    ]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in requests.prompts], asked, use_tqdm=False)
-    failed = [output.outputs[0].error for output in outputs if output.outputs[0].error]
-    if failed:
-        raise RuntimeError(failed[0])
-    return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-
-def _seconds(run: Callable[[], Tensor | None], repeats: int = 20) -> float:
-    """Mean of runs one after the other, on the device's clock."""
-    for _ in range(3):
-        run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
 
 
 if __name__ == "__main__":

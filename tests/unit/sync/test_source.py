@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sync.errors import ManifestMismatch
-from sync.source import cast_for, read_source, tied_groups
+from sync.source import Offer, cast_for, read_source, tied_groups
 
 
 class Tied(nn.Module):
@@ -98,3 +98,11 @@ def test_only_floats_are_cast():
 def test_a_tensor_that_fits_is_not_copied():
     tensor = torch.ones(4)
     assert cast_for("w", tensor, {"w": ("float32", (4,))}).data_ptr() == tensor.data_ptr()
+
+
+def test_a_placed_tensor_is_cast_nearest_even_wherever_it_goes():
+    source = torch.randn(3, 4)
+    offer = Offer({"w": source}, {"w": ("bfloat16", (3, 4))})
+    for out in (torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(4, 3, dtype=torch.bfloat16).t()):
+        offer.place(0, out)
+        assert torch.equal(out, source.bfloat16())
