@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+import psutil
 import torch
 from torch import Tensor, UntypedStorage
 
@@ -12,8 +13,13 @@ from rollout_engine.execution.coverage import byte_runs, merged
 class Moves(Protocol):
     """How bytes come into a shadow and from there over the live ones."""
 
+    @property
+    def room(self) -> int:
+        """Bytes free for shadows."""
+        ...
+
     def allocate(self, num_bytes: int) -> UntypedStorage:
-        """Memory for a shadow."""
+        """Memory for a shadow. Raises `WeightUpdateError` where there is none."""
         ...
 
     def follow_steps(self) -> None:
@@ -29,6 +35,11 @@ class Moves(Protocol):
 
 class HostMoves:
     """In the host's memory."""
+
+    @property
+    def room(self) -> int:
+        """Of the system."""
+        return psutil.virtual_memory().available
 
     def allocate(self, num_bytes: int) -> UntypedStorage:
         """Pages come as they are written."""
@@ -60,7 +71,7 @@ class Shadow:
         """Where the next values of a live view are gathered."""
         live = view.untyped_storage()
         if live.data_ptr() not in self._storages:
-            self._storages[live.data_ptr()] = self._moves.allocate(live.nbytes())
+            self._storages[live.data_ptr()] = self._allocated(live.nbytes())
             self._overwrite = None
         storage = self._storages[live.data_ptr()]
         empty = torch.empty(0, dtype=view.dtype, device=view.device)
@@ -92,6 +103,13 @@ class Shadow:
     def num_bytes(self) -> int:
         """Held now."""
         return sum(storage.nbytes() for storage in self._storages.values())
+
+    def _allocated(self, num_bytes: int) -> UntypedStorage:
+        try:
+            return self._moves.allocate(num_bytes)
+        except Exception:  # what steps need is not kept for a part of a shadow
+            self.clear()
+            raise
 
     def _pairs(self, views: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(next, live) bytes that views cover, in runs as long as can be: a copy of views may be strided."""

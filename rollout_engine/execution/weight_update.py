@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import psutil
 
 from rollout_engine.errors import DirtyWeightsError, as_weight_errors
 from rollout_engine.execution.weights import WeightUpdater
@@ -163,7 +162,7 @@ def _in_place(updater: WeightUpdater, staging: Staging) -> bool:
     """ "auto": with a shadow, unless there is nothing to protect or no room for one."""
     if staging != "auto":
         return staging == "inplace"
-    return updater.dirty or updater.num_bytes_to_shadow() > psutil.virtual_memory().available
+    return updater.dirty or updater.num_bytes_to_shadow() > updater.room_for_shadow
 
 
 def _in_time(deadline: float, check: Callable[[], None]) -> Callable[[str], None]:

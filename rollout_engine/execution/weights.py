@@ -29,6 +29,7 @@ from torch import Tensor
 
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.coverage import Coverage
+from rollout_engine.execution.on_demand import OnDemand
 from rollout_engine.execution.shadow import HostMoves, Moves, Shadow
 from rollout_engine.model.packed_weights import PackedWeights
 from rollout_engine.model.residence import resident_bytes
@@ -36,24 +37,6 @@ from sync import errors
 from sync.arrival import Arrival, digest, take
 from sync.base import WeightReceiver
 from sync.manifest import TensorSpec, WeightManifest, dtype_name, first_names, total_digest
-
-
-class OnDemand(Mapping[str, Tensor]):
-    """Names and their tensors, each made when it is asked for."""
-
-    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
-        self._names, self._make = dict.fromkeys(names), make
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class WeightUpdater:
@@ -295,6 +278,11 @@ class WeightUpdater:
     def num_shadow_bytes(self) -> int:
         """Bytes that updates hold beside the live weights now."""
         return self._shadow.num_bytes + self._packed.num_spare_bytes
+
+    @property
+    def room_for_shadow(self) -> int:
+        """Bytes free for an update's shadow where weights lie."""
+        return self._moves.room
 
     def num_bytes_to_shadow(self) -> int:
         """Bytes that an update with a shadow takes beside what is held already."""

@@ -41,7 +41,8 @@ class CudaGraph:
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own one current
-            with torch.cuda.graph(self._graph, pool=pool):
+            # Weights may be on their way meanwhile: what other threads do must not end the capture.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self._output = compute()
 
     def replay(self) -> Tensor:

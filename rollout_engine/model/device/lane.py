@@ -8,12 +8,18 @@ copies   ┬────── copy ─ copy ─── copy ─────┘
 from collections.abc import Callable
 from typing import Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
 
 class Lane(Protocol):
     """Copies one after the other, in the order in which they are started."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that `allocate` may give now."""
+        ...
 
     def buffer(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] of the host, from and to which copies need not wait."""
@@ -42,6 +48,11 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+
+    @property
+    def room(self) -> int:
+        """By the driver: what the allocator keeps for other streams is theirs."""
+        return torch.cuda.mem_get_info(self._device)[0]
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Pinned."""
@@ -75,6 +86,11 @@ class CudaLane:
 
 class HostLane:
     """Where the kernels' tensors are the host's: each call is done when it returns."""
+
+    @property
+    def room(self) -> int:
+        """Of the system."""
+        return psutil.virtual_memory().available
 
     def buffer(self, num_bytes: int) -> Tensor:
         """As `Lane.buffer`."""

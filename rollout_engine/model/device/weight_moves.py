@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, UntypedStorage
 
+from rollout_engine.errors import WeightUpdateError
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.model.device.lane import Lane
 
@@ -14,9 +16,19 @@ class DeviceMoves:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
 
+    @property
+    def room(self) -> int:
+        """As the lane says."""
+        return self._lane.room
+
     def allocate(self, num_bytes: int) -> UntypedStorage:
-        """For the lane to write."""
-        return self._lane.allocate(num_bytes).untyped_storage()
+        """For the lane to write. Raises `WeightUpdateError` where the device is full."""
+        try:
+            return self._lane.allocate(num_bytes).untyped_storage()
+        except torch.OutOfMemoryError as problem:
+            what = f"The device has no memory for a shadow of the weights ({problem})."
+            advice = "Update with staging='inplace', or leave more by a lower gpu_memory_utilization."
+            raise WeightUpdateError(f"{what} {advice}") from None
 
     def follow_steps(self) -> None:
         """What is staged from now on comes after the steps that were launched."""

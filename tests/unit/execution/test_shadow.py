@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rollout_engine.errors import WeightUpdateError
 from rollout_engine.execution.shadow import HostMoves, Shadow
 
 
@@ -68,3 +69,18 @@ def test_memory_that_was_let_go_is_planned_for_anew(shadow, moves):
         shadow.commit()
         assert view.tolist() == [n] * 5
     assert moves.planned == [[20], [], [20], []]
+
+
+def test_where_there_is_no_room_for_all_none_is_kept(shadow, moves, monkeypatch):
+    views, allocate = interleaved(), moves.allocate
+
+    def allocate_large(num_bytes):
+        if num_bytes < 20:
+            raise WeightUpdateError("no room")
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(moves, "allocate", allocate_large)
+    shadow.of(views[0])
+    with pytest.raises(WeightUpdateError, match="no room"):
+        shadow.of(views[2])
+    assert shadow.num_bytes == 0 and not any(map(shadow.holds, views))

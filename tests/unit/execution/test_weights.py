@@ -3,12 +3,12 @@
 import random
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from rollout_engine import errors
-from rollout_engine.execution import weight_update
 from rollout_engine.execution.weight_update import update_from_source
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.testing import tiny_model
@@ -216,7 +216,7 @@ def test_an_update_in_place_that_is_refused_before_its_first_byte_changes_nothin
 
 def test_an_update_is_in_place_where_no_shadow_fits(engine, monkeypatch, weights):
     assert engine.updater.num_bytes_to_shadow() == 4 * (20 + 24) + 8
-    monkeypatch.setattr(weight_update.psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
     assert engine.update(weights()).staging == "inplace"
     monkeypatch.undo()
     report = engine.update(weights(seed=30))

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from rollout_engine.errors import WeightUpdateError
 from rollout_engine.model.device.lane import HostLane
 from rollout_engine.model.device.pinned import PinnedCrossing
 from rollout_engine.model.device.weight_moves import DeviceMoves
@@ -202,3 +203,12 @@ def test_an_update_without_a_shadow_still_comes_after_what_was_staged():
     lane = Ordered(torch.zeros(1))
     DeviceMoves(lane).overwriting([])()
     assert [name for name, _ in lane.trace] == ["lead", "wait"]
+
+
+def test_a_device_without_room_for_a_shadow_says_what_to_do():
+    class Full(HostLane):
+        def allocate(self, num_bytes):
+            raise torch.OutOfMemoryError("of 12 GiB")
+
+    with pytest.raises(WeightUpdateError, match="no memory for a shadow .* .of 12 GiB.* staging='inplace'"):
+        DeviceMoves(Full()).allocate(100)
