@@ -1,17 +1,37 @@
 """The engine on a CUDA device: graphs, memory, bits."""
 
+import subprocess
+import sys
+import threading
+
+import msgspec
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import sync  # noqa: E402
 from rollout_engine import LLM, ConfigError, SamplingParams  # noqa: E402
 from rollout_engine.testing.models import tiny_checkpoint  # noqa: E402
+from sync.manifest import WeightManifest  # noqa: E402
+from sync.store import StoreReceiver  # noqa: E402
 
 HAS_DEVICE = torch.cuda.is_available()
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not HAS_DEVICE, reason="needs a CUDA device")]
 PROMPTS = [[(7 * i + j) % 250 + 3 for j in range(20 + 37 * i)] for i in range(12)]
 DRAWN = SamplingParams(temperature=0.9, max_tokens=40, logprobs=0, seed=1, ignore_eos=True)
+TRAINER = """
+import sys, msgspec, torch, transformers, sync
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).to("cuda")
+weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+sender = sync.make_sender("ipc", directory=sys.argv[2])
+for version, factor in ((1, 0.5), (2, 1.0)):
+    offered = {name: tensor * factor if "norm" in name else tensor for name, tensor in weights.items()}
+    print(msgspec.json.encode(sender.offer(offered, version, {})).decode(), flush=True)
+    sender.send()
+sender.close()
+"""
+"""Offers other weights, then those of the checkpoint."""
 OPTIONS = {
     "device": "cuda",
     "dtype": "bfloat16",
@@ -83,11 +103,49 @@ class TestOnADevice:
     def test_sleep_gives_memory_back_to_the_driver_and_graphs_follow_it_home(self, engine):
         llm = engine(num_kv_blocks=60_000, deterministic=True)
         before, awake = run(llm), torch.cuda.mem_get_info()[0]
-        pool = llm.llm_engine._executor.worker.memory_usage()["kv_cache"]
-        llm.sleep(1)
-        assert torch.cuda.mem_get_info()[0] - awake > 0.9 * pool
-        llm.wake_up()
+        (usage,) = llm.collective_rpc("get_memory_usage")
+        for _ in range(2):
+            llm.sleep(1)
+            assert torch.cuda.mem_get_info()[0] - awake > 0.9 * (usage["kv_cache"] + usage["weights"])
+            assert llm.collective_rpc("get_memory_usage")[0]["weights"] == 0
+            llm.wake_up()
+            assert run(llm) == before
+
+    def test_a_version_is_received_while_steps_go_on_and_is_whole_at_the_commit(self, engine, tmp_path):
+        llm = engine(deterministic=True)
+        before = run(llm)
+        updater = llm.llm_engine._executor.updater
+        weights = {name: view.cpu() for name, view in updater.live("test").items()}
+        for version, factor in ((1, 0.5), (2, 1.0)):
+            values = {k: v * factor if "norm" in k else v for k, v in weights.items()}
+            manifest = sync.publish(tmp_path / "store", values, version)
+            updater.begin(manifest)
+            receiving = threading.Thread(target=updater.receive, args=(StoreReceiver(tmp_path / "store"),))
+            receiving.start()
+            during = run(llm)
+            receiving.join()
+            updater.verify()
+            updater.commit()
+            assert updater.confirm() == manifest.digest
+            llm.reset_prefix_cache()
+            assert (during == before) == (version == 1)
         assert run(llm) == before
+
+    def test_weights_come_from_another_process_of_the_device(self, engine, checkpoint, tmp_path):
+        llm = engine(deterministic=True)
+        before, directory = run(llm), str(tmp_path / "meeting")
+        command = [sys.executable, "-c", TRAINER, checkpoint, directory]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+            for version in (1, 2):
+                manifest = msgspec.json.decode(trainer.stdout.readline(), type=WeightManifest)
+                assert manifest.version == version
+                assert llm.collective_rpc("begin_weight_update", args=(manifest,)) == [True]
+                llm.collective_rpc("receive_weights", args=("ipc", {"directory": directory}))
+                llm.collective_rpc("verify_weights")
+                assert llm.collective_rpc("commit_weight_update", args=(version,)) == [manifest.digest]
+                llm.reset_prefix_cache()
+                assert (run(llm) == before) == (version == 2)
+        assert trainer.returncode == 0
 
     def test_graphs_follow_new_weights(self, engine):
         llm = engine(deterministic=True)
