@@ -7,6 +7,7 @@ The trainer is rank 0, workers are ranks 1 to N. Every rank makes its own group 
 work; `ready` tells when all have come.
 """
 
+import atexit
 import contextlib
 import socket
 import threading
@@ -64,7 +65,9 @@ class WeightGroup:
         self._deadline = time.monotonic() + place.timeout
         self._settled = threading.Event()
         """It has formed, or never will."""
-        threading.Thread(target=self._form, name="weight-group", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="weight-group", daemon=True)
+        _FORMING.add(self)
+        self._thread.start()
 
     def ready(self) -> bool:
         """Whether all ranks have come. Raises as `joined` once it is clear that they will not."""
@@ -115,6 +118,16 @@ class WeightGroup:
             finally:
                 self._stepping.release()
 
+    def await_thread(self, seconds: float) -> None:
+        """Until the group has formed or never will, at most for so long."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._form()
+        finally:
+            _FORMING.discard(self)
+
     def _form(self) -> None:
         try:
             store = self._store()
@@ -144,6 +157,20 @@ class WeightGroup:
 
 _BROKEN = object()
 _POLL_SECONDS = 0.005
+_FORMING: set[WeightGroup] = set()
+_EXIT_SECONDS = 5.0
+"""How long the end of a process waits for connects under way; one that peers keep waiting longer does not come back."""
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """A thread that comes back from torch while the interpreter ends would abort the process."""
+    forming = list(_FORMING)
+    for group in forming:
+        group.leave()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for group in forming:
+        group.await_thread(max(deadline - time.monotonic(), 0.0))
 
 
 def own_address(place: Place) -> str:

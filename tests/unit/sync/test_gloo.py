@@ -1,8 +1,12 @@
 """A gloo group forms in the background, keeps its deadlines and ends for everybody at once."""
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -167,6 +171,20 @@ def test_closing_a_receiver_does_not_wait_for_its_step(ends):
     sender.close()
     receiving.join(60)
     assert isinstance(receiving.problem, SyncError)
+
+
+def test_a_process_may_end_while_groups_form(tmp_path):
+    script = """
+import sync, sys
+ends = []
+for i in range(20):
+    place = dict(rendezvous=f"file://{sys.argv[1]}/{i}", world_size=2, timeout=600.0)
+    ends += [sync.make_sender("gloo", **place), sync.make_receiver("gloo", rank=1, **place)]
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_other_weights_or_buckets_are_refused_by_all_and_the_group_lives(ends):
