@@ -1,22 +1,23 @@
 """The trainer's side of the numerics contract: the engine's own arithmetic, with gradients.
 
-    model = exact.enable(AutoModelForCausalLM.from_pretrained(...))
+    model = exact.enable(AutoModelForCausalLM.from_pretrained(...))            # .to("cuda"), before it is enabled
     logprobs = exact.token_logprobs(model, batch["tokens", "full"], batch["masks", "all_attention_mask"])
 
 `logprobs[:, i]` belongs to token `i + 1` and equals the engine's `batch["log_probs", "full"][:, i + 1]` bit for bit,
 wherever a token's whole context was computed under the trainer's current weights. On-policy ratios are exactly 1.0.
+A model on the CPU computes as engines on the CPU do, one on a CUDA device as engines with `device="cuda",
+deterministic=True`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
-from rollout_engine.model.attention import ATTENTION_NAME
+from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
 from rollout_engine.model.fusion import repack
-from rollout_engine.model.row_invariance import make_row_invariant, unproven_parts
 
 
 def enable(model: nn.Module) -> nn.Module:
@@ -24,22 +25,24 @@ def enable(model: nn.Module) -> nn.Module:
 
     Linears, norms, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and
     `save_pretrained` are unaffected. Batches must be right-padded (`token_logprobs` accepts any padding). Call it again
-    after replacing modules; calling it twice is harmless. Dropout must be off. Raises `ConfigError` for a model that
-    cannot be exact.
+    after replacing modules; calling it twice is harmless. Dropout must be off, and the model on the device on which it
+    will stay. Raises `ConfigError` for a model that cannot be exact.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}.")
     _refuse_rounded_rotary(model)
-    model.set_attn_implementation(ATTENTION_NAME)
-    make_row_invariant(model)
-    if unproven := unproven_parts(model):
+    _refuse_moved(model)
+    arithmetic = arithmetic_of(_device_of(model))
+    model.set_attn_implementation(arithmetic.attention_name)
+    arithmetic.make_row_invariant(model)
+    if unproven := arithmetic.unproven_parts(model):
         raise ConfigError(
             f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on the "
             f"batch, such as {unproven[0]}."
         )
-    if not getattr(model, "_rollout_engine_exact", False):
-        model.register_forward_pre_hook(_refuse_left_padding, with_kwargs=True)
-        model._rollout_engine_exact = True
+    if _enabled(model) is None:
+        model.register_forward_pre_hook(_check_call, with_kwargs=True)
+        model._rollout_engine_exact = _Enabled(arithmetic, _device_of(model).type)
     return model
 
 
@@ -75,7 +78,9 @@ def _right_padded_logprobs(model: nn.Module, input_ids: Tensor, real: Tensor, te
     logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
     wanted = real[:, 1:length]
     chosen = input_ids[:, 1:length][wanted]
-    values = _logprobs_of_rows(logits[wanted], chosen, temperature)
+    enabled = _enabled(model)  # engines on the CPU score by modules that nobody has enabled
+    arithmetic = ON_HOST if enabled is None else enabled.arithmetic
+    values = _logprobs_of_rows(logits[wanted], chosen, temperature, arithmetic.figures_of)
     result = values.new_zeros(input_ids.shape[0], input_ids.shape[1] - 1)
     row, column = wanted.nonzero(as_tuple=True)
     return result.index_put((row, column), values)
@@ -91,7 +96,32 @@ def _refuse_rounded_rotary(model: nn.Module) -> None:
             )
 
 
-def _refuse_left_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+class _Enabled(NamedTuple):
+    """What is noted on a model."""
+
+    arithmetic: Arithmetic
+    device_type: str
+
+
+def _enabled(model: nn.Module) -> _Enabled | None:
+    return getattr(model, "_rollout_engine_exact", None)
+
+
+def _refuse_moved(model: nn.Module) -> None:
+    enabled, device = _enabled(model), _device_of(model)
+    if enabled is not None and enabled.device_type != device.type:
+        raise ConfigError(
+            f"The model is on {device} but was made exact on {enabled.device_type}. Load it anew, move it to where it "
+            "will stay, and only then call exact.enable."
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _refuse_moved(model)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if mask is None or not isinstance(mask, Tensor):
         return

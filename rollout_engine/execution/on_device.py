@@ -35,15 +35,11 @@ class DeviceServing:
     runs_ahead = True
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
-    num_processors: int | None = None
-    """Of the device; None asks it."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
         self._loaded = loaded
         is_ordered = config.deterministic is True
-        obstacle = trial.obstacle(
-            loaded.module, loaded.geometry, is_ordered=is_ordered, num_processors=self.num_processors
-        )
+        obstacle = trial.obstacle(loaded.module, loaded.geometry, is_ordered=is_ordered)
         if obstacle is not None and is_ordered:
             raise ConfigError(f"deterministic=True is not possible on a device: {obstacle}. Use deterministic=False.")
         if obstacle is not None:
@@ -92,7 +88,6 @@ class DeviceServing:
             limits=Limits(config.max_num_batched_tokens, config.max_num_seqs, context),
             fused=self._fused,
             is_ordered=self._is_ordered,
-            num_processors=self.num_processors,
         )
 
     def _num_blocks(self, config: EngineConfig, model_len: int) -> int:

@@ -5,12 +5,15 @@ the rest; in float32 the two differ in the last bit. The C++ kernel has no such 
 `torch.exp` on contiguous float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import rows
+
+Gated = Callable[[Tensor, Tensor], Tensor]
 
 
 def silu(x: Tensor) -> Tensor:
@@ -20,11 +23,15 @@ def silu(x: Tensor) -> Tensor:
     return _silu(x)
 
 
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, rounded after each of the two; equal shapes, any strides, contiguous result."""
+def gated_silu(gate: Tensor, up: Tensor, kernel: Gated | None = None) -> Tensor:
+    """silu(gate) * up, rounded after each of the two; equal shapes, any strides, contiguous result.
+
+    `kernel`: another that computes so, without gradients.
+    """
+    kernel = kernel or _gated_silu
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _GatedSiLU.apply(gate, up)
-    return _gated_silu(gate, up)
+        return _GatedSiLU.apply(gate, up, kernel)
+    return kernel(gate, up)
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -58,12 +65,12 @@ class _SiLU(torch.autograd.Function):
 
 class _GatedSiLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernel: Gated) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _gated_silu(gate, up)
+        return kernel(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         grad_gate = ((grad * up).float() * _slope(gate)).to(gate.dtype)
-        return grad_gate, grad * _silu(gate)
+        return grad_gate, grad * _silu(gate), None

@@ -1,5 +1,6 @@
 """RMSNorm as Llama, Qwen2 and Qwen3 have it (Zhang and Sennrich 2019), every row the same bits in any batch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,15 +8,19 @@ from torch import Tensor
 
 from rollout_engine.kernels.cpu import rows
 
+Kernel = Callable[[Tensor, Tensor, float], Tensor]
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = None) -> Tensor:
     """weight * round(x / sqrt(mean(x^2) + epsilon)) over the last dimension; any strides, contiguous result.
 
-    float32 inside, rounded to `x.dtype` before and after the weight, which has that dtype too.
+    float32 inside, rounded to `x.dtype` before and after the weight, which has that dtype too. `kernel`: another that
+    computes so, without gradients.
     """
+    kernel = kernel or _forward
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, epsilon)
-    return _forward(x, weight, epsilon)
+        return _RMSNorm.apply(x, weight, epsilon, kernel)
+    return kernel(x, weight, epsilon)
 
 
 def _forward(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -35,13 +40,13 @@ class _RMSNorm(torch.autograd.Function):
     """Backward of y = w n, n = x s, s = 1 / rms: dx = s (w dy - n mean(n w dy)), dw = sum(dy n); float32 inside."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return _forward(x, weight, epsilon)
+        return kernel(x, weight, epsilon)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         normalised, scale = _normalised(x, ctx.epsilon)
         grad32 = grad.float()
@@ -52,4 +57,4 @@ class _RMSNorm(torch.autograd.Function):
             grad_x = inner.sub_(normalised * mean).mul_(scale).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = (grad32 * normalised).flatten(0, -2).sum(0).to(weight.dtype)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None

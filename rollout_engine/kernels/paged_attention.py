@@ -123,16 +123,28 @@ def _scores(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: i
     return scores
 
 
+Dense = Callable[[Tensor, Tensor, Tensor, Scoring, Tensor | None], tuple[Tensor, Tensor]]
+"""q, k, v, scoring, sinks as of `DenseAttention` -> its output and the log-sum-exp of scores, float32 [B, T, H]."""
+
+
 class DenseAttention(torch.autograd.Function):
     """The trainer's side: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv].
 
-    `sinks` [H]: one more logit for each head's softmax.
+    `sinks` [H]: one more logit for each head's softmax. `kernel`: another forward than the CPU's.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None) -> Tensor:
-        run = compiled.attend_dense if _compiled(q) else _attend_dense
-        out, lse = run(q, k, v, scoring, sinks)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: Scoring,
+        sinks: Tensor | None = None,
+        kernel: Dense | None = None,
+    ) -> Tensor:
+        kernel = kernel or (compiled.attend_dense if _compiled(q) else _attend_dense)
+        out, lse = kernel(q, k, v, scoring, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.scoring = scoring
         return out
@@ -169,6 +181,7 @@ class DenseAttention(torch.autograd.Function):
             _from_tiles(grad_v, v),
             None,
             grad_sinks,
+            None,
         )
 
 

@@ -10,7 +10,7 @@ Subtracting the maximum before the division keeps every temperature finite. The 
 size; its twin in torch, below, works in blocks of rows that stay in the cache. No float32 copy of all logits exists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,17 +20,23 @@ from torch.autograd.function import once_differentiable
 from rollout_engine.kernels.cpu import build, sampling
 from rollout_engine.kernels.cpu.sampling import CHUNK, Figures
 
+FiguresOf = Callable[[Tensor, Tensor, Tensor], Figures]
 _BLOCK_NUMEL = 1 << 19
+_DEVICE_BLOCK_NUMEL = 1 << 26
+"""Where a launch costs more than a cache brings."""
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, temperature: float | Tensor = 1.0, kernel: FiguresOf | None = None
+) -> Tensor:
     """log_softmax(logits / temperature) at `token_ids`: float32 [N], differentiable with respect to the logits.
 
     `logits` [N, V] of any floating dtype, `token_ids` int64 [N], `temperature` a number or [N]; 0 counts as 1.
-    A row that holds NaN or +inf, or nothing but -inf, gives NaN.
+    A row that holds NaN or +inf, or nothing but -inf, gives NaN. `kernel`: another than `figures_of`.
     """
-    logprobs: Tensor = _TokenLogprobs.apply(logits, token_ids, row_temperatures(temperature, logits))
+    temperatures = row_temperatures(temperature, logits)
+    logprobs: Tensor = _TokenLogprobs.apply(logits, token_ids, temperatures, kernel or figures_of)
     return logprobs
 
 
@@ -42,7 +48,7 @@ def row_temperatures(temperature: float | Tensor, logits: Tensor) -> Tensor:
 
 def figures_of(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Figures:
     """Maximum and log of the total weight of every row of `logits` [N, V], and the log-prob of one token of each."""
-    if build.load_kernels() is not None:
+    if logits.is_cpu and build.load_kernels() is not None:
         return sampling.score(logits, temperatures, token_ids)
     maximum = torch.empty_like(temperatures)
     total = torch.empty_like(temperatures, dtype=torch.float64)
@@ -55,8 +61,8 @@ def figures_of(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Figur
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Consecutive blocks of rows, each small enough for the cache."""
-    rows = max(1, _BLOCK_NUMEL // logits.shape[1])
+    """Consecutive blocks of rows, on the CPU each small enough for the cache."""
+    rows = max(1, (_BLOCK_NUMEL if logits.is_cpu else _DEVICE_BLOCK_NUMEL) // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
@@ -84,18 +90,18 @@ class _TokenLogprobs(torch.autograd.Function):
     """Backward: (onehot - softmax) / temperature * grad, float32 inside, weights computed again row by row."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-        figures = figures_of(logits, temperatures, token_ids)
+    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor, kernel: FiguresOf) -> Tensor:
+        figures = kernel(logits, temperatures, token_ids)
         ctx.save_for_backward(logits, temperatures, *figures)
         return figures.logprobs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, temperatures, *saved = ctx.saved_tensors
         figures = Figures(*saved)
-        if build.load_kernels() is not None:
-            return sampling.gradient(logits, temperatures, figures, grad), None, None
+        if logits.is_cpu and build.load_kernels() is not None:
+            return sampling.gradient(logits, temperatures, figures, grad), None, None, None
         scale = grad / temperatures
         shrink = -scale / figures.log_total.exp().float()
         grad_logits = torch.empty_like(logits)
@@ -104,4 +110,4 @@ class _TokenLogprobs(torch.autograd.Function):
             flat = weights.flatten(1).mul_(shrink[block, None])
             flat.scatter_add_(-1, figures.tokens[block, None], scale[block, None])
             grad_logits[block] = flat[:, : logits.shape[1]]
-        return grad_logits, None, None
+        return grad_logits, None, None, None

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.memory import give_back, resident_bytes
-from rollout_engine.kernels.paged_attention import DenseAttention, Scoring
+from rollout_engine.kernels.paged_attention import Dense, DenseAttention, Scoring
 from rollout_engine.model.chunk import FlatBatch, SequenceChunk
 from rollout_engine.model.eager_attention import EagerPool, EagerStep
 from rollout_engine.model.geometry import HARMLESS_TENSORS, LayerGeometry
@@ -143,11 +143,13 @@ def rollout_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    *,
+    dense: Dense | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None).
 
-    `s_aux` [H] are attention sinks.
+    `s_aux` [H] are attention sinks. `dense`: what computes outside a step, where it is not the CPU.
     """
     if attention_mask is not None or dropout or not getattr(module, "is_causal", True):
         raise ConfigError(
@@ -160,7 +162,7 @@ def rollout_attention(
     scoring = Scoring(scale, sliding_window or 0, softcap or 0.0)
     step: AttentionStep | None = getattr(_active, "step", None)
     if step is None:
-        return DenseAttention.apply(query, key, value, scoring, s_aux), None
+        return DenseAttention.apply(query, key, value, scoring, s_aux, dense), None
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
     return step.attend(module.layer_idx, *flat, scoring, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ _FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def swap_linears(module: nn.Module) -> None:
     """Make every `nn.Linear` below `module` a `RowInvariantLinear`, in place; siblings share one GEMM."""
-    for group in _groups(module):
+    for group in linears_by_input(module, (nn.Linear, RowInvariantLinear)):
         shared = LinearGroup(group)
         for slot, child in enumerate(group):
             child.__class__ = RowInvariantLinear
@@ -27,7 +27,7 @@ def swap_linears(module: nn.Module) -> None:
 
 def fuse_projections(module: nn.Module) -> None:
     """Move q/k/v and gate/up weights into one buffer each; the parameters become row slices of it."""
-    for group in _groups(module):
+    for group in linears_by_input(module, (nn.Linear, RowInvariantLinear)):
         if len(group) == 1:
             continue
         for name in ("weight", "bias"):
@@ -203,24 +203,20 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, None, None, *grad_w, *grad_b
 
 
-def _groups(module: nn.Module) -> Iterator[list[nn.Linear]]:
-    """Every linear below `module` once: siblings that can share one GEMM together, the others alone."""
+def linears_by_input(module: nn.Module, classes: tuple[type, ...]) -> Iterator[list[nn.Linear]]:
+    """Every linear of these classes below `module` once: siblings that can share one GEMM together, others alone."""
     taken: set[int] = set()
     for parent in list(module.modules()):
         children = dict(parent.named_children())
         for names in _FUSED_NAMES:
             siblings = [children.get(name) for name in names]
-            if all(map(_is_linear, siblings)) and len({_signature(s) for s in siblings}) == 1:
+            if all(type(s) in classes for s in siblings) and len({_signature(s) for s in siblings}) == 1:
                 taken.update(id(s) for s in siblings)
                 yield siblings  # type: ignore[misc]
         for child in children.values():
-            if _is_linear(child) and id(child) not in taken:
+            if type(child) in classes and id(child) not in taken:
                 taken.add(id(child))
                 yield [child]  # type: ignore[list-item]
-
-
-def _is_linear(child: nn.Module | None) -> bool:
-    return type(child) in (nn.Linear, RowInvariantLinear)
 
 
 def _signature(child: nn.Linear) -> tuple[object, ...]:

@@ -17,12 +17,13 @@ from rollout_engine.model.fusion import without_products
 
 _HARMLESS = set(
     """
-    abs add add_ alias arange argsort bitwise_and bitwise_or cat ceil clamp clamp_max clamp_min clone contiguous copy_
-    detach detach_ div div_ embedding empty empty_like empty_strided eq expand fill_ floor full full_like gather ge gt
-    index index_put index_select isinf isnan le lift_fresh logical_and logical_not logical_or lt masked_fill
-    masked_fill_ max maximum minimum mul mul_ ne neg new_empty new_empty_strided new_full new_ones new_zeros ones
-    ones_like reciprocal relu relu_ repeat rsub scalar_tensor scatter scatter_ select_scatter sign slice_scatter sort
-    sqrt stack sub sub_ to topk tril triu where zero_ zeros zeros_like _local_scalar_dense _to_copy _unsafe_view
+    abs add add_ alias arange argsort bitwise_and bitwise_or cat ceil clamp clamp_max clamp_min clone constant_pad_nd
+    contiguous copy_ detach detach_ div div_ embedding empty empty_like empty_strided eq expand fill_ floor full
+    full_like gather ge gt index index_put index_select isinf isnan le lift_fresh logical_and logical_not logical_or lt
+    masked_fill masked_fill_ max maximum minimum mul mul_ ne neg new_empty new_empty_strided new_full new_ones new_zeros
+    ones ones_like reciprocal relu relu_ repeat rsub scalar_tensor scatter scatter_ select_scatter set_ sign
+    slice_scatter sort sqrt stack sub sub_ to topk tril triu where zero_ zeros zeros_like _local_scalar_dense _to_copy
+    _unsafe_view
     """.split()
 )
 """Of aten; besides them, all views. Not with `alpha`, which some elements of `add` see as a fused product."""
@@ -44,7 +45,7 @@ _verdicts: dict[_Key, bool] = {}
 def unproven_operations(module: nn.Module) -> list[str]:
     """Names of the operations, by one forward of two tokens of a causal LM that is already row-invariant."""
     with torch.no_grad(), without_products(module), _Watch() as watch:
-        module(input_ids=torch.tensor([[0, 1]]), use_cache=False)
+        module(input_ids=torch.tensor([[0, 1]], device=next(module.parameters()).device), use_cache=False)
     threads = torch.get_num_threads()
     try:
         return [name for name, key, *call in watch.tried if not _keeps_rows(key, *call, threads)] + watch.others
@@ -95,7 +96,7 @@ def _keeps_rows(
         first, *rest = args
         size = first.shape[-1] if first.dim() else 1
         shape = [1] * (first.dim() - 2) + [-(-_MANY_ELEMENTS // size), size]  # a dimension's number stays what it is
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(first.device)
         precise = [r.float() if isinstance(r, Tensor) and r.is_floating_point() else r for r in rest]
         try:
             _verdicts[key] = _same_in_windows(lambda part: func(part, *precise, **kwargs), x, threads) and (
@@ -139,5 +140,5 @@ def _is_outer_product(name: str, args: tuple[Any, ...]) -> bool:
 
 def _kind(argument: Any) -> object:
     if isinstance(argument, Tensor):
-        return (argument.shape[-1] if argument.dim() else 1, argument.dtype)
+        return (argument.shape[-1] if argument.dim() else 1, argument.dtype, argument.device)
     return repr(argument)

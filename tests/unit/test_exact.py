@@ -108,3 +108,15 @@ def test_a_model_whose_rotary_frequencies_were_rounded_is_refused():
 def test_a_model_with_parts_of_unproven_bits_is_refused(architecture):
     with pytest.raises(ConfigError, match="cannot be exact"):
         exact.enable(tiny_model(architecture))
+
+
+def test_a_device_that_no_kernel_serves_is_refused_by_name():
+    with pytest.raises(ConfigError, match="A model on meta cannot be exact: the device is meta.*Move it to the CPU"):
+        exact.enable(tiny_model("llama").to("meta"))
+
+
+def test_a_model_that_moves_after_it_was_enabled_is_refused():
+    trainer = exact.enable(tiny_model("llama")).to("meta")
+    for call in (lambda: trainer(torch.tensor([[1, 2]], device="meta")), lambda: exact.enable(trainer)):
+        with pytest.raises(ConfigError, match="is on meta but was made exact on cpu"):
+            call()

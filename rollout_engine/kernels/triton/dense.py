@@ -11,7 +11,7 @@ _BLOCK_SIZE = 64
 
 
 def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None, *, num_processors: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv], lse [B, T, H].
 
@@ -21,7 +21,7 @@ def attend_dense(
     heads = Heads(num_heads, k.shape[1], k.shape[3], v.shape[3], q.dtype)
     tokens, device = num_sequences * length, q.device
     limits = Limits(tokens, num_sequences, length)
-    attention = PagedAttention(heads, limits, device, is_ordered=True, num_processors=num_processors)
+    attention = PagedAttention(heads, limits, device, is_ordered=True)
     lens = torch.full((num_sequences,), length, dtype=torch.int32, device=device)
     starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * length
     num_blocks = -(-length // _BLOCK_SIZE)

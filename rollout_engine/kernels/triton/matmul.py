@@ -44,7 +44,8 @@ def tile_for(out_features: int, in_features: int, dtype: torch.dtype) -> Tile:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> Tensor:
     """x [M, K] @ weight.T + bias into `out` [M, N], all of one dtype, bfloat16, float16 or float32 (not TF32).
 
-    `weight` [N, K], `bias` [N]; any stride between rows. `tile` is for measurements.
+    `weight` [N, K], `bias` [N]; any stride between rows. `tile`: that of another shape. A part of a weight's rows with
+    the tile of the whole gives the same bits.
     """
     (rows, in_features), out_features = x.shape, weight.shape[0]
     if not x.stride(1) == weight.stride(1) == out.stride(1) == 1:

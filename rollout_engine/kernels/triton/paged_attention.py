@@ -84,7 +84,7 @@ class PagedAttention:
     ) -> None:
         """`num_processors` is the device's own number where it is not given."""
         self._heads = heads
-        processors = num_processors or torch.cuda.get_device_properties(device).multi_processor_count
+        processors = num_processors or _num_processors(torch.device(device))
         ordered = "ordered" if is_ordered else None
         decode = heads.tiling(ordered or "decode")
         prefix = heads.tiling(ordered or "shared_prefix")
@@ -136,6 +136,11 @@ class PagedAttention:
             self.decode.attend(q, layer, tables, scoring, result, sinks, initial)
         if count < len(batch.context_lens):
             self.chunk.attend(q, layer, tables, scoring, result, sinks)
+
+
+def _num_processors(device: torch.device) -> int:
+    """The interpreter walks through a grid one program after the other."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Stage:

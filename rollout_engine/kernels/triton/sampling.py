@@ -116,6 +116,16 @@ def sample(logits: Tensor, rows: SamplingRows, workspace: SamplingWorkspace, fig
     )
 
 
+def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Figures:
+    """Figures of given `tokens`, int64 [N]. The twin of `kernels.cpu.sampling.score`."""
+    figures = empty_figures(len(tokens), logits.device)
+    figures.tokens.copy_(tokens)
+    given = torch.full_like(tokens, Choice.GIVEN.value, dtype=torch.int32)
+    rows = SamplingRows(temperatures, tokens, tokens, given)  # seeds and positions are not looked at
+    sample(logits, rows, SamplingWorkspace.empty(*logits.shape, logits.device), figures)
+    return figures
+
+
 @triton.jit
 def _chunk_kernel(
     logits_ptr,

@@ -5,7 +5,8 @@
                                                          ├─ gate|up ── activation ── down ──┐
                                                          └────────────────────── add, norm ─┘
 
-The products are the library's, or, where rows must not depend on their batch, those of `kernels.triton.matmul`.
+The products are the library's, or, where rows must not depend on their batch, those of `kernels.triton.matmul`; heads
+are then normed before they are rotated, by the kernel that a trainer's modules have too.
 """
 
 import torch
@@ -50,7 +51,12 @@ class DeviceDecoder:
         q, k, v = self._product(hidden, layer.qkv).split(sizes, dim=1)
         q, k = (x.unflatten(1, (-1, shape.head_dim_k)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.head_dim_v))
-        rotate_and_write(q, k, v, batch.positions, batch.slots, self._parts.rotary, kv, q, layer.head_norms)
+        norms = layer.head_norms
+        if norms is not None and self._is_ordered:
+            rms_norm(q, norms.q_weight, norms.epsilon, q)
+            rms_norm(k, norms.k_weight, norms.epsilon, k)
+            norms = None
+        rotate_and_write(q, k, v, batch.positions, batch.slots, self._parts.rotary, kv, q, norms)
         out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
         self._attention.attend(index, q, kv, layer.scoring, out)
         return self._product(out.flatten(1), layer.out)

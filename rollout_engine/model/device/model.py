@@ -31,16 +31,13 @@ class DeviceModel:
         limits: Limits,
         fused: bool,
         is_ordered: bool = False,
-        num_processors: int | None = None,
     ) -> None:
         weight = next(module.parameters())
         self.module, self.limits, self.device = module, limits, weight.device
         self.kv = DevicePool(
             geometry, num_blocks=num_blocks, block_size=block_size, dtype=weight.dtype, device=weight.device
         )
-        self.attention = DeviceAttention(
-            geometry, limits, weight.dtype, weight.device, is_ordered=is_ordered, num_processors=num_processors
-        )
+        self.attention = DeviceAttention(geometry, limits, weight.dtype, weight.device, is_ordered=is_ordered)
         if is_ordered and not fused:
             raise NotOurs("its layers run as modules")
         self.decoder = None

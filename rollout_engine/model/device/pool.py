@@ -89,16 +89,12 @@ class DeviceAttention:
         device: torch.device,
         *,
         is_ordered: bool,
-        num_processors: int | None = None,
     ) -> None:
         heads = [Heads(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype) for g in geometry]
         self._windows: dict[Heads, set[int]] = {each: set() for each in heads}
         for each, layer in zip(heads, geometry, strict=True):
             self._windows[each].add(layer.sliding_window or 0)
-        made = {
-            each: PagedAttention(each, limits, device, is_ordered=is_ordered, num_processors=num_processors)
-            for each in self._windows
-        }
+        made = {each: PagedAttention(each, limits, device, is_ordered=is_ordered) for each in self._windows}
         self._plans = made
         self._of_layer = [made[each] for each in heads]
 

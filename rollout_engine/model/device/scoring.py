@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.token_logprobs import row_temperatures
+from rollout_engine.kernels.triton import sampling
 from rollout_engine.kernels.triton.paged_attention import Batch
-from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample
 from rollout_engine.model.device.model import DeviceModel
 from rollout_engine.model.device.pool import DeviceBatch, DevicePool
 from rollout_engine.model.geometry import LayerGeometry
@@ -49,7 +49,9 @@ def _scored(model: DeviceModel, pool: DevicePool, tokens: list[int], num_prompt:
         rows = torch.arange(wanted - start, max(end - start, wanted - start), device=model.device)
         logits = model.forward(_chunk(ids, start, end, pool), rows if len(rows) else rows.new_zeros(1), pool)
         if len(rows):
-            found.append(_logprobs(logits, ids[wanted + 1 : end + 1], temperature).cpu().numpy())
+            temperatures = row_temperatures(temperature, logits)
+            figures = sampling.score(logits, temperatures, ids[wanted + 1 : end + 1])
+            found.append(figures.logprobs.cpu().numpy())
     return np.concatenate(found)
 
 
@@ -60,14 +62,3 @@ def _chunk(ids: Tensor, start: int, end: int, pool: DevicePool) -> DeviceBatch:
     lens = torch.tensor([end], dtype=torch.int32, device=ids.device)
     attention = Batch(bounds, lens, tables, num_decodes=int(end - start == 1))
     return DeviceBatch(ids[start:end], positions, positions, attention)
-
-
-def _logprobs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-    count, vocab_size = logits.shape
-    zeros = torch.zeros(count, dtype=torch.int64, device=logits.device)
-    given = torch.full((count,), Choice.GIVEN.value, dtype=torch.int32, device=logits.device)
-    figures = empty_figures(count, logits.device)
-    figures.tokens.copy_(token_ids)
-    rows = SamplingRows(row_temperatures(temperature, logits), zeros, zeros, given)
-    sample(logits, rows, SamplingWorkspace.empty(count, vocab_size, logits.device), figures)
-    return figures.logprobs

@@ -1,11 +1,14 @@
 """Whether a module's layers may run by our kernels: both ways over a few batches, and the logits compared."""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rollout_engine.kernels.triton.paged_attention import Batch, Limits
+from rollout_engine.model.arithmetic import with_kernels
 from rollout_engine.model.decoder import NotOurs
 from rollout_engine.model.device.model import DeviceModel
 from rollout_engine.model.device.pool import DeviceBatch
@@ -13,16 +16,17 @@ from rollout_engine.model.geometry import LayerGeometry
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4
+_SIZES = (17, 3), (1, 4)
+"""Of each step, the tokens of two sequences: prompts; then one of them decodes and the other goes on."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Root mean square of the difference, as a share of that of the logits."""
 
 
-def obstacle(
-    module: nn.Module, geometry: Sequence[LayerGeometry], *, is_ordered: bool, num_processors: int | None = None
-) -> str | None:
+def obstacle(module: nn.Module, geometry: Sequence[LayerGeometry], *, is_ordered: bool) -> str | None:
     """Why the layers of `module` must run as modules; None where they need not. Weights must be loaded.
 
-    The arithmetic is another, so no bit is compared: a factor, a norm or a rotation that differs moves logits by more.
+    The arithmetic is another than the modules', so no bit is compared: a factor, a norm or a rotation that differs
+    moves logits by more. Where `is_ordered`, every bit is compared with what a trainer computes.
     """
     limits = Limits(num_tokens=64, num_sequences=4, context=_NUM_BLOCKS * _BLOCK_SIZE)
 
@@ -35,16 +39,16 @@ def obstacle(
             limits=limits,
             fused=fused,
             is_ordered=is_ordered and fused,
-            num_processors=num_processors,
         )
 
     try:
-        ours, theirs = model(True), model(False)
-        for batch in _batches(module.config.get_text_config().vocab_size, ours.device):
-            rows = torch.arange(len(batch.token_ids), device=ours.device)
-            difference = _difference(ours.forward(batch, rows), theirs.forward(batch, rows))
-            if not difference <= _TOLERANCES[next(module.parameters()).dtype]:
-                return f"its logits differ from its modules' by {difference:.2g} of their size"
+        token_ids = _token_ids(module)
+        ours, theirs = (_served(model(fused), token_ids) for fused in (True, False))
+        difference = _difference(torch.cat(ours), torch.cat(theirs))
+        if not difference <= _TOLERANCES[next(module.parameters()).dtype]:
+            return f"its logits differ from its modules' by {difference:.2g} of their size"
+        if is_ordered and not all(map(torch.equal, ours, _trained(module, token_ids))):
+            return "its logits are not bit for bit those that its modules give a trainer"
     except NotOurs as reason:
         return str(reason)
     except torch.OutOfMemoryError:
@@ -54,19 +58,51 @@ def obstacle(
     return None
 
 
-def _batches(vocab_size: int, device: torch.device) -> Iterator[DeviceBatch]:
-    """Two prompts; then one of them decodes and the other goes on."""
-    tokens = (torch.arange(64, device=device) * 7919 + 13) % vocab_size
+def _token_ids(module: nn.Module) -> list[Tensor]:
+    """int64, of each sequence."""
+    weight, vocab_size = next(module.parameters()), module.config.get_text_config().vocab_size
+    lengths = [sum(sizes) for sizes in zip(*_SIZES, strict=True)]
+    tokens = (torch.arange(sum(lengths), device=weight.device) * 7919 + 13) % vocab_size
+    return list(tokens.split(lengths))
+
+
+def _served(model: DeviceModel, token_ids: list[Tensor]) -> list[Tensor]:
+    """Logits of each sequence by an engine's steps."""
+    logits: list[list[Tensor]] = [[], []]
+    first = [0, 0]
+    for sizes in _SIZES:
+        batch = _batch(token_ids, first, sizes)
+        rows = torch.arange(sum(sizes), device=model.device)
+        for index, part in enumerate(model.forward(batch, rows).split(sizes)):
+            logits[index].append(part)
+            first[index] += len(part)
+    return list(map(torch.cat, logits))
+
+
+@torch.inference_mode()
+def _trained(module: nn.Module, token_ids: list[Tensor]) -> list[Tensor]:
+    """Logits of each sequence by what `exact.enable` makes of the module, over the same weights."""
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    twin, arithmetic = copy.deepcopy(module, shared), with_kernels()
+    twin.set_attn_implementation(arithmetic.attention_name)
+    arithmetic.make_row_invariant(twin)
+    logits = twin(input_ids=pad_sequence(token_ids, batch_first=True), use_cache=False).logits
+    return [row[: len(ids)] for row, ids in zip(logits, token_ids, strict=True)]
+
+
+def _batch(token_ids: list[Tensor], first: list[int], sizes: tuple[int, int]) -> DeviceBatch:
+    """The next `sizes` tokens of each sequence, of which so many are known already."""
+    device = token_ids[0].device
+    ends = [start + size for start, size in zip(first, sizes, strict=True)]
+    spans = list(zip(first, ends, strict=True))
     tables = torch.tensor([[0, 1, 0, 0], [2, 3, 0, 0]], dtype=torch.int32, device=device)
-    for sizes, first in (((17, 3), (0, 0)), ((1, 4), (17, 3))):
-        positions = torch.cat([torch.arange(f, f + n, device=device) for f, n in zip(first, sizes, strict=True)])
-        rows = torch.arange(2, device=device).repeat_interleave(torch.tensor(sizes, device=device))
-        slots = tables[rows, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
-        starts = torch.tensor([0, sizes[0], sum(sizes)], dtype=torch.int32, device=device)
-        lens = torch.tensor([f + n for f, n in zip(first, sizes, strict=True)], dtype=torch.int32, device=device)
-        attention = Batch(starts, lens, tables, num_decodes=int(sizes[0] == 1))
-        yield DeviceBatch(tokens[: sum(sizes)], positions, slots, attention)
-        tokens = tokens[sum(sizes) :]
+    positions = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
+    rows = torch.arange(2, device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    slots = tables[rows, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+    starts = torch.tensor([0, sizes[0], sum(sizes)], dtype=torch.int32, device=device)
+    lens = torch.tensor(ends, dtype=torch.int32, device=device)
+    ids = torch.cat([known[start:end] for known, (start, end) in zip(token_ids, spans, strict=True)])
+    return DeviceBatch(ids, positions, slots, Batch(starts, lens, tables, num_decodes=int(sizes[0] == 1)))
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

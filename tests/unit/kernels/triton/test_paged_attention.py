@@ -86,7 +86,7 @@ def test_in_order_engine_and_trainer_compute_the_same_bits(contexts):
     places = [(3, 20, 1), (4, 90, 12)]
     for sequence, end, count in places:
         rows = (x[sequence][:end][None].transpose(1, 2) for x in (contexts.queries, contexts.keys, contexts.values))
-        out, lse = attend_dense(*(x.to(contexts.device) for x in rows), SCORING, num_processors=2)
+        out, lse = attend_dense(*(x.to(contexts.device) for x in rows), SCORING)
         start = sum(COUNTS[:sequence])
         assert torch.equal(out[0, end - count :], served[start : start + count])
         ends = [end if i == sequence else 1 for i in range(5)]

@@ -26,12 +26,6 @@ OPTIONS = {
 }
 
 
-class SmallServing(DeviceServing):
-    """With a grid that the interpreter walks through in no time."""
-
-    num_processors = 1
-
-
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A function from an architecture to a small checkpoint of it."""
@@ -61,7 +55,7 @@ def engine_on(monkeypatch, checkpoints, engines, device):  # noqa: F811
     def get(place, architecture="qwen3", **options):
         key = place, architecture, *options.items()
         if key not in engines:
-            where = devices.Device(torch.device(device), SmallServing)
+            where = devices.Device(torch.device(device), DeviceServing)
             chosen = (lambda config: where) if place == "device" else devices.device_of
             options = {"async_scheduling": place == "device"} | options
             with monkeypatch.context() as patch:
