@@ -30,7 +30,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. "auto": on the CPU. "cuda": on the first CUDA device, by the Triton kernels."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
-    """Share of a device's memory that weights, the largest step and the KV pool take together."""
+    """Share of a device's memory that weights, the largest step and the KV pool take together. CUDA graphs, and the
+    shadow of a weight update, find room in the rest."""
     cuda_graphs: bool = True
     """On a device, replay steps in which every sequence decodes as captured graphs."""
     max_model_len: Positive | None = None

@@ -208,8 +208,8 @@ class _Repeated:
             self.seconds.append(_clocked(self._work))
 
 
-def _weights(name: str) -> dict[str, Tensor]:
-    """Random ones of a shape, in the forms that the fused layers read."""
+def sizes_of(name: str) -> dict[str, tuple[int, ...]]:
+    """Weights of a shape, in the forms that the fused layers read; those of heads' norms are left out."""
     shape = SHAPES[name]
     hidden, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
     head_dim = shape.get("head_dim") or hidden // heads
@@ -220,7 +220,11 @@ def _weights(name: str) -> dict[str, Tensor]:
     sizes |= {"embedding": (shape["vocab_size"], hidden)}
     if not shape["tie_word_embeddings"]:
         sizes |= {"head": (shape["vocab_size"], hidden)}
-    return {part: torch.randn(*size, dtype=torch.bfloat16, device="cuda") for part, size in sizes.items()}
+    return sizes
+
+
+def _weights(name: str) -> dict[str, Tensor]:
+    return {k: torch.randn(*size, dtype=torch.bfloat16, device="cuda") for k, size in sizes_of(name).items()}
 
 
 def _updater(live: dict[str, Tensor]) -> WeightUpdater:

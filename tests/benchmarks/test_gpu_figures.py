@@ -1,6 +1,7 @@
 """What can be told of the device benchmark without a device."""
 
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.benchmarks import gpu  # noqa: E402
+from tests.benchmarks import gpu, gpu_weights  # noqa: E402
 
 
 def test_the_requests_are_those_of_the_field():
@@ -31,6 +32,11 @@ def test_the_roofline_is_that_of_bytes_and_products():
 def test_configurations_are_read_by_transformers(tmp_path):
     config = json.loads((write_config(tmp_path, "Llama-3.2-1B") / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(("name", "count"), [("Qwen3-8B", 8.191e9), ("Qwen3-1.7B", 1.721e9), ("Qwen3-0.6B", 0.596e9)])
+def test_shapes_have_as_many_weights_as_the_models_of_their_names(name, count):
+    assert sum(map(math.prod, gpu_weights.sizes_of(name).values())) == pytest.approx(count, rel=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

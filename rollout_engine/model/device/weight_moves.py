@@ -38,6 +38,8 @@ class DeviceMoves:
         """Call what it returns where no step is launched meanwhile: steps before it read the old bytes, those after it
         the new ones, all that was staged before it included."""
         fused = FusedCopy(pairs)
+        if pairs:
+            _compile(pairs[0][0].device)
 
         def overwrite() -> None:
             self._lane.lead_steps()
@@ -45,3 +47,9 @@ class DeviceMoves:
             self._lane.wait_for_steps()  # the stall is told as it is, and what fails fails here
 
         return overwrite
+
+
+def _compile(device: torch.device) -> None:
+    """Run the kernel in all its forms on memory of its own: else steps wait for a compiler in the first commit."""
+    one, other = (torch.zeros(32, dtype=torch.uint8, device=device) for _ in range(2))
+    FusedCopy([(one[:16], other[:16]), (one[17:], other[17:])]).run()

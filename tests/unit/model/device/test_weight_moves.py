@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollout_engine.errors import WeightUpdateError
+from rollout_engine.kernels.triton.copies import _Part
 from rollout_engine.model.device.lane import HostLane
 from rollout_engine.model.device.pinned import PinnedCrossing
 from rollout_engine.model.device.weight_moves import DeviceMoves
@@ -197,6 +198,18 @@ def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(tensor
     staged.fill_(2)
     commit()
     assert live.tolist() == [2] * 30 + [0] * 10 + [2] * 60
+
+
+def test_what_a_commit_launches_has_been_compiled_before(monkeypatch, tensors_as_loop_bounds):
+    live, staged = (torch.full((100,), n, dtype=torch.uint8) for n in (0, 1))
+    launched, run = [], _Part.run
+    monkeypatch.setattr(_Part, "run", lambda self: launched.append(self._width) or run(self))
+    commit = DeviceMoves(HostLane()).overwriting([(staged[:32], live[:32]), (staged[33:], live[33:])])
+    assert not live.any()
+    prepared = set(launched)
+    launched.clear()
+    commit()
+    assert set(launched) == prepared == {8, 1} and live.sum() == 99
 
 
 def test_an_update_without_a_shadow_still_comes_after_what_was_staged():
