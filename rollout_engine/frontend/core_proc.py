@@ -23,6 +23,7 @@ from typing import Any
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import RolloutEngineError
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.frontend.background import run_in_background
 from rollout_engine.frontend.client_split import ids_of_client, inner_id, inner_request
 from rollout_engine.frontend.core_io import ClientLeft, CoreIO, Do, FromClient, Hold, Stop
 from rollout_engine.frontend.core_utilities import CoreUtilities
@@ -144,7 +145,7 @@ class EngineCoreProc:
             self._io.send(client_index, reply)
 
         if self._executor.runs_beside_steps(call.method):
-            threading.Thread(target=run, name=f"rpc-{call.method}", daemon=True).start()
+            run_in_background(run, name=f"rpc-{call.method}")
         else:
             run()
 

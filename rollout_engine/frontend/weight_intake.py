@@ -15,6 +15,7 @@ from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import DrainTimeoutError, LifecycleError, as_weight_errors
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.weight_update import apply_update, update_from_source
+from rollout_engine.frontend.background import run_in_background
 from rollout_engine.frontend.core_io import Do, Hold
 from rollout_engine.frontend.weight_ends import Meeting
 from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateMode, UpdateOptions
@@ -131,7 +132,7 @@ class _Update:
         self._called_off = threading.Event()
         self._receiver: WeightReceiver | None = None
         self._apply, self._end = apply, end
-        threading.Thread(target=self._run, name="weight-update", daemon=True).start()
+        run_in_background(self._run, name="weight-update")
 
     def attach(self, receiver: WeightReceiver) -> None:
         """`call_off` is to close this one, which somebody may wait for. Raises as `check`."""

@@ -1,6 +1,7 @@
 """Weights for a core in another process: by every transport and from every kind of source, while tokens flow."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -190,6 +191,42 @@ def test_an_update_whose_sender_never_comes_ends_by_its_deadline(engine):
         assert (await engine.update_weights(tiny_weights(0))).version == engine.policy_version
 
     asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
+@pytest.mark.parametrize("how", ["in one call", "verb by verb"])
+def test_what_receives_an_update_gives_way_to_steps(engine, how):
+    def priorities(pid):
+        """By thread."""
+        found = {}
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                found[task.name] = os.getpriority(os.PRIO_PROCESS, int(task.name))
+        return found
+
+    async def run():
+        pid, version = (await engine.check_health()).pid, engine.policy_version
+        before = priorities(pid)
+        with AsyncLLM.connect(engine.address) as other:
+            manifest = make_sender("inproc").offer(tiny_weights(1), version + 1, await other.get_model_metadata())
+            if how == "in one call":
+                meeting = {"transport": "gloo", "directory": engine.address, "timeout": 3600.0, "number": 97}
+                await other._call("begin_weight_update", bool, manifest=manifest, meeting=meeting, options={})
+                waiting = other._call("end_weight_update", UpdateReport)
+            else:
+                await other.collective_rpc("begin_weight_update", None, [manifest])
+                place = {"rendezvous": f"file://{engine.address}/n", "rank": 1, "world_size": 2, "timeout": 3600.0}
+                waiting = other.collective_rpc("receive_weights", None, ["gloo", place])
+            waiting = asyncio.create_task(waiting)
+            while before[str(pid)] + 10 not in [n for task, n in priorities(pid).items() if task not in before]:
+                await asyncio.sleep(0.01)
+            assert priorities(pid)[str(pid)] == before[str(pid)]
+        with pytest.raises(EngineDeadError):  # for the client that has left
+            await waiting
+        while (await engine.get_metrics()).core.state == "UPDATING":
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 @pytest.mark.parametrize("transport", ["gloo", "store"])
