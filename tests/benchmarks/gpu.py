@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from rollout_engine import LLM, SamplingParams
-from tests.benchmarks import gpu_weights
+from tests.benchmarks import gpu_exact, gpu_weights
 from tests.benchmarks.gpu_engine import ENGINE, generate, seconds_of
 from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
 
@@ -110,6 +110,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Qwen3-0.6B, without graphs": partial(small_benchmark, "Qwen3-0.6B", share=False, cuda_graphs=False),
     "Qwen3-0.6B, one step at a time": partial(small_benchmark, "Qwen3-0.6B", share=False, async_scheduling=False),
     "Qwen3-0.6B, deterministic": partial(small_benchmark, "Qwen3-0.6B", share=False, deterministic=True),
+    "Qwen3-0.6B, exact trainer": gpu_exact.exactness,
     "Qwen3-0.6B, without log-probs": partial(small_benchmark, "Qwen3-0.6B", share=False, logprobs=False),
     "groups": groups,
     "commit": gpu_weights.commit,

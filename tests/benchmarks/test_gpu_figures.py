@@ -13,7 +13,9 @@ from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.benchmarks import gpu, gpu_weights  # noqa: E402
+from rollout_engine import LLM, exact  # noqa: E402
+from rollout_engine.testing import tiny_checkpoint, tiny_model  # noqa: E402
+from tests.benchmarks import gpu, gpu_exact, gpu_weights  # noqa: E402
 
 
 def test_the_requests_are_those_of_the_field():
@@ -37,6 +39,20 @@ def test_configurations_are_read_by_transformers(tmp_path):
 @pytest.mark.parametrize(("name", "count"), [("Qwen3-8B", 8.191e9), ("Qwen3-1.7B", 1.721e9), ("Qwen3-0.6B", 0.596e9)])
 def test_shapes_have_as_many_weights_as_the_models_of_their_names(name, count):
     assert sum(map(math.prod, gpu_weights.sizes_of(name).values())) == pytest.approx(count, rel=1e-3)
+
+
+def test_a_trainer_of_other_weights_is_told_from_the_exact_one(tmp_path):
+    llm = LLM(str(tiny_checkpoint(tmp_path)), skip_tokenizer_init=True, log_stats=False, num_kv_blocks=16)
+    trainer = exact.enable(tiny_model())
+    requests = Requests([[7, 8, 9], [11] * 20], [5, 9])
+    try:
+        found = gpu_exact.mismatches(llm, trainer, requests)
+        assert found["num_tokens"] == 14 and found["num_mismatches"] == 0
+        trainer.lm_head.weight.data.mul_(1.01)
+        exact.refresh(trainer)
+        assert gpu_exact.mismatches(llm, trainer, requests)["num_mismatches"] > 7
+    finally:
+        llm.shutdown()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -4,6 +4,7 @@ The trainer's side on a device. Sums of residuals, rotations and look-ups stay H
 where these do. Names in `state_dict` do not change.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,10 @@ _ATTENTION_NAME = "rollout_engine_on_device"
 
 
 def make_row_invariant(module: nn.Module) -> None:
-    """Replace every `nn.Linear`, and the norms and MLPs whose formula is ours, below `module`."""
+    """Replace every `nn.Linear`, and the norms and MLPs whose formula is ours, below `module`, a causal LM."""
     for child in list(module.modules()):
+        if hasattr(child, "inv_freq"):
+            _compute_on_the_host(module, child)
         if is_gated_mlp(child):
             child.__class__ = _MLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
@@ -46,6 +49,16 @@ def unproven_parts(module: nn.Module) -> list[str]:
             own = child.named_parameters(recurse=False)
             found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
     return found or unproven_operations(module)
+
+
+@torch.no_grad()
+def _compute_on_the_host(module: nn.Module, rotary: nn.Module) -> None:
+    """Give rotary frequencies the bits that engines have: powers of a device differ from the CPU's in the last."""
+    twin = copy.copy(rotary)
+    twin._buffers = {name: torch.empty_like(buffer, device="cpu") for name, buffer in rotary._buffers.items()}
+    module._init_weights(twin)
+    for name, buffer in rotary.named_buffers(recurse=False):
+        buffer.copy_(twin.get_buffer(name))
 
 
 class _Linear(nn.Linear):

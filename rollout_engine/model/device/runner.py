@@ -4,7 +4,7 @@
     device    state of sequences  ──gather──>   batch ── forward ── draw ──> tokens ──scatter──> state of sequences
 
 A drawn token stays on the device and feeds the next step; the host learns of it when it asks for the result. What
-edits logits by a sequence's tokens, or asks for more than its token's log-prob, is drawn on the host, which waits.
+edits logits by a sequence's tokens, or asks for log-probs that are not tempered, is drawn on the host, which waits.
 """
 
 from collections import deque
@@ -200,7 +200,7 @@ class DeviceRunner:
             batch = SamplingBatch.from_tasks(
                 [s.params for s in sequences], seeds=[s.seed for s in sequences], positions=[0] * len(sequences)
             )
-            columns = DeviceColumns.of(batch, self.model.device) if batch.is_plain else None
+            columns = DeviceColumns.of(batch, self.model.device) if DeviceColumns.serve(batch) else None
             self._settings = request_ids, batch, columns
         return self._settings[1:]
 

@@ -8,6 +8,7 @@ import torch
 
 from rollout_engine import LifecycleError, SamplingParams
 from rollout_engine.kernels.triton.copies import FusedCopy
+from rollout_engine.model.device import runner
 from rollout_engine.model.device.graphs import DecodeGraphs
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
@@ -82,6 +83,31 @@ def test_what_edits_logits_is_drawn_on_the_host_and_feeds_the_next_step(engine_o
     assert list(ours.outputs[0].token_ids) == list(theirs.outputs[0].token_ids)
     np.testing.assert_allclose(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, atol=BOUND)
     np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=BOUND)
+
+
+def test_the_most_likely_tokens_stay_on_the_device_beside_rows_that_ask_for_none(engine_on, monkeypatch):
+    def fail(*args):
+        raise AssertionError("drawn on the host")
+
+    params = [
+        SamplingParams(temperature=0.7, max_tokens=2, logprobs=5, seed=5, top_k=3, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=2, logprobs=0, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    ours, theirs = engine_on("device"), engine_on("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "sample", fail)
+        ours = [output.outputs[0] for output in ours.generate(prompts, params, use_tqdm=False)]
+    theirs = [output.outputs[0] for output in theirs.generate(prompts, params, use_tqdm=False)]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.error is None and mine.token_ids == other.token_ids
+        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=BOUND)
+    ids, logprobs = ours[0].top_logprobs
+    np.testing.assert_array_equal(ids, theirs[0].top_logprobs[0])
+    np.testing.assert_allclose(logprobs, theirs[0].top_logprobs[1], atol=BOUND)
+    for token, logprob, row, values in zip(ours[0].token_ids, ours[0].logprobs, ids, logprobs, strict=True):
+        assert values[row.tolist().index(token)] == logprob  # top_k leaves none but these
+    assert ours[1].top_logprobs is None
 
 
 def test_a_step_is_launched_before_the_one_behind_it_is_known(engine_on):

@@ -157,6 +157,14 @@ def test_names_stay_and_enabling_again_is_harmless(enable):
     assert list(enable(enable(model)).state_dict()) == names
 
 
+def test_rotary_frequencies_are_those_that_engines_have(enable):
+    """A device's powers differ from the CPU's in the last bit."""
+    model = tiny_model("qwen3")
+    expected = model.model.rotary_emb.inv_freq.clone()
+    model.model.rotary_emb.inv_freq.mul_(1 + 2**-22)
+    assert torch.equal(enable(model).model.rotary_emb.inv_freq.cpu(), expected)
+
+
 def test_a_model_with_weights_that_no_kernel_serves_is_refused(enable):
     with pytest.raises(ConfigError, match="cannot be exact.*gate"):
         enable(tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32))

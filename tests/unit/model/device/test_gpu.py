@@ -10,8 +10,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
 import sync  # noqa: E402
-from rollout_engine import LLM, ConfigError, SamplingParams  # noqa: E402
+from rollout_engine import LLM, ConfigError, SamplingParams, exact  # noqa: E402
 from rollout_engine.testing.models import tiny_checkpoint  # noqa: E402
 from sync.manifest import WeightManifest  # noqa: E402
 from sync.store import StoreReceiver  # noqa: E402
@@ -92,6 +95,20 @@ class TestOnADevice:
         drawn = run(llm)
         scores = llm.score(PROMPTS, [tokens for tokens, _ in drawn], temperature=DRAWN.temperature)
         assert [each.tolist() for each in scores] == [logprobs for _, logprobs in drawn]
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_logprobs_are_the_exact_trainers_bits_and_it_has_gradients(self, engine, checkpoint, dtype):
+        drawn = run(engine(deterministic=True, dtype=dtype))
+        trainer = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to("cuda")
+        trainer = exact.enable(trainer)
+        ids = pad_sequence([torch.tensor(p + t) for p, (t, _) in zip(PROMPTS, drawn, strict=True)], batch_first=True)
+        lengths = torch.tensor([len(p) + len(t) for p, (t, _) in zip(PROMPTS, drawn, strict=True)])
+        mask = torch.arange(ids.shape[1]) < lengths[:, None]
+        theirs = exact.token_logprobs(trainer, ids.cuda(), mask.cuda(), temperature=DRAWN.temperature)
+        for row, prompt, (tokens, logprobs) in zip(theirs.tolist(), PROMPTS, drawn, strict=True):
+            assert row[len(prompt) - 1 :][: len(tokens)] == logprobs
+        theirs.sum().backward()
+        assert all(p.grad.isfinite().all() and p.grad.any() for p in trainer.parameters())
 
     def test_float32_tokens_are_those_of_the_cpu(self, engine):
         greedy = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True)
