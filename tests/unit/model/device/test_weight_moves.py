@@ -2,18 +2,25 @@
 
 import queue
 import threading
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from rollout_engine.errors import WeightUpdateError
+from rollout_engine.execution.weight_update import update_from_source
+from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.kernels.triton.copies import _Part
+from rollout_engine.messages import UpdateOptions
 from rollout_engine.model.device.lane import HostLane
 from rollout_engine.model.device.pinned import PinnedCrossing
 from rollout_engine.model.device.weight_moves import DeviceMoves
+from rollout_engine.model.packed_weights import PackedWeights
 from sync import arrival
 from sync.arrival import Arrival
 from sync.manifest import tensor_bytes, tensor_digest
+from tests.unit.execution.conftest import Steps
 
 BUFFER = 64
 SIZES = [0, 1, BUFFER // 4, BUFFER // 4 + 1, 5 * BUFFER // 4, 10 * BUFFER // 4 + 3]
@@ -21,39 +28,49 @@ SIZES = [0, 1, BUFFER // 4, BUFFER // 4 + 1, 5 * BUFFER // 4, 10 * BUFFER // 4 +
 
 
 class ThreadLane(HostLane):
-    """Copies are made on a thread, none before somebody waits for one."""
+    """Copies are made on a thread, in order, none before somebody waits for it or for a later one."""
 
     def __init__(self):
-        self.asked, self.num_done, self.most_under_way = 0, 0, 0
-        self.may_copy = threading.Semaphore(0)
+        self.num_asked = self.num_done = self.most_under_way = 0
+        self._num_wanted = 0
+        self._change = threading.Condition()
         self._copies = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
+    @property
+    def num_under_way(self):
+        return self.num_asked - self.num_done
+
     def copy(self, out, source):
-        done = threading.Event()
-        self.asked += 1
-        self.most_under_way = max(self.most_under_way, self.asked - self.num_done)
-        self._copies.put((out, source, done))
+        with self._change:
+            self.num_asked += 1
+            self.most_under_way = max(self.most_under_way, self.num_under_way)
+            self._copies.put((out, source))
+            return partial(self._wait, self.num_asked)
 
-        def wait():
-            self.may_copy.release(1000)
-            done.wait()
-
-        return wait
+    def lead_steps(self):
+        self._wait(self.num_asked)
 
     def finish(self):
-        """All that was asked for is done."""
-        self.may_copy.release(1000)
+        """All that was asked for is done, and nothing more comes."""
+        self.lead_steps()
         self._copies.put(None)
         self._thread.join()
 
+    def _wait(self, count):
+        with self._change:
+            self._num_wanted = max(self._num_wanted, count)
+            self._change.notify_all()
+            self._change.wait_for(lambda: self.num_done >= count)
+
     def _run(self):
-        for out, source, done in iter(self._copies.get, None):
-            self.may_copy.acquire()
-            out.copy_(source)
-            self.num_done += 1
-            done.set()
+        for out, source in iter(self._copies.get, None):
+            with self._change:
+                self._change.wait_for(lambda: self._num_wanted > self.num_done)
+                out.copy_(source)
+                self.num_done += 1
+                self._change.notify_all()
 
 
 @pytest.fixture
@@ -73,9 +90,13 @@ def crossing(lane):
 def on_device(crossing, monkeypatch):
     """A function that has a tensor be one of the device's."""
     places = set()
-    monkeypatch.setattr(arrival, "is_plain", lambda t: t.data_ptr() not in places and t.is_contiguous())
-    arrival.cross_by(lambda place: crossing if place.data_ptr() in places else None)
-    yield lambda tensor: places.add(tensor.data_ptr()) or tensor
+
+    def is_there(tensor):
+        return tensor.untyped_storage().data_ptr() in places
+
+    monkeypatch.setattr(arrival, "is_plain", lambda t: not is_there(t) and t.is_contiguous())
+    arrival.cross_by(lambda place: crossing if is_there(place) else None)
+    yield lambda tensor: places.add(tensor.untyped_storage().data_ptr()) or tensor
     arrival.cross_by(None)
 
 
@@ -117,7 +138,7 @@ def test_strided_places_and_sources_are_crossed_to(on_device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_on_the_device_already_is_cast_there_and_looked_at_here(on_device, lane, monkeypatch, dtype):
     source, out, followed = on_device(filled(100)), on_device(torch.zeros(100, dtype=dtype)), []
-    monkeypatch.setattr(lane, "follow_steps", lambda: followed.append(lane.asked))
+    monkeypatch.setattr(lane, "follow_steps", lambda: followed.append(lane.num_asked))
     assert arrival.take(out, source) == (tensor_digest(source.to(dtype)), True)
     assert torch.equal(out, source.to(dtype)) and followed == [0], "it may have been computed just now"
 
@@ -134,7 +155,7 @@ def test_a_piece_is_filled_while_two_before_it_are_not_copied_yet(on_device, lan
     """The lane copies nothing before somebody waits: a third piece has to."""
     source, out = filled(3 * BUFFER // 4), on_device(torch.zeros(3 * BUFFER // 4))
     arrival.take(on_device(out[: 2 * BUFFER // 4]), source[: 2 * BUFFER // 4])
-    assert (lane.asked, lane.num_done) == (2, 0)
+    assert (lane.num_asked, lane.num_done) == (2, 0)
     arrival.take(out, source)
     assert lane.most_under_way == 2
     assert arrival.digest(out) == tensor_digest(source)
@@ -168,6 +189,24 @@ def test_a_fill_that_fails_leaves_both_buffers_to_others(on_device):
     source, out = filled(100), on_device(torch.zeros(100))
     arrival.take(out, source)
     assert arrival.digest(out) == tensor_digest(source)
+
+
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+def test_a_commit_has_what_was_still_under_way_when_it_was_called(on_device, lane, monkeypatch, staging):
+    fused = on_device(torch.zeros(3, 2, 7))  # whose halves are interleaved
+    live = {"q": fused[:, 0], "k": fused[:, 1], "last": on_device(torch.zeros(2 * BUFFER // 4))}
+    monkeypatch.setattr(lane, "allocate", lambda size: on_device(torch.zeros(size, dtype=torch.uint8)))
+    updater = WeightUpdater(live, [], PackedWeights(nn.Module()), moves=DeviceMoves(lane))
+    for version in (1, 2):
+        weights = {name: filled(view.numel()).view(view.shape) * version for name, view in live.items()}
+        steps, done = Steps(), []
+        enter = steps.boundary
+        steps.boundary = lambda enter=enter, done=done: done.append(lane.num_under_way) or enter()
+        options = UpdateOptions.checked(staging=staging)
+        report = update_from_source(updater, weights, steps, options)
+        assert done[-1] >= 2, "both pieces of the last tensor"
+        assert all(torch.equal(live[name], tensor) for name, tensor in weights.items())
+        assert (report.digest, report.staging) == (updater.digest(), staging)
 
 
 class Ordered(HostLane):
