@@ -99,6 +99,9 @@ Cut cut_of(const Call& call, int64_t row_multiple) {
     return cut;
 }
 
+// Of the work of each thread: while one does not run, because another process wants its core, the others do its shares.
+constexpr int64_t SHARES = 8;
+
 int useful_threads(const Call& call) {
     const int64_t products = call.rows * call.in_features * call.out_features;
     return static_cast<int>(std::clamp<int64_t>(products / PRODUCTS_A_THREAD, 1, call.num_threads));
@@ -188,7 +191,8 @@ void run_on_vectors(const Call& call, Team& team) {
     const bool is_better = call.rows > MAX_ROWS && row_bytes % (8 * LINE) == 0;
     const auto [x, stride] = call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
     const Cut cut = cut_of(call, 1);
-#pragma omp for collapse(2) schedule(static) nowait
+    const int64_t chunk = std::max<int64_t>(1, cut.parts * cut.panels / (SHARES * omp_get_num_threads()));
+#pragma omp for collapse(2) schedule(dynamic, chunk) nowait
     for (int64_t part = 0; part < cut.parts; ++part)
         for (int64_t panel = 0; panel < cut.panels; ++panel) {
             const int64_t begin = part * cut.rows_a_part;
