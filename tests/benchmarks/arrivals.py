@@ -4,7 +4,7 @@ import random
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from prompts import FreshPrompts
@@ -14,8 +14,23 @@ from workers import Worker
 from rollout_engine.cli.ceilings import Dimensions, products_seconds
 
 NUM_REQUESTS = 200
-_PROMPT_TOKENS = (64, 256)
-_SAMPLED_TOKENS = (32, 128)
+
+
+class Mix(NamedTuple):
+    """How long requests are: drawn evenly between two lengths, both included."""
+
+    prompt_tokens: tuple[int, int]
+    sampled_tokens: tuple[int, int]
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Of prompts and of what is sampled."""
+        return statistics.mean(self.prompt_tokens), statistics.mean(self.sampled_tokens)
+
+
+MIXES = {"": Mix((64, 256), (32, 128)), " of rollouts": Mix((32, 128), (64, 256))}
+"""Twice as many prompt tokens as sampled ones, most of the work products that all engines do alike; and the other way
+round, as those of a trainer are. By what a figure's name says of them."""
 _LOAD = 0.7
 """Of what the slowest engine can do when all requests are there at once: none of them falls behind."""
 _OURS = "async"
@@ -25,7 +40,7 @@ _PAUSE_SECONDS = 0.5
 """Between turns: threads of the engine that was just busy still spin for a moment."""
 
 
-def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
+def measure(workers: dict[str, Worker], prompts: FreshPrompts, mix: Mix, rounds: int) -> dict[str, Any]:
     """Throughput with all requests at once, then what a request sees when they come as a Poisson process.
 
     An engine that keeps up with its arrivals is as fast as they are: its own throughput shows only where there are more
@@ -35,15 +50,15 @@ def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> d
     """
     rates: dict[str, list[float]] = {name: [] for name in workers}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-    for worker in workers.values():
-        _stream(worker, _requests(prompts, 0, rate=1e9)[:32])
+    for worker in workers.values():  # as many as measured: memory that no request has touched yet costs page faults
+        _stream(worker, _requests(prompts, mix, rounds, rate=1e9))
     for name, i in _turns(workers, rounds):
-        result = _stream(workers[name], _requests(prompts, i, rate=1e9))
+        result = _stream(workers[name], _requests(prompts, mix, i, rate=1e9))
         rates[name].append(result["tokens"] / result["seconds"])
     offered = _LOAD * min(statistics.median(values) for values in rates.values())
     for name, i in _turns(workers, rounds):
-        rate = offered / statistics.mean(_SAMPLED_TOKENS)
-        seen[name].append(_stream(workers[name], _requests(prompts, i, rate)))
+        rate = offered / mix.means[1]
+        seen[name].append(_stream(workers[name], _requests(prompts, mix, i, rate)))
     figures = {name: _summary(results) for name, results in seen.items()}
     throughput = {name: round(statistics.median(values), 1) for name, values in rates.items()}
     peers = [name for name in workers if name != _OURS]
@@ -61,12 +76,12 @@ def measure(workers: dict[str, Worker], prompts: FreshPrompts, rounds: int) -> d
     }
 
 
-def by_products(directory: Path, dtype: torch.dtype) -> float:
-    """Tokens per second of these requests, all at once, were there nothing but the products of their tokens."""
+def by_products(directory: Path, dtype: torch.dtype, mix: Mix) -> float:
+    """Tokens per second of such requests, all at once, were there nothing but the products of their tokens."""
     dims = Dimensions.of(AutoConfig.from_pretrained(directory), dtype)
     layers = products_seconds(dims.layers, _ROWS, dtype) / _ROWS
     head = products_seconds([dims.head], _ROWS, dtype) / _ROWS
-    prompt, sampled = statistics.mean(_PROMPT_TOKENS), statistics.mean(_SAMPLED_TOKENS)
+    prompt, sampled = mix.means
     return round(sampled / ((prompt + sampled - 1) * layers + sampled * head), 1)
 
 
@@ -76,12 +91,12 @@ def _turns(workers: dict[str, Worker], rounds: int) -> list[tuple[str, int]]:
     return [(name, i) for i in range(rounds) for name in (names if i % 2 == 0 else names[::-1])]
 
 
-def _requests(prompts: FreshPrompts, seed: int, rate: float) -> list[dict[str, Any]]:
+def _requests(prompts: FreshPrompts, mix: Mix, seed: int, rate: float) -> list[dict[str, Any]]:
     """`rate`: requests per second. Lengths and, but for their scale, times depend on the seed alone."""
     rng, at, requests = random.Random(seed), 0.0, []
     for _ in range(NUM_REQUESTS):
-        (prompt,) = prompts.draw(1, rng.randint(*_PROMPT_TOKENS))
-        requests.append({"prompt": prompt, "num_sampled": rng.randint(*_SAMPLED_TOKENS), "at": at})
+        (prompt,) = prompts.draw(1, rng.randint(*mix.prompt_tokens))
+        requests.append({"prompt": prompt, "num_sampled": rng.randint(*mix.sampled_tokens), "at": at})
         at += rng.expovariate(1.0) / rate
     return requests
 

@@ -148,10 +148,13 @@ def measure_own_process(run: Run) -> None:
 def measure_arrivals(run: Run) -> None:
     prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
     peers = ["vllm_async"] if "vllm" in run.peers else []
-    ceiling = arrivals.by_products(run.directory("M"), getattr(torch, SHAPES["M"]["dtype"]))
+    dtype = getattr(torch, SHAPES["M"]["dtype"])
+    ceilings = {kind: arrivals.by_products(run.directory("M"), dtype, mix) for kind, mix in arrivals.MIXES.items()}
     with run.only("M", ["async", *peers]) as workers:
-        name = f"arrivals, M, {arrivals.NUM_REQUESTS} requests"
-        run.keep(name, lambda: arrivals.measure(workers, prompts, run.rounds) | {"tokens_per_second_by_gemm": ceiling})
+        for kind, mix in arrivals.MIXES.items():
+            ceiling = {"tokens_per_second_by_gemm": ceilings[kind]}
+            name = f"arrivals{kind}, M, {arrivals.NUM_REQUESTS} requests"
+            run.keep(name, lambda m=mix, c=ceiling: arrivals.measure(workers, prompts, m, run.rounds) | c)
 
 
 PARTS: dict[str, Callable[[Run], None]] = {

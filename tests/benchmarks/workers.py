@@ -76,7 +76,7 @@ def _vllm_tuning(environment: Path) -> dict[str, str]:
     return {
         "LD_PRELOAD": str(environment / "lib" / "libiomp5.so"),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",

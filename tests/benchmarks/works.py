@@ -30,7 +30,7 @@ WORKS = {
     "L": [Work(4, 4, 64, 32), Work(1, 1, 64, 32)],
 }
 MAX_MODEL_LEN = 1024
-KV_POOL_BYTES = 2 << 30
+KV_POOL_BYTES = 1 << 30
 """For every engine that takes a size."""
 
 
