@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from engine_ours import sampling_params
-from streaming import replay
+from streaming import replay, step_at
 from works import KV_POOL_BYTES
 
 from rollout_engine import AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
@@ -65,14 +65,21 @@ class Engine:
         return asyncio.run(run())
 
     def pauses(self, prompts: list[list[int]], num_pauses: int) -> list[tuple[float, float]]:
-        """(milliseconds of a pause with "keep", milliseconds of a step just before it), while every prompt streams."""
+        """(milliseconds of a pause with "keep", milliseconds of the step it came in), while every prompt streams."""
+        params = SamplingParams(max_tokens=800, ignore_eos=True, detokenize=False, logprobs=0, output_kind="delta")
+        ends: list[float] = []
+        """Of steps: when the first prompt's tokens came."""
+
+        async def watch() -> None:
+            async for _ in self._engine.generate(prompts[0], params):
+                ends.append(time.perf_counter())
 
         async def run() -> list[tuple[float, float]]:
-            params = SamplingParams(max_tokens=800, ignore_eos=True, detokenize=False, logprobs=0)
-            tasks = [asyncio.create_task(self._last(prompt, params)) for prompt in prompts]
+            tasks = [asyncio.create_task(self._last(prompt, params)) for prompt in prompts[1:]]
+            tasks.append(asyncio.create_task(watch()))
             while (await self._engine.get_metrics()).core.num_running < len(prompts):
                 await asyncio.sleep(_TICK_SECONDS)
-            measured = [await self._pause() for _ in range(num_pauses)]
+            measured = [await self._pause(ends) for _ in range(num_pauses)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -80,18 +87,15 @@ class Engine:
 
         return asyncio.run(run())
 
-    async def _pause(self) -> tuple[float, float]:
-        first, start = (await self._engine.check_health()).num_steps, time.perf_counter()
-        await asyncio.sleep(random.uniform(0.1, 0.2))  # to come at any point of a step
-        while (last := (await self._engine.check_health()).num_steps) == first:
-            await asyncio.sleep(_TICK_SECONDS)
-        step = (time.perf_counter() - start) / (last - first)
-        await asyncio.sleep(random.uniform(0.0, step))
+    async def _pause(self, ends: list[float]) -> tuple[float, float]:
+        await asyncio.sleep(random.uniform(0.2, 0.3))  # to come at any point of a step
         start = time.perf_counter()
         await self._engine.pause_generation(mode="keep")
         seconds = time.perf_counter() - start
         await self._engine.resume_generation()
-        return 1000 * seconds, 1000 * step
+        while ends[-1] < start:  # it came between two steps
+            await asyncio.sleep(_TICK_SECONDS)
+        return 1000 * seconds, 1000 * step_at(start, ends)
 
     def kill(self, prompts: list[list[int]]) -> float:
         """Milliseconds from SIGKILL of the core until the last open request has raised; a new core is started."""

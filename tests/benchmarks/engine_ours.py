@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from streaming import step_at
 from transformers import AutoConfig, AutoModelForCausalLM
 from works import KV_POOL_BYTES
 
@@ -51,39 +52,42 @@ class Engine:
         }
 
     def pauses(self, prompts: list[list[int]], num_pauses: int) -> list[tuple[float, float]]:
-        """(milliseconds of a pause with "keep", milliseconds of a step just before it), while another thread steps."""
+        """(milliseconds of a pause with "keep", milliseconds of the step it came in), while another thread steps."""
         params = SamplingParams(max_tokens=800, ignore_eos=True, detokenize=False, logprobs=0)
         engine, stopped = self._llm.llm_engine, threading.Event()
         names = engine.add_requests(prompts, params)
+        ends: list[float] = []
+        """Of steps that computed something."""
 
         def run() -> None:
+            num_steps = self._num_steps()
             while not stopped.is_set():
                 engine.wait_until_steppable(_TICK_SECONDS)
                 engine.step()
+                if (now := self._num_steps()) > num_steps:
+                    ends.append(time.perf_counter())
+                    num_steps = now
 
         stepping = threading.Thread(target=run)
         stepping.start()
         try:
             while engine.get_metrics().core.num_running < len(prompts):
                 time.sleep(_TICK_SECONDS)
-            return [self._pause() for _ in range(num_pauses)]
+            return [self._pause(ends) for _ in range(num_pauses)]
         finally:
             stopped.set()
             stepping.join()
             engine.abort_request(names, discard=True)
 
-    def _pause(self) -> tuple[float, float]:
-        first, start = self._num_steps(), time.perf_counter()
-        time.sleep(random.uniform(0.1, 0.2))  # to come at any point of a step
-        while (last := self._num_steps()) == first:
-            time.sleep(_TICK_SECONDS)
-        step = (time.perf_counter() - start) / (last - first)
-        time.sleep(random.uniform(0.0, step))
+    def _pause(self, ends: list[float]) -> tuple[float, float]:
+        time.sleep(random.uniform(0.2, 0.3))  # to come at any point of a step
         start = time.perf_counter()
         self._llm.pause_generation(mode="keep")
         seconds = time.perf_counter() - start
         self._llm.resume_generation()
-        return 1000 * seconds, 1000 * step
+        while ends[-1] < start:  # it came between two steps
+            time.sleep(_TICK_SECONDS)
+        return 1000 * seconds, 1000 * step_at(start, ends)
 
     def _num_steps(self) -> int:
         return self._llm.get_metrics().core.counters.num_steps

@@ -43,7 +43,7 @@ def streams(own_process: Worker, prompts: FreshPrompts, rounds: int) -> dict[str
 
 
 def pauses(worker: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
-    """What a pause with "keep" takes beyond the step in progress, milliseconds, while 64 requests run.
+    """What a pause with "keep" takes beyond the time of the step it came in, milliseconds, while 64 requests run.
 
     `worker`: an engine in a process of its own, or one in process that another thread steps.
     """

@@ -4,6 +4,7 @@ The engine may live in another environment, so this file imports nothing but the
 """
 
 import asyncio
+import bisect
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -27,6 +28,12 @@ async def replay(requests: list[dict[str, Any]], generate: Generate) -> dict[str
         "tokens": sum(request["num_sampled"] for request in requests),
         "seconds": max(own[-1] for own in times) - start,
     }
+
+
+def step_at(moment: float, ends: list[float]) -> float:
+    """Seconds of the step that was in progress at `moment`, from when steps ended."""
+    last = bisect.bisect_right(ends, moment)
+    return ends[last] - ends[last - 1]
 
 
 async def _times(request: dict[str, Any], start: float, generate: Generate) -> list[float]:
