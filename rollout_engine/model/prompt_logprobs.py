@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.token_logprobs import figures_of, logprobs_at, row_blocks, row_temperatures
+from rollout_engine.kernels.token_logprobs import FiguresOf, figures_of, logprobs_at, row_blocks, row_temperatures
 from rollout_engine.kernels.truncation import most_likely
 from rollout_engine.messages import NewSequence, PromptLogprobs, ScheduledSequence
 
@@ -21,7 +21,9 @@ from rollout_engine.messages import NewSequence, PromptLogprobs, ScheduledSequen
 class PromptScorer:
     """The prompts that are being scored."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: FiguresOf = figures_of) -> None:
+        """`kernel` reads logits where they lie."""
+        self._kernel = kernel
         self._prompts: dict[str, _Prompt] = {}
         self._pieces: list[_Piece] = []
 
@@ -56,7 +58,7 @@ class PromptScorer:
         """Take the logits [n, V] of `rows`; of prompts now complete, index into `scheduled` -> log-probs."""
         start = 0
         for piece in self._pieces:
-            piece.score(logits[start : start + piece.size])
+            piece.score(logits[start : start + piece.size], self._kernel)
             start += piece.size
         return {piece.index: piece.prompt.found for piece in self._pieces if piece.end == len(piece.prompt.token_ids)}
 
@@ -89,13 +91,13 @@ class _Piece(NamedTuple):
         """Rows with a token to score: the prompt's last position has none."""
         return min(self.end, len(self.prompt.token_ids) - 1) - self.start
 
-    def score(self, logits: Tensor) -> None:
+    def score(self, logits: Tensor, kernel: FiguresOf) -> None:
         if not len(logits):
             return
         prompt, told = self.prompt, slice(self.start + 1, self.start + 1 + self.size)
         temperatures = row_temperatures(prompt.temperature, logits)
-        figures = figures_of(logits, temperatures, prompt.token_ids[told])
-        prompt.found.logprobs[told] = figures.logprobs.numpy()
+        figures = kernel(logits, temperatures, prompt.token_ids[told].to(logits.device))
+        prompt.found.logprobs[told] = figures.logprobs.cpu().numpy()
         if prompt.found.top_logprobs is None:
             return
         all_ids, all_logprobs = (column[told] for column in prompt.found.top_logprobs)
@@ -103,4 +105,4 @@ class _Piece(NamedTuple):
             ids = most_likely(torch.nan_to_num(logits[block]), prompt.num_top)
             figure = (figures.maximum, temperatures, figures.log_total)
             logprobs = logprobs_at(logits[block].gather(-1, ids), *(column[block, None] for column in figure))
-            all_ids[block], all_logprobs[block] = ids.numpy(), logprobs.numpy()
+            all_ids[block], all_logprobs[block] = ids.cpu().numpy(), logprobs.cpu().numpy()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollout_engine.errors import StepMemoryError
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
+from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
 from rollout_engine.messages import (
     ModelRunnerOutput,
@@ -28,7 +29,7 @@ from rollout_engine.model.device.graphs import DecodeGraphs
 from rollout_engine.model.device.layout import FlatColumns, decodes_first
 from rollout_engine.model.device.model import DeviceModel
 from rollout_engine.model.device.pool import DeviceBatch
-from rollout_engine.model.device.sampler import DeviceColumns, DeviceSampler, told
+from rollout_engine.model.device.sampler import DeviceColumns, DeviceSampler, tell_tempered, told
 from rollout_engine.model.device.sequences import SequenceRows
 from rollout_engine.model.device.upload import Download, upload
 from rollout_engine.model.logit_edits import LogitEdits
@@ -57,7 +58,7 @@ class DeviceRunner:
         self._sequences: dict[str, NewSequence] = {}
         self._edits: dict[str, LogitEdits] = {}
         """Of the sequences that have any."""
-        self._prompts = PromptScorer()
+        self._prompts = PromptScorer(score)
         size = model.kv.block_size
         self._rows = SequenceRows(-(-model.limits.context // size), model.device)
         self._sampler = DeviceSampler(vocab_size, model.device)
@@ -162,7 +163,7 @@ class DeviceRunner:
         return Prefixes(items.int().view(found.items.shape), units.int())
 
     def _score_prompts(self, logits: Tensor, order: list[int]) -> dict[int, PromptLogprobs]:
-        found = self._prompts.score(logits.cpu() if len(logits) else logits)
+        found = self._prompts.score(logits)
         return {order[index]: logprobs for index, logprobs in found.items()}
 
     def _draw(
@@ -189,6 +190,7 @@ class DeviceRunner:
         edits = {row: found for row, found in known if found is not None and found.active}
         out = sample(logits.cpu(), batch._replace(positions=host_positions), edits)
         out.prompt_logprobs = prompt_logprobs
+        tell_tempered(out, logits, [sequence.params for sequence in sequences])
         _append(sequences, out)
         self._rows.last_tokens[targets] = torch.tensor([max(t, 0) for t in out.token_ids], device=targets.device)
         return lambda: out

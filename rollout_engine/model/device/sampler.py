@@ -3,6 +3,7 @@
 What asks for more is drawn on the host (`runner`). Against a host's draw, log-probs differ by 2^-20 at most.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from rollout_engine.kernels.cpu.sampling import Figures, Kept, Truncation
 from rollout_engine.kernels.token_logprobs import row_temperatures
-from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample
+from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample, score
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.sampler import BAD_LOGITS, SamplingBatch
+from rollout_engine.sampling_params import SamplingParams
 
 
 class DeviceColumns(NamedTuple):
@@ -114,6 +116,18 @@ def told(columns: DeviceColumns, drawn: Tensor) -> ModelRunnerOutput:
         for row in out.errors:
             out.token_ids[row] = -1
     return out
+
+
+def tell_tempered(out: ModelRunnerOutput, logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Of tokens drawn on the host from `logits` [N, V]: tempered log-probs by the kernel that a trainer has too."""
+    if out.logprobs is None:
+        return
+    given = torch.tensor([each.temperature for each in params], dtype=torch.float64, device=logits.device)
+    tokens = torch.tensor(out.token_ids, device=logits.device).clamp(min=0)
+    logprobs = score(logits, row_temperatures(given, logits), tokens).logprobs.tolist()
+    for row, each in enumerate(params):
+        if each.logprobs_mode == "tempered" and row not in out.errors:
+            out.logprobs[row] = logprobs[row]
 
 
 def _top(num_top: np.ndarray, drawn: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -109,6 +109,19 @@ def test_logprobs_of_chunks_groups_prefix_hits_and_preempted_samples_are_the_tra
     assert_those_of(trainer_of("qwen3", "bfloat16"), first + again)
 
 
+def test_logprobs_of_prompts_and_of_tokens_drawn_on_the_host_are_the_trainers(engine_on, trainer_of):
+    llm, trainer = engine_on("device", dtype="bfloat16", num_kv_blocks=9, **OPTIONS), trainer_of("qwen3", "bfloat16")
+    params = SamplingParams(
+        temperature=0.8, max_tokens=2, logprobs=0, prompt_logprobs=1, presence_penalty=1.0, seed=3, ignore_eos=True
+    )
+    (output,) = llm.generate([{"prompt_token_ids": SHORT}], params, use_tqdm=False)
+    (sample,) = output.outputs
+    told = np.concatenate([output.prompt_logprobs[1:], sample.logprobs])
+    ids = torch.tensor([SHORT + list(sample.token_ids)], device=next(trainer.parameters()).device)
+    with torch.no_grad():
+        np.testing.assert_array_equal(told, exact.token_logprobs(trainer, ids, temperature=0.8)[0].cpu().numpy())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
