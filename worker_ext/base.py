@@ -43,8 +43,9 @@ class WeightTransaction(Protocol):
         """Of the open update; without one it raises, naming `verb`."""
         ...
 
-    def begin(self, manifest: WeightManifest, *, reset_version: bool) -> bool:
-        """Open an update; False where these very weights are live under this version."""
+    def begin(self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0) -> bool:
+        """Open an update, to be committed within `timeout` seconds; False where these very weights are live under this
+        version."""
         ...
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:

@@ -4,8 +4,8 @@
                                       or update_weight(...)        abort_weight_update() at any point before
 
 Until the commit the old weights serve on, and steps go on. An update that was begun stays open until its commit or
-abort, whoever calls it, or until the client that began it is gone; meanwhile no other can begin. `update_weights` of
-the engine is all of this in one call.
+abort, whoever calls it, or until its time is over or the client that began it is gone; meanwhile no other can begin.
+`update_weights` of the engine is all of this in one call.
 """
 
 from typing import Any, Literal
@@ -63,9 +63,14 @@ class WeightSyncExtension(WorkerExtension):
         return bool(group.ready())
 
     @rpc_beside_steps
-    def begin_weight_update(self, manifest: WeightManifest, reset_version: bool = False) -> bool:
-        """Open an update. False: these very weights are live under this version, and nothing is open."""
-        return self.worker.update.begin(manifest, reset_version=reset_version)
+    def begin_weight_update(
+        self, manifest: WeightManifest, reset_version: bool = False, timeout: float = 300.0
+    ) -> bool:
+        """Open an update. False: these very weights are live under this version, and nothing is open.
+
+        `timeout`: seconds to its commit; after that it is aborted, and the next verb raises.
+        """
+        return self.worker.update.begin(manifest, reset_version=reset_version, timeout=timeout)
 
     @rpc_beside_steps
     def receive_weights(

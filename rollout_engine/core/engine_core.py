@@ -217,9 +217,9 @@ class EngineCore:
         self._tables.clear_cache()
         return True
 
-    def begin_update(self) -> None:
-        """An update is under way; steps go on until `commit_version`."""
-        self.lifecycle.begin_update()
+    def begin_update(self, verb: str = "update_weights") -> None:
+        """An update is under way, which `verb` asked for; steps go on until `commit_version`."""
+        self.lifecycle.begin_update(verb)
 
     def close_for_update(self, mode: PauseMode) -> EngineCoreOutputs:
         """What is in flight ends now ("abort"; returns those ends), or is to finish ("wait"), and nothing new joins it

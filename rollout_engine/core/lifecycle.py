@@ -149,11 +149,11 @@ class Lifecycle:
         self.asleep |= woken
         self.level = level
 
-    def begin_update(self) -> None:
-        """One update at a time, onto weights that are resident. Steps go on."""
-        self._check_between("update_weights")
+    def begin_update(self, verb: str = "update_weights") -> None:
+        """One update at a time, onto weights that are resident. Steps go on. `verb`: what asked for it."""
+        self._check_between(verb)
         if "weights" in self.asleep:
-            raise self._refused("update_weights", "the weights are not resident; call wake_up(['weights']) first")
+            raise self._refused(verb, "the weights are not resident; call wake_up(['weights']) first")
         self.updating = True
 
     def end_update(self, *, dirty: bool | None) -> None:

@@ -3,6 +3,7 @@
     begin ── core.begin_update ── updater.begin ... commit ── updater.commit ── core.commit_version ── updater.confirm,
              │                                                                                         core.end_update
              └── refused: as before                 abort, caller_left ── updater.abort ────────────── core.end_update
+                                                    or the end of its time
 
 Verbs run on threads beside the busy loop; what they tell the core, they tell it at a step boundary.
 """
@@ -20,7 +21,7 @@ from rollout_engine.errors import LifecycleError
 from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.metrics import CoreStats
 from sync.base import WeightReceiver
-from sync.errors import TransferTimeout
+from sync.errors import SyncError, TransferTimeout
 from sync.manifest import WeightManifest
 
 
@@ -32,8 +33,8 @@ class Core(Protocol):
         """Where updates are counted."""
         ...
 
-    def begin_update(self) -> None:
-        """One is under way. Raises `LifecycleError` where it cannot be."""
+    def begin_update(self, verb: str) -> None:
+        """One is under way. Raises `LifecycleError`, naming `verb`, where it cannot be."""
 
     def commit_version(self, version: int, kv: Literal["keep", "recompute"]) -> int:
         """The weights are now `version`'s."""
@@ -56,6 +57,8 @@ class CalledUpdate:
         """Of the call that runs on this thread."""
         self._gone: set[int] = set()
         """Callers that have left."""
+        self._late: dict[int | None, str] = {}
+        """Caller -> what became of its update, which its next call is told."""
         self._receiver: WeightReceiver | None = None
         """Which a call waits for now."""
 
@@ -71,13 +74,13 @@ class CalledUpdate:
     def caller_left(self, caller: int) -> None:
         """Roll back what `caller` has begun, once the call that is at work on it, and is interrupted, has returned."""
         self._gone.add(caller)
-        receiver, update = self._receiver, self._open
-        if receiver is not None and update is not None and update.caller == caller:
-            receiver.close()
-        with self._calling:
-            if self._open is not None and self._open.caller == caller:
-                self._updater.abort()
-                self._end(dirty=None, failure="ClientLeft")
+        self._late.pop(caller, None)
+        self._roll_back(lambda update: update.caller == caller, "ClientLeft")
+
+    def close(self) -> None:
+        """The worker ends, and with it what is open."""
+        if self._open is not None:
+            self._open.close()
 
     def follow(self, core: Core, boundary: Callable[[], AbstractContextManager[object]]) -> None:
         """Tell `core`, inside `boundary()`, which keeps steps out."""
@@ -95,21 +98,29 @@ class CalledUpdate:
         """Of the open update. `LifecycleError` naming `verb` without one."""
         return self._opened(verb).manifest
 
-    def begin(self, manifest: WeightManifest, *, reset_version: bool) -> bool:
-        """As `WeightUpdater.begin`; `LifecycleError` too where the engine cannot take an update now."""
+    def begin(self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0) -> bool:
+        """As `WeightUpdater.begin`; `LifecycleError` too where the engine cannot take an update now.
+
+        `timeout`: seconds to the commit; then the update is aborted, and the caller's next verb is told.
+        """
+        if not 0 < timeout <= threading.TIMEOUT_MAX:
+            raise SyncError(f"timeout={timeout} is not allowed: must be seconds, more than 0.")
         with self._call("begin_weight_update"):
             caller = self._caller.get()
+            self._late.pop(caller, None)
             if caller in self._gone:
                 raise LifecycleError("begin_weight_update: the client that called it has left.")
             with self._at_boundary() as core:
-                core.begin_update()
+                core.begin_update("begin_weight_update")
             self._open = _Open(manifest, caller)
             try:
                 begun = self._updater.begin(manifest, reset_version=reset_version)
             except BaseException as problem:
                 self._end(dirty=None, failure=type(problem).__name__)
                 raise
-            if not begun:
+            if begun:
+                self._open.end_after(timeout, self._expire)
+            else:
                 self._end(dirty=None)
             return begun
 
@@ -153,6 +164,7 @@ class CalledUpdate:
     def abort(self) -> None:
         """As `WeightUpdater.abort`; leaves an update alone that no call has begun."""
         with self._call("abort_weight_update"):
+            self._late.pop(self._caller.get(), None)
             if self._open is not None:
                 self._updater.abort()
                 self._end(dirty=None, failure=self._open.failure or "Aborted")
@@ -160,8 +172,28 @@ class CalledUpdate:
     def _check(self) -> None:
         if self._open is not None and self._open.caller in self._gone:
             raise TransferTimeout("The client that began the update has left.")
+        if self._open is not None and self._open.late:
+            raise TransferTimeout(self._open.late)
+
+    def _expire(self, late: "_Open") -> None:
+        self._roll_back(lambda update: update is late, "TransferTimeout")
+
+    def _roll_back(self, is_meant: "Callable[[_Open], bool]", failure: str) -> None:
+        """The open update, if it is meant, once the call that is at work on it, and is interrupted, has returned."""
+        receiver, update = self._receiver, self._open
+        if receiver is not None and update is not None and is_meant(update):
+            receiver.close()
+        with self._calling:
+            if self._open is not None and is_meant(self._open):
+                if self._open.late:
+                    self._late[self._open.caller] = self._open.late
+                self._updater.abort()
+                self._end(dirty=None, failure=failure)
 
     def _opened(self, verb: str) -> "_Open":
+        late = self._late.pop(self._caller.get(), None)
+        if late is not None:
+            raise TransferTimeout(f"{verb}: {late}")
         if self._open is None:
             raise LifecycleError(f"{verb}: no update is open; call begin_weight_update first.")
         return self._open
@@ -170,6 +202,7 @@ class CalledUpdate:
         """`failure`: why it was not completed."""
         assert self._open is not None, "what ends was open"
         update, self._open = self._open, None
+        update.close()
         with self._at_boundary() as core:
             updates = core.stats.updates
             if failure is not None:
@@ -202,6 +235,26 @@ class _Open:
         self.start, self.stall_seconds = time.perf_counter(), 0.0
         self.failure: str | None = None
         """Class of the last error of a verb."""
+        self.late = ""
+        """Once its time is over: what its caller is told."""
+        self._timer: threading.Timer | None = None
+
+    def end_after(self, timeout: float, end: Callable[["_Open"], object]) -> None:
+        """Call `end(self)`, on a thread of its own, after `timeout` seconds, unless it has ended by then."""
+
+        def expire() -> None:
+            what = f"The update to version {self.manifest.version} was not committed within {timeout:g} s"
+            self.late = f"{what} and is aborted: begin it again, with a longer timeout."
+            end(self)
+
+        self._timer = threading.Timer(timeout, expire)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        """It has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     @contextmanager
     def noting(self) -> Iterator["_Open"]:

@@ -116,6 +116,7 @@ class InlineExecutor:
             self._thread.close()
         if self._worker is not None:
             self._worker.extensions.close()
+            self._worker.update.close()
         self._worker = None
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:

@@ -232,13 +232,14 @@ class AsyncLLM:
         arrive as dicts and tuples as lists. `RPCError` names what cannot travel.
         """
         call = checked_call(method, timeout, args, kwargs)
-        result = asyncio.wrap_future(ask(self.remote.client, *call, timeout))
-        try:
-            if not (await asyncio.wait([result], timeout=timeout))[0]:
-                raise timed_out(method, timeout or 0.0, begun=None)
-        finally:
-            result.cancel()
-        return result.result()
+        with self.remote.spans.during("collective_rpc", method=method):
+            result = asyncio.wrap_future(ask(self.remote.client, *call, timeout))
+            try:
+                if not (await asyncio.wait([result], timeout=timeout))[0]:
+                    raise timed_out(method, timeout or 0.0, begun=None)
+            finally:
+                result.cancel()
+            return result.result()
 
     async def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight."""

@@ -134,12 +134,14 @@ class RemoteCalls:
         self, method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
         """See `AsyncLLM.collective_rpc`."""
-        result = ask(self._remote.client, *checked_call(method, timeout, args, kwargs), timeout)
-        done, _ = wait([result], timeout)
-        if not done:
-            result.cancel()
-            raise timed_out(method, timeout or 0.0, begun=None)
-        return result.result()
+        call = checked_call(method, timeout, args, kwargs)
+        with self._remote.spans.during("collective_rpc", method=method):
+            result = ask(self._remote.client, *call, timeout)
+            done, _ = wait([result], timeout)
+            if not done:
+                result.cancel()
+                raise timed_out(method, timeout or 0.0, begun=None)
+            return result.result()
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
         """Not possible: `LifecycleError`."""

@@ -72,7 +72,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._control = LifecycleControl(
             core, self._lock, step=self._step_for_others, deliver=self._deliver, spans=self._spans
         )
-        self._calls = WorkerCalls(core, executor, self._control, self._lock)
+        self._calls = WorkerCalls(core, executor, self._control, self._lock, self._spans)
         self._ready: list[RequestOutput] = []
         """Results of aborts and results handed back, for the next step to return."""
         self._num_named = 0

@@ -1,7 +1,7 @@
 """Spans of requests, pauses and weight updates, for OpenTelemetry, which is imported here alone and only if asked for.
 
     caller's trace ── trace_headers ──> rollout_engine.request            events: scheduled, first_token
-    caller's span  ── its context ────> rollout_engine.pause, rollout_engine.update_weights
+    caller's span  ── its context ────> rollout_engine.pause, .update_weights, .collective_rpc (each verb of an update)
 
 The span of a request is made when it has ended, from times that are kept anyway: until then it costs nothing.
 """

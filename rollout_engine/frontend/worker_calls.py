@@ -13,6 +13,7 @@ from torch import nn
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import LifecycleError, RPCError, RPCTimeoutError
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
+from rollout_engine.frontend.spans import Spans
 
 
 class Workers(Protocol):
@@ -39,18 +40,24 @@ class Workers(Protocol):
 class WorkerCalls:
     """The verbs of `WorkerVerbs`, over one executor. `lock` is held while a step runs."""
 
-    def __init__(self, core: EngineCore, workers: Workers, control: LifecycleControl, lock: threading.RLock) -> None:
-        self._core, self._workers, self._control, self._lock = core, workers, control, lock
+    def __init__(
+        self, core: EngineCore, workers: Workers, control: LifecycleControl, lock: threading.RLock, spans: Spans
+    ) -> None:
+        self._core, self._workers, self._control, self._lock, self._spans = core, workers, control, lock, spans
 
     def collective_rpc(
         self, method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
         """See `WorkerVerbs.collective_rpc`."""
         call = checked_call(method, timeout, args, kwargs)
-        if timeout is None:
-            return self._run(*call)
+        with self._spans.during("collective_rpc", method=method):
+            return self._run(*call) if timeout is None else self._run_in_time(timeout, *call)
+
+    def _run_in_time(self, timeout: float, method: str, *arguments: Any) -> list[Any]:
         future: Future[list[Any]] = Future()
-        thread = threading.Thread(target=self._resolve, args=(future, *call), name=f"rpc-{method}", daemon=True)
+        thread = threading.Thread(
+            target=self._resolve, args=(future, method, *arguments), name=f"rpc-{method}", daemon=True
+        )
         thread.start()
         done, _ = wait([future], timeout)
         if not done:

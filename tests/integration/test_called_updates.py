@@ -19,6 +19,7 @@ from rollout_engine import (
     RPCError,
     SamplingParams,
     StaleVersionError,
+    TransferTimeoutError,
     WeightUpdateError,
 )
 from rollout_engine.testing import tiny_checkpoint
@@ -271,6 +272,47 @@ def test_an_update_ends_with_the_client_that_began_it(engine, call, trainer, tmp
     assert_unchanged(engine, call, digest, before)
 
 
+@pytest.mark.parametrize("how,timeout", [("between calls", 0.2), ("in a call", 5)])
+def test_an_update_not_committed_in_time_is_aborted_and_its_client_told(engine, call, trainer, tmp_path, how, timeout):
+    digest, before = call("get_weight_digest"), generate(engine)
+    manifest = make_sender("inproc").offer(trainer, next_version(call, engine), metadata(call))
+    num_late = updates_of(engine).failures.get("TransferTimeout", 0)
+    assert call("begin_weight_update", manifest, timeout=timeout) is True
+    if how == "in a call":  # which waits for a trainer that never comes
+        place = {"rendezvous": f"file://{tmp_path}/nobody", "rank": 1, "world_size": 2, "timeout": 3600.0}
+        with pytest.raises(WeightUpdateError):
+            call("receive_weights", "gloo", place)
+    while updates_of(engine).failures.get("TransferTimeout", 0) == num_late:
+        time.sleep(0.01)
+    late = (
+        f"verify_weights: The update to version {manifest.version} was not committed within {timeout} s and is aborted"
+    )
+    with pytest.raises(TransferTimeoutError, match=late):
+        call("verify_weights")
+    with pytest.raises(LifecycleError, match="no update is open"):  # it is told once
+        call("verify_weights")
+    assert_unchanged(engine, call, digest, before)
+    assert call("begin_weight_update", manifest) is True
+
+
+def test_an_update_in_time_meets_no_deadline_later(engine, call, offered):
+    sender, manifest = offered
+    call("begin_weight_update", manifest, timeout=1.0)
+    call("abort_weight_update")
+    call("begin_weight_update", manifest, timeout=3600.0)
+    time.sleep(1.5)  # past the first one's
+    stage(call, sender, manifest)
+    call("verify_weights")
+    assert call("commit_weight_update", manifest.version) == manifest.digest
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_that_is_none_is_refused(engine, call, offered, timeout):
+    with pytest.raises(WeightUpdateError, match="timeout=.* is not allowed"):
+        call("begin_weight_update", offered[1], timeout=timeout)
+    assert call("begin_weight_update", offered[1]) is True
+
+
 async def leaving_a_call(engine, arguments):
     """Whether `receive_weights` has begun and not returned after a second."""
     task = asyncio.create_task(engine.collective_rpc("receive_weights", None, arguments))
@@ -293,7 +335,7 @@ def test_verbs_out_of_order_are_refused_and_change_nothing(engine, call, offered
         with pytest.raises(LifecycleError, match="no update is open"):
             call(*early)
     call("begin_weight_update", manifest)
-    with pytest.raises(LifecycleError, match="UPDATING"):
+    with pytest.raises(LifecycleError, match="^begin_weight_update: .* UPDATING"):
         call("begin_weight_update", manifest)
     with pytest.raises(LifecycleError, match="not verified"):
         call("commit_weight_update", manifest.version)

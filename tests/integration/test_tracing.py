@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rollout_engine import LLM, AsyncLLM, ManifestMismatchError, RolloutPolicy, SamplingParams
+from rollout_engine import LLM, AsyncLLM, LifecycleError, ManifestMismatchError, RolloutPolicy, SamplingParams
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -77,6 +77,9 @@ def test_an_engine_in_its_own_process_sends_requests_pauses_and_updates(checkpoi
         await engine.update_weights(tiny_model(seed=1))
         with pytest.raises(ManifestMismatchError):
             await engine.update_weights({})
+        await engine.collective_rpc("abort_weight_update")
+        with pytest.raises(LifecycleError):
+            await engine.collective_rpc("verify_weights")
 
     options = dict(num_kv_blocks=64, num_threads=1, log_stats=False, otlp_traces_endpoint=collector.endpoint)
     with AsyncLLM(checkpoint, **options) as engine:
@@ -85,13 +88,17 @@ def test_an_engine_in_its_own_process_sends_requests_pauses_and_updates(checkpoi
         policy.pause_generation(mode="keep")
         policy.resume_generation()
         policy.update_weights(tiny_model(seed=2))
+        policy.collective_rpc("abort_weight_update")
     services, spans = zip(*collector.spans(), strict=True)
     assert set(services) == {"rollout-engine"}
     assert [span.name.removeprefix("rollout_engine.") for span in spans] == [
-        *("request", "pause", "update_weights", "update_weights", "pause", "update_weights")
+        *("request", "pause", "update_weights", "update_weights", "collective_rpc", "collective_rpc"),
+        *("pause", "update_weights", "collective_rpc"),
     ]
+    verbs = [{a.key: a.value.string_value for a in span.attributes}.get("rollout_engine.method") for span in spans]
+    assert [verbs[i] for i in (4, 5, 8)] == ["abort_weight_update", "verify_weights", "abort_weight_update"]
     assert (spans[0].trace_id.hex(), spans[0].parent_span_id.hex()) == (TRACE, PARENT)
-    assert [span.status.code for span in spans] == [0, 0, 0, 2, 0, 0]
+    assert [span.status.code for span in spans] == [0, 0, 0, 2, 0, 2, 0, 0, 0]
     assert all(0 < span.end_time_unix_nano - span.start_time_unix_nano < 60e9 for span in spans)
     assert abs(spans[0].end_time_unix_nano / 1e9 - time.time()) < 60
 
@@ -100,8 +107,9 @@ def test_an_engine_in_process_sends_what_it_has_at_its_shutdown(checkpoint, coll
     with LLM(checkpoint, num_kv_blocks=64, log_stats=False, otlp_traces_endpoint=collector.endpoint) as llm:
         llm.generate(["hello", "there"], PARAMS, use_tqdm=False)
         llm.update_weights(tiny_model(seed=1))
-    names = [span.name for _, span in collector.spans()]
-    assert names == ["rollout_engine.request"] * 2 + ["rollout_engine.update_weights"]
+        llm.collective_rpc("abort_weight_update")
+    names = [span.name.removeprefix("rollout_engine.") for _, span in collector.spans()]
+    assert names == ["request", "request", "update_weights", "collective_rpc"]
 
 
 def test_a_collector_that_is_not_there_costs_no_request(checkpoint):

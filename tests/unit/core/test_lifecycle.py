@@ -145,6 +145,16 @@ def test_pausing_twice_in_any_mode_is_one_pause(first, second):
     assert lifecycle.state == "RUNNING"
 
 
+def test_a_refused_update_names_the_verb_that_was_called():
+    lifecycle = Lifecycle()
+    lifecycle.begin_update("begin_weight_update")
+    with pytest.raises(LifecycleError, match="^begin_weight_update: not possible while the engine is UPDATING"):
+        lifecycle.begin_update("begin_weight_update")
+    lifecycle = asleep(level=1)
+    with pytest.raises(LifecycleError, match="^begin_weight_update: .* not resident"):
+        lifecycle.begin_update("begin_weight_update")
+
+
 def test_a_pause_outlives_sleep_and_updates():
     lifecycle = paused("keep")
     fall_asleep(lifecycle)
