@@ -306,6 +306,17 @@ def test_an_update_in_time_meets_no_deadline_later(engine, call, offered):
     assert call("commit_weight_update", manifest.version) == manifest.digest
 
 
+def test_an_engine_that_ends_does_not_keep_its_weights_until_a_deadline(checkpoint):
+    others = threading.enumerate()
+    with LLM(checkpoint, **OPTIONS) as engine:
+        (forms,) = engine.collective_rpc("get_model_metadata")
+        offer = make_sender("inproc").offer(AutoModelForCausalLM.from_pretrained(checkpoint), 1, forms)
+        engine.collective_rpc("begin_weight_update", None, [offer], {"timeout": 3600.0})
+        (timer,) = [t for t in threading.enumerate() if isinstance(t, threading.Timer) and t not in others]
+    timer.join(60)
+    assert not timer.is_alive()
+
+
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_deadline_that_is_none_is_refused(engine, call, offered, timeout):
     with pytest.raises(WeightUpdateError, match="timeout=.* is not allowed"):
