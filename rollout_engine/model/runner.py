@@ -13,7 +13,7 @@ from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSeq
 from rollout_engine.model.block_rows import BlockRows
 from rollout_engine.model.chunk import FlatBatch
 from rollout_engine.model.forward import PagedModel
-from rollout_engine.model.logit_edits import LogitEdits
+from rollout_engine.model.known_sequences import KnownSequences
 from rollout_engine.model.logits_processors import LogitsProcessor
 from rollout_engine.model.prompt_logprobs import PromptScorer
 from rollout_engine.model.sampler import SamplingBatch, sample
@@ -24,12 +24,8 @@ class ModelRunner:
 
     def __init__(self, model: PagedModel, *, vocab_size: int, processors: Sequence[LogitsProcessor] = ()) -> None:
         self.model = model
-        self._vocab_size = vocab_size
-        self._processors = processors
-        self._sequences: dict[str, NewSequence] = {}
-        self._edits: dict[str, LogitEdits] = {}
-        """Of the sequences that have any."""
         self._prompts = PromptScorer()
+        self._sequences = KnownSequences(vocab_size, processors, self._prompts)
         self._blocks = BlockRows()
         self._settings: tuple[list[str], SamplingBatch] | None = None
         """Sampling columns of the last step, and of which sequences."""
@@ -68,21 +64,10 @@ class ModelRunner:
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished or work.new:
             self._settings = None
+        self._sequences.note(work)
         for request_id in work.finished:
-            self._sequences.pop(request_id, None)
-            self._edits.pop(request_id, None)
-            self._prompts.forget(request_id)
             self._blocks.forget(request_id)
-        self._learn(work.new)
-        self._prompts.learn(work.new, work.scheduled)
         self._blocks.learn(work.scheduled)
-
-    def _learn(self, sequences: Sequence[NewSequence]) -> None:
-        for new in sequences:
-            self._sequences[new.request_id] = new
-            edits = LogitEdits.of(new, self._processors, self._vocab_size)
-            if edits is not None:
-                self._edits[new.request_id] = edits
 
     def _flat_batch(self, scheduled: list[ScheduledSequence]) -> FlatBatch:
         first = [chunk.num_computed_tokens for chunk in scheduled]
@@ -103,9 +88,7 @@ class ModelRunner:
 
     def _sample(self, logits: torch.Tensor, request_ids: list[str]) -> ModelRunnerOutput:
         sequences = [self._sequences[request_id] for request_id in request_ids]
-        known = ((row, self._edits.get(s.request_id)) for row, s in enumerate(sequences)) if self._edits else ()
-        edits = {row: found for row, found in known if found is not None and found.active}
-        out = sample(logits, self._batch(request_ids, sequences), edits)
+        out = sample(logits, self._batch(request_ids, sequences), self._sequences.edits_of(sequences))
         for sequence, token in zip(sequences, out.token_ids, strict=True):
             sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
         return out

@@ -32,7 +32,7 @@ from rollout_engine.model.device.pool import DeviceBatch
 from rollout_engine.model.device.sampler import DeviceColumns, DeviceSampler, tell_tempered, told
 from rollout_engine.model.device.sequences import SequenceRows
 from rollout_engine.model.device.upload import Download, upload
-from rollout_engine.model.logit_edits import LogitEdits
+from rollout_engine.model.known_sequences import KnownSequences
 from rollout_engine.model.logits_processors import LogitsProcessor
 from rollout_engine.model.prompt_logprobs import PromptScorer
 from rollout_engine.model.sampler import SamplingBatch, sample
@@ -53,12 +53,8 @@ class DeviceRunner:
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model, self.graphs = model, graphs
-        self._vocab_size = vocab_size
-        self._processors = processors
-        self._sequences: dict[str, NewSequence] = {}
-        self._edits: dict[str, LogitEdits] = {}
-        """Of the sequences that have any."""
         self._prompts = PromptScorer(score)
+        self._sequences = KnownSequences(vocab_size, processors, self._prompts)
         size = model.kv.block_size
         self._rows = SequenceRows(-(-model.limits.context // size), model.device)
         self._sampler = DeviceSampler(vocab_size, model.device)
@@ -117,18 +113,10 @@ class DeviceRunner:
     def _note_changes(self, work: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
         if work.finished or work.new:
             self._settings = None
+        self._sequences.note(work)
         for request_id in work.finished:
-            self._sequences.pop(request_id, None)
-            self._edits.pop(request_id, None)
-            self._prompts.forget(request_id)
             self._rows.forget(request_id)
-        for new in work.new:
-            self._sequences[new.request_id] = new
-            edits = LogitEdits.of(new, self._processors, self._vocab_size)
-            if edits is not None:
-                self._edits[new.request_id] = edits
         self._rows.add(new.request_id for new in work.new)
-        self._prompts.learn(work.new, work.scheduled)
         return self._rows.learn(work.scheduled)
 
     def _forward(self, flat: FlatColumns, batch: DeviceBatch, host_rows: np.ndarray, rows: Tensor) -> Tensor:
@@ -178,16 +166,14 @@ class DeviceRunner:
         """One token for each row of `logits`, at `positions` of their sequences, whose rows are `targets`."""
         sequences = [self._sequences[task.request_id] for task in work.samples]
         batch, columns = self._columns(sequences)
-        is_edited = any(sequence.request_id in self._edits for sequence in sequences) if self._edits else False
-        if columns is not None and not is_edited:
+        if columns is not None and not self._sequences.have_edits(sequences):
             tokens, drawn = self._sampler.draw(logits, columns, positions)
             self._rows.last_tokens[targets] = tokens
             pending = _Pending(sequences, columns, Download(drawn), prompt_logprobs)
             self._pending.append(pending)
             return lambda: pending.settle(self._pending)
         self.catch_up()
-        known = ((row, self._edits.get(s.request_id)) for row, s in enumerate(sequences))
-        edits = {row: found for row, found in known if found is not None and found.active}
+        edits = self._sequences.edits_of(sequences)
         out = sample(logits.cpu(), batch._replace(positions=host_positions), edits)
         out.prompt_logprobs = prompt_logprobs
         tell_tempered(out, logits, [sequence.params for sequence in sequences])

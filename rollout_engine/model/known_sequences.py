@@ -1,0 +1,40 @@
+"""What a runner keeps of the sequences it works on, so that a step carries only what changed."""
+
+from collections.abc import Sequence
+
+from rollout_engine.messages import NewSequence, SchedulerOutput
+from rollout_engine.model.logit_edits import LogitEdits
+from rollout_engine.model.logits_processors import LogitsProcessor
+from rollout_engine.model.prompt_logprobs import PromptScorer
+
+
+class KnownSequences(dict[str, NewSequence]):
+    """By id."""
+
+    def __init__(self, vocab_size: int, processors: Sequence[LogitsProcessor], prompts: PromptScorer) -> None:
+        super().__init__()
+        self._vocab_size, self._processors, self._prompts = vocab_size, processors, prompts
+        self._edits: dict[str, LogitEdits] = {}
+        """Of the sequences that have any."""
+
+    def note(self, work: SchedulerOutput) -> None:
+        """Forget what has finished and learn what is new, prompts too."""
+        for request_id in work.finished:
+            self.pop(request_id, None)
+            self._edits.pop(request_id, None)
+            self._prompts.forget(request_id)
+        for new in work.new:
+            self[new.request_id] = new
+            edits = LogitEdits.of(new, self._processors, self._vocab_size)
+            if edits is not None:
+                self._edits[new.request_id] = edits
+        self._prompts.learn(work.new, work.scheduled)
+
+    def have_edits(self, sequences: Sequence[NewSequence]) -> bool:
+        """Whether logits of any of these may ever be edited."""
+        return bool(self._edits) and any(sequence.request_id in self._edits for sequence in sequences)
+
+    def edits_of(self, sequences: Sequence[NewSequence]) -> dict[int, LogitEdits]:
+        """By place, of those whose next logits are edited."""
+        known = ((row, self._edits.get(s.request_id)) for row, s in enumerate(sequences)) if self._edits else ()
+        return {row: found for row, found in known if found is not None and found.active}
