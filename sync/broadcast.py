@@ -24,7 +24,7 @@ from sync.buckets import Bucket, plan_buckets, view_of
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import WeightGroup
 from sync.manifest import WeightManifest
-from sync.source import NamedTensor, Offer
+from sync.source import HeldOffer, NamedTensor
 
 _IN_FLIGHT = 2
 
@@ -129,8 +129,7 @@ class BroadcastSender:
     def __init__(self, end: BroadcastEnd, bucket_bytes: int) -> None:
         _check_bucket_bytes(bucket_bytes)
         self._end, self._bucket_bytes = end, bucket_bytes
-        self._offer: Offer | None = None
-        self._manifest: WeightManifest | None = None
+        self._held = HeldOffer()
 
     def ready(self) -> bool:
         """Whether every worker has joined the group. `TransferTimeout` once it is clear that they will not."""
@@ -138,19 +137,15 @@ class BroadcastSender:
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """As `WeightSender.offer`. Holds references to the source's tensors, and copies of gathered ones."""
-        offer = Offer(source, metadata)
-        self._manifest = offer.manifest(version, offer.digest, num_threads=1)
-        self._offer = offer
-        return self._manifest
+        return self._held.make(source, version, metadata)
 
     def send(self) -> None:
         """As `WeightSender.send`."""
-        if self._offer is None or self._manifest is None:
-            raise SyncError("Nothing is on offer: call offer first.")
-        end, offer, buckets = self._end, self._offer, plan_buckets(self._manifest.tensors, self._bucket_bytes)
+        offer, manifest = self._held.get()
+        end, buckets = self._end, plan_buckets(manifest.tensors, self._bucket_bytes)
         largest = max((bucket.num_bytes for bucket in buckets), default=0)
         with end.stream():
-            end.agree(self._manifest, self._bucket_bytes)
+            end.agree(manifest, self._bucket_bytes)
             works: list[Any] = []
             for k, bucket in enumerate(buckets):
                 if k >= _IN_FLIGHT:
@@ -165,7 +160,7 @@ class BroadcastSender:
 
     def close(self) -> None:
         """Drop the source and leave the group."""
-        self._offer = self._manifest = None
+        self._held.drop()
         self._end.close()
 
 

@@ -31,7 +31,7 @@ from sync.devices import cuda_device
 from sync.directories import check_private, make_private, open_sole
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.manifest import WeightManifest
-from sync.source import NamedTensor, Offer
+from sync.source import HeldOffer, NamedTensor
 
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; there are two. A larger tensor travels alone."""
@@ -230,23 +230,18 @@ class HandleSender:
         self.channel = Channel(directory, binds=True, accepts=_ToTrainer, timeout=timeout)
         self._memory, self._bucket_bytes = memory, bucket_bytes
         self._buffers: list[Tensor] = []
-        self._offer: Offer | None = None
-        self._manifest: WeightManifest | None = None
+        self._held = HeldOffer()
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """As `WeightSender.offer`. Holds references to the source's tensors, and copies of gathered ones."""
-        offer = Offer(source, metadata)
-        self._manifest = offer.manifest(version, offer.digest, num_threads=1)
-        self._offer = offer
-        return self._manifest
+        return self._held.make(source, version, metadata)
 
     def send(self) -> None:
         """As `WeightSender.send`, to one engine."""
-        if self._offer is None or self._manifest is None:
-            raise SyncError("Nothing is on offer: call offer first.")
+        offer, manifest = self._held.get()
         want = self.channel.expect(Want, latest=True)  # not one of an engine that gave up
-        self._check(want, self._manifest)
-        buckets = plan_buckets(self._manifest.tensors, self._bucket_bytes)
+        self._check(want, manifest)
+        buckets = plan_buckets(manifest.tensors, self._bucket_bytes)
         self._allocate(max((bucket.num_bytes for bucket in buckets), default=0))
         first, second = (self._memory.export(buffer) for buffer in self._buffers)
         self.channel.send(Buckets(want.transfer, (first, second), self._bucket_bytes))
@@ -254,7 +249,7 @@ class HandleSender:
             if k >= _IN_FLIGHT:
                 self.channel.expect(Taken, want.transfer)
             for slot in bucket.slots:
-                self._offer.place(self._offer.index[slot.spec.name], view_of(self._buffers[k % _IN_FLIGHT], slot))
+                offer.place(offer.index[slot.spec.name], view_of(self._buffers[k % _IN_FLIGHT], slot))
             self._memory.settle()
             self.channel.send(Filled(want.transfer, k))
         for _ in buckets[-_IN_FLIGHT:]:
@@ -262,7 +257,7 @@ class HandleSender:
 
     def close(self) -> None:
         """Drop the source and the buffers, and close the socket."""
-        self._offer = self._manifest = None
+        self._held.drop()
         self._buffers = []
         self.channel.close()
 

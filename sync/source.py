@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sync.arrival import put
 from sync.base import Metadata, WeightSource
 from sync.checkpoint import is_checkpoint, map_checkpoint
-from sync.errors import ManifestMismatch
+from sync.errors import ManifestMismatch, SyncError
 from sync.manifest import TensorSpec, WeightManifest, dtype_name, tensor_digest, torch_dtype
 from sync.published import is_store, open_current
 from sync.threads import in_threads
@@ -69,6 +69,29 @@ class Offer:
             for form, digest in zip(self.forms, digests, strict=True)
         ]
         return WeightManifest.of(version, specs, self.aliases)
+
+
+class HeldOffer:
+    """What a sender that reads its source once more has on offer: references to tensors, copies of gathered ones."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Offer, WeightManifest] | None = None
+
+    def make(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
+        """As `WeightSender.offer`."""
+        offer = Offer(source, metadata)
+        self._held = offer, offer.manifest(version, offer.digest, num_threads=1)
+        return self._held[1]
+
+    def get(self) -> tuple[Offer, WeightManifest]:
+        """`SyncError` when there is nothing."""
+        if self._held is None:
+            raise SyncError("Nothing is on offer: call offer first.")
+        return self._held
+
+    def drop(self) -> None:
+        """Let go of the source."""
+        self._held = None
 
 
 def read_source(source: WeightSource) -> list[NamedTensor]:
