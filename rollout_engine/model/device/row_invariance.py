@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rollout_engine.errors import ConfigError
 from rollout_engine.kernels import activation, norm
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.dense import attend_dense
@@ -32,6 +33,8 @@ def make_row_invariant(module: nn.Module) -> None:
     for child in list(module.modules()):
         if hasattr(child, "inv_freq"):
             _compute_on_the_host(module, child)
+            if _refuse_coarse_products not in child._forward_pre_hooks.values():
+                child.register_forward_pre_hook(_refuse_coarse_products)
         if is_gated_mlp(child):
             child.__class__ = _MLP
         elif (epsilon := rms_norm_epsilon(child)) is not None:
@@ -49,6 +52,16 @@ def unproven_parts(module: nn.Module) -> list[str]:
             own = child.named_parameters(recurse=False)
             found += [f"{path}.{name}" for name, parameter in own if parameter.dim() > 1]
     return found or unproven_operations(module)
+
+
+def _refuse_coarse_products(rotary: nn.Module, args: tuple[Any, ...]) -> None:
+    """Positions and frequencies are multiplied by the library, which would round both."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise ConfigError(
+            f"float32 products are of precision '{precision}', which rounds rotary positions: engine and trainer could "
+            "differ. Call torch.set_float32_matmul_precision('highest') in both."
+        )
 
 
 @torch.no_grad()

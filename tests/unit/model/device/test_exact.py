@@ -178,6 +178,20 @@ def test_rotary_frequencies_are_those_that_engines_have(enable):
     assert torch.equal(enable(model).model.rotary_emb.inv_freq.cpu(), expected)
 
 
+def test_products_that_would_round_positions_are_refused_by_trainer_and_engine(enable, engine_on):
+    trainer = enable(tiny_model("llama", num_hidden_layers=1))
+    ids = torch.tensor([[5, 6, 7]], device=next(trainer.parameters()).device)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(ConfigError, match="rounds rotary positions"):
+            exact.token_logprobs(trainer, ids)
+        with pytest.raises(ConfigError, match="deterministic=True is not possible.*rounds rotary positions"):
+            engine_on("device", "llama", num_kv_blocks=13, **OPTIONS)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    exact.token_logprobs(trainer, ids)
+
+
 def test_a_model_with_weights_that_no_kernel_serves_is_refused(enable):
     with pytest.raises(ConfigError, match="cannot be exact.*gate"):
         enable(tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32))
