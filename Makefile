@@ -9,8 +9,9 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python examples/grpo.py
 
+# Two at a time, file by file: most tests wait, or keep one core busy.
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-all: setup
 	$(BIN)/python -m pytest

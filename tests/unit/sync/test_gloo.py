@@ -184,7 +184,8 @@ for i in range(20):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    # torch may log a connection that was cut; what it must not do is to abort, or to raise in a thread.
+    assert done.returncode == 0 and not {"terminate", "Traceback"} & set(done.stderr.split()), done.stderr
 
 
 def test_other_weights_or_buckets_are_refused_by_all_and_the_group_lives(ends):
