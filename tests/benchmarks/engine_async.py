@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from engine_ours import sampling_params
-from streaming import replay, step_at
+from streaming import SETTLED_STEPS, replay, step_at
 from works import KV_POOL_BYTES
 
 from rollout_engine import AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
@@ -77,7 +77,7 @@ class Engine:
         async def run() -> list[tuple[float, float]]:
             tasks = [asyncio.create_task(self._last(prompt, params)) for prompt in prompts[1:]]
             tasks.append(asyncio.create_task(watch()))
-            while (await self._engine.get_metrics()).core.num_running < len(prompts):
+            while len(ends) < SETTLED_STEPS:
                 await asyncio.sleep(_TICK_SECONDS)
             measured = [await self._pause(ends) for _ in range(num_pauses)]
             for task in tasks:

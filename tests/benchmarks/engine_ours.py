@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from streaming import step_at
+from streaming import SETTLED_STEPS, step_at
 from transformers import AutoConfig, AutoModelForCausalLM
 from works import KV_POOL_BYTES
 
@@ -64,14 +64,15 @@ class Engine:
             while not stopped.is_set():
                 engine.wait_until_steppable(_TICK_SECONDS)
                 engine.step()
+                end = time.perf_counter()
                 if (now := self._num_steps()) > num_steps:
-                    ends.append(time.perf_counter())
+                    ends.append(end)
                     num_steps = now
 
         stepping = threading.Thread(target=run)
         stepping.start()
         try:
-            while engine.get_metrics().core.num_running < len(prompts):
+            while len(ends) < SETTLED_STEPS:
                 time.sleep(_TICK_SECONDS)
             return [self._pause(ends) for _ in range(num_pauses)]
         finally:

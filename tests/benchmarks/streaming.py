@@ -30,6 +30,10 @@ async def replay(requests: list[dict[str, Any]], generate: Generate) -> dict[str
     }
 
 
+SETTLED_STEPS = 5
+"""After so many every prompt of a small batch is computed, and steps are alike."""
+
+
 def step_at(moment: float, ends: list[float]) -> float:
     """Seconds of the step that was in progress at `moment`, from when steps ended."""
     last = bisect.bisect_right(ends, moment)
