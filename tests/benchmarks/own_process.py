@@ -57,6 +57,7 @@ def pauses(worker: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]
         "step_ms": round(statistics.median(step for _, step in pairs), 2),
         "p50_ms": round(statistics.median(took for took, _ in pairs), 2),
         "max_ms": round(max(took for took, _ in pairs), 2),
+        "beyond_step_p90_ms": _at(beyond, 0.9),
         "beyond_step_max_ms": round(beyond[-1], 2),
         "pauses": len(pairs),
     }
