@@ -15,7 +15,7 @@ IMPORT_NAMES = {
     "reasoning-gym": "reasoning_gym",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TOOLS = {"mypy", "ruff"}
+TOOLS = {"pytest-xdist", "mypy", "ruff"}
 
 
 def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
