@@ -101,6 +101,7 @@ Cut cut_of(const Call& call, int64_t row_multiple) {
 
 // Of the work of each thread: while one does not run, because another process wants its core, the others do its shares.
 constexpr int64_t SHARES = 8;
+constexpr int64_t PRODUCTS_TO_SHARE = 1 << 26;  // fewer take less time than it takes to agree on who does what
 
 int useful_threads(const Call& call) {
     const int64_t products = call.rows * call.in_features * call.out_features;
@@ -191,13 +192,18 @@ void run_on_vectors(const Call& call, Team& team) {
     const bool is_better = call.rows > MAX_ROWS && row_bytes % (8 * LINE) == 0;
     const auto [x, stride] = call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
     const Cut cut = cut_of(call, 1);
-    const int64_t chunk = std::max<int64_t>(1, cut.parts * cut.panels / (SHARES * omp_get_num_threads()));
-#pragma omp for collapse(2) schedule(dynamic, chunk) nowait
-    for (int64_t part = 0; part < cut.parts; ++part)
-        for (int64_t panel = 0; panel < cut.panels; ++panel) {
-            const int64_t begin = part * cut.rows_a_part;
-            vector_panel(call, x, stride, panel, begin, std::min(begin + cut.rows_a_part, call.rows));
-        }
+    const int64_t count = cut.parts * cut.panels, chunk = count / (SHARES * omp_get_num_threads());
+    auto multiply = [&](int64_t i) {
+        const int64_t begin = i / cut.panels * cut.rows_a_part;
+        vector_panel(call, x, stride, i % cut.panels, begin, std::min(begin + cut.rows_a_part, call.rows));
+    };
+    if (chunk == 0 || call.rows * call.in_features * call.out_features < PRODUCTS_TO_SHARE) {
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < count; ++i) multiply(i);
+    } else {
+#pragma omp for schedule(dynamic, chunk) nowait
+        for (int64_t i = 0; i < count; ++i) multiply(i);
+    }
     team.meet();
 }
 
