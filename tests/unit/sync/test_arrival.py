@@ -10,7 +10,7 @@ from sync.arrival import copy_by, put, read, take
 from sync.manifest import tensor_bytes, tensor_digest
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
-PIECE = 256 << 10
+PIECE = 512 << 10
 SIZES = [0, 1, 1000, PIECE // 4, PIECE // 4 + 1, 3 * PIECE // 4 + 17]
 """Elements of float32, around the borders of pieces."""
 
@@ -89,7 +89,7 @@ def test_bytes_are_fetched_straight_to_their_place():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-nan"])
-@pytest.mark.parametrize("where", [0, 300_000, -1])
+@pytest.mark.parametrize("where", [0, 600_000, -1])
 def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype, value, where):
     if "inf" in value and dtype == torch.float8_e4m3fn:
         pytest.skip("it has no infinities")
@@ -98,7 +98,7 @@ def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype, value, where
         bad = bad.reshape(1).view(torch.uint8)
         bad[-1] |= 0x80
         bad = bad.view(dtype)[0]
-    source = torch.ones(600_000).to(dtype)
+    source = torch.ones(900_000).to(dtype)
     source[where] = bad
     assert take(torch.zeros_like(source), source) == (tensor_digest(source), False)
 
