@@ -318,6 +318,11 @@ int32_t gemm_level(int32_t is_bf16) {
 #endif
 }
 
+// Bytes of `Call::staging`.
+int64_t gemm_staging(int64_t rows, int64_t in_features, int32_t is_bf16) {
+    return gemm_staging_bytes(rows, in_features, is_bf16);
+}
+
 void gemm_run(const Call* call) {
     Team::run(useful_threads(*call), [&](Team& team) { gemm_in_team(*call, team); });
 }

@@ -15,7 +15,6 @@ from rollout_engine.kernels.cpu import build
 PANEL = 32
 """Columns that lie together in a packed weight."""
 _UNIT_BLOCK = 16
-_TILE_ROWS = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -121,11 +120,8 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     rows, in_features = x.shape
     out = torch.empty(rows, weight.out_features, dtype=x.dtype)
     is_bf16 = x.dtype == torch.bfloat16
-    # Rows in the order the kernel reads them; float32 is read as it lies.
-    staging = torch.empty(
-        -(-rows // _TILE_ROWS) * _TILE_ROWS * (weight.panels.shape[1] + _UNIT_BLOCK) if is_bf16 else 0,
-        dtype=torch.int32,
-    )
+    # Rows as the kernel reads them best.
+    staging = torch.empty(_library().gemm_staging(rows, in_features, is_bf16), dtype=torch.uint8)
     call = _Call(
         x.data_ptr(),
         weight.panels.data_ptr(),
@@ -155,6 +151,7 @@ def _library() -> ctypes.CDLL:
     library.gemm_pack.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32)
     library.gemm_pack_in_place.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_int32)
     library.gemm_ask_for_large_pages.argtypes = (c_void_p, c_int64)
+    library.gemm_staging.argtypes, library.gemm_staging.restype = (c_int64, c_int64, c_int32), c_int64
     library.gemm_run.argtypes = (c_void_p,)
     for name in ("pack", "pack_in_place", "run", "ask_for_large_pages"):
         getattr(library, f"gemm_{name}").restype = None
