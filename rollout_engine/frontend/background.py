@@ -3,6 +3,7 @@
 On Linux such a thread has a lower priority, and so has every thread that it starts. Idle cores run it as fast as any.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -27,4 +28,5 @@ def _give_way() -> None:
     """For good: a priority that was given up is not had back without privilege."""
     if sys.platform == "linux":  # where a priority is a thread's
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+        with contextlib.suppress(PermissionError):  # a sandbox forbids it: the work is done all the same
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
