@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -360,8 +361,11 @@ def test_an_update_of_a_core_that_dies_raises_at_once(checkpoint, options):
     with AsyncLLM(checkpoint, **options) as engine:
 
         async def run():
+            pid = (await engine.check_health()).pid
+            os.kill(pid, signal.SIGSTOP)  # so that the update is under way, however fast it would have been
             update = asyncio.create_task(engine.update_weights(tiny_weights(1)))
-            os.kill((await engine.check_health()).pid, 9)
+            await asyncio.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
             await update
 
         with pytest.raises(EngineDeadError):
