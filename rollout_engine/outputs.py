@@ -78,7 +78,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     version: int
     digest: str
-    """xxh3-128, hexadecimal, over the digests of the live parameters after the commit."""
+    """The manifest's, over the digests of the live parameters after the commit."""
     num_tensors: int
     num_bytes: int
     seconds: float

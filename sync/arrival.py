@@ -15,10 +15,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from sync.manifest import tensor_bytes, tensor_digest
+from sync.digests import Digest, tensor_bytes, tensor_digest
 
 _PIECE_BYTES = 512 << 10
 """Stays in a core's second cache between the digest and the copy that goes past it; a smaller one costs more calls."""
@@ -34,7 +33,7 @@ class Arrival(NamedTuple):
     """What lies in a tensor's place."""
 
     digest: str
-    """xxh3-128, as in a manifest."""
+    """As in a manifest."""
     finite: bool
     """No NaN and no infinity; True for what is not floating."""
 
@@ -107,7 +106,7 @@ def read(out: Tensor, fetch: Callable[[memoryview, int], None]) -> Arrival:
 
 
 def digest(place: Tensor) -> str:
-    """xxh3-128 of what lies in a place, as in a manifest."""
+    """Of what lies in a place, as in a manifest."""
     crossing = None if is_plain(place) else _crossing_to(place)
     if crossing is None:
         return tensor_digest(place)
@@ -164,7 +163,7 @@ def _brought(out: Tensor, tensor: Tensor, *, looks: bool) -> Arrival:
 def _copied(out: Tensor, tensor: Tensor, copy: Copy, *, looks: bool) -> Arrival:
     """The digest is of the source: it brings each piece into the cache, where `copy` finds it."""
     memory, to, source, width = tensor_bytes(tensor), out.data_ptr(), tensor.data_ptr(), out.itemsize
-    digest, largest = xxhash.xxh3_128(), 0
+    digest, largest = Digest(), 0
     for start in range(0, len(memory), _PIECE_BYTES):
         piece = memory[start : start + _PIECE_BYTES]
         digest.update(piece)
@@ -196,7 +195,7 @@ class _Look:
     """What is known of bytes that have passed, in order."""
 
     def __init__(self, dtype: torch.dtype, *, looks: bool) -> None:
-        self._digest, self._finite, self._width = xxhash.xxh3_128(), True, dtype.itemsize
+        self._digest, self._finite, self._width = Digest(), True, dtype.itemsize
         self._largest = _largest_bits(dtype) if looks and dtype.is_floating_point else None
 
     def over(self, memory: memoryview, write: Callable[[int, int], None] | None = None) -> None:

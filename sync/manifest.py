@@ -1,7 +1,7 @@
 """The manifest of one weight version: what travels, in which form, and the digests that prove it arrived.
 
-Digests are xxh3-128 (hexadecimal) of a tensor's contiguous bytes in the receiver's dtype. The total digest covers name,
-dtype, shape and digest of every tensor, sorted by name: equal totals mean equal weights under equal names.
+Digests are those of `sync.digests`, of a tensor in the receiver's dtype. The total digest covers name, dtype, shape and
+digest of every tensor, sorted by name: equal totals mean equal weights under equal names.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from sync.digests import DIGEST_FORM, tensor_digest
 from sync.errors import ManifestMismatch
 
 MAX_VERSION = 2**63
@@ -51,17 +52,25 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     aliases: list[list[str]] = []
     """Groups of names that are one tensor on the sender's side; the first of each group is in `tensors`."""
     digest: str
+    digest_form: str = "xxh3-128"
+    """How digests are made (`sync.digests.DIGEST_FORM`); absent where it was the whole tensor's."""
 
     @classmethod
     def of(cls, version: int, tensors: Sequence[TensorSpec], aliases: Sequence[Sequence[str]] = ()) -> "WeightManifest":
         """A manifest with its total digest filled in."""
         groups = [list(group) for group in aliases]
-        return cls(version=version, tensors=list(tensors), aliases=groups, digest=total_digest(tensors))
+        total = total_digest(tensors)
+        return cls(version=version, tensors=list(tensors), aliases=groups, digest=total, digest_form=DIGEST_FORM)
 
     def check(self) -> None:
-        """Raise `ManifestMismatch` unless version and names can be, and the total digest belongs to these tensors."""
+        """Raise `ManifestMismatch` unless version and names can be, digests are of the form made here, and the total is
+        that of these tensors."""
         if type(self.version) is not int or not 0 <= self.version < MAX_VERSION:
             raise ManifestMismatch(f"version={self.version!r} is not allowed: must be an int in [0, 2**63).")
+        if self.digest_form != DIGEST_FORM:
+            what = f"has digests of another form: expected '{DIGEST_FORM}', came '{self.digest_form[:80]}'"
+            advice = "Have the same library at both ends; publish a store again."
+            raise ManifestMismatch(f"The manifest of version {self.version} {what}. {advice}")
         for spec in self.tensors:
             spec.check()
         names = [spec.name for spec in self.tensors]
@@ -94,16 +103,6 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(name: str, tensor: Tensor) -> TensorSpec:
     """The spec of `tensor` as it is now, digest included."""
     return TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype), tensor_digest(tensor))
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """xxh3-128 of the tensor's elements in row-major order; strides do not matter."""
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor.detach().cpu().contiguous()))
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def total_digest(tensors: Iterable[TensorSpec]) -> str:

@@ -29,8 +29,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from sync.digests import tensor_digest
 from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
-from sync.manifest import TensorSpec, WeightManifest, first_names, tensor_digest, torch_dtype
+from sync.manifest import TensorSpec, WeightManifest, first_names, torch_dtype
 from sync.threads import in_threads
 
 CURRENT, LOCK, VERSIONS = "CURRENT", "LOCK", "versions"

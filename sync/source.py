@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from sync.arrival import put
 from sync.base import Metadata, WeightSource
 from sync.checkpoint import is_checkpoint, map_checkpoint
+from sync.digests import tensor_digest
 from sync.errors import ManifestMismatch, SyncError
-from sync.manifest import TensorSpec, WeightManifest, dtype_name, tensor_digest, torch_dtype
+from sync.manifest import TensorSpec, WeightManifest, dtype_name, torch_dtype
 from sync.published import is_store, open_current
 from sync.threads import in_threads
 

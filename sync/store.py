@@ -26,8 +26,9 @@ from torch import Tensor
 from sync.arrival import Arrival, read
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import Slot, view_of
+from sync.digests import tensor_bytes, tensor_digest
 from sync.errors import ChecksumMismatch, StaleVersion, SyncError
-from sync.manifest import TensorSpec, WeightManifest, tensor_bytes, tensor_digest
+from sync.manifest import TensorSpec, WeightManifest
 from sync.published import (
     CURRENT,
     LEASE,

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sync.manifest import first_names, tensor_digest
+from sync.digests import tensor_digest
+from sync.manifest import first_names
 from worker_ext.base import WorkerExtension, rpc
 
 
@@ -14,7 +15,7 @@ class InspectExtension(WorkerExtension):
 
     @rpc
     def get_tensor_digests(self, names: list[str] | None = None) -> dict[str, str]:
-        """Name -> xxh3-128 of the values, as a weight manifest has it."""
+        """Name -> digest of the values, as a weight manifest has it."""
         return {name: tensor_digest(tensor) for name, tensor in self._chosen(names).items()}
 
     @rpc

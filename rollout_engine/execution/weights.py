@@ -89,7 +89,7 @@ class WeightUpdater:
         return {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
 
     def digest(self) -> str:
-        """xxh3-128 of the live weights under the module's own names; tied weights count once.
+        """Total digest of the live weights under the module's own names; tied weights count once.
 
         Raises `LifecycleError` when they were released.
         """

@@ -22,8 +22,9 @@ from torch import Tensor
 from rollout_engine.errors import RPCError, RPCTimeoutError
 from rollout_engine.frontend.core_client import CoreClient
 from rollout_engine.frontend.wire import MAX_FRAME_BYTES, MAX_FRAMES, Frame, Reply, RpcCall, WireError
+from sync.digests import tensor_bytes
 from sync.errors import SyncError
-from sync.manifest import dtype_name, tensor_bytes, torch_dtype
+from sync.manifest import dtype_name, torch_dtype
 
 _ARRAY, _TENSOR = 1, 2
 """Codes of the extension types."""

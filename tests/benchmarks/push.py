@@ -26,7 +26,8 @@ from works import SHAPES
 
 import sync
 from rollout_engine.execution.arrivals import copy_by_kernel
-from sync.manifest import WeightManifest, tensor_digest, torch_dtype
+from sync.digests import tensor_digest
+from sync.manifest import WeightManifest, torch_dtype
 from sync.threads import in_threads
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sync.arrival import copy_by, put, read, take
-from sync.manifest import tensor_bytes, tensor_digest
+from sync.digests import tensor_bytes, tensor_digest
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
 PIECE = 512 << 10

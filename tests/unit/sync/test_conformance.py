@@ -56,7 +56,7 @@ def test_floats_are_cast_to_the_receivers_dtypes_on_the_way(link):
     source = {"a": torch.randn(40, 30), "b": torch.arange(3)}
     manifest = link.push(source, metadata={"a": ("bfloat16", (40, 30)), "b": ("int64", (3,))})
     assert [(spec.name, spec.dtype) for spec in manifest.tensors] == [("a", "bfloat16"), ("b", "int64")]
-    assert manifest.tensors[0].digest == sync.manifest.tensor_digest(source["a"].bfloat16())
+    assert manifest.tensors[0].digest == sync.digests.tensor_digest(source["a"].bfloat16())
 
 
 def test_tied_tensors_travel_once(link):

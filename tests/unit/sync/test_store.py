@@ -327,6 +327,16 @@ def test_every_damage_is_refused_and_mended_by_publishing_again(store, damage):
         assert current(store) == (3, 3.0)
 
 
+def test_a_store_of_another_form_of_digests_is_refused_by_that_and_mended_by_publishing(store, monkeypatch):
+    monkeypatch.setattr(sync.manifest, "DIGEST_FORM", "xxh3-128")
+    sync.publish(store, weights(1), 1)
+    monkeypatch.undo()
+    with pytest.raises(ManifestMismatch, match="digests of another form: .* came 'xxh3-128'. .* publish a store again"):
+        sync.open_current(store)
+    sync.publish(store, weights(2), 2)
+    assert current(store) == (2, 2.0)
+
+
 @pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize("byte", range(0, 96, 5))
 def test_any_bit_of_current_is_told_or_means_the_same(store, byte, bit):

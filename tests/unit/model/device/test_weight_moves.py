@@ -19,7 +19,7 @@ from rollout_engine.model.device.weight_moves import DeviceMoves
 from rollout_engine.model.packed_weights import PackedWeights
 from sync import arrival
 from sync.arrival import Arrival
-from sync.manifest import tensor_bytes, tensor_digest
+from sync.digests import tensor_bytes, tensor_digest
 from tests.unit.execution.conftest import Steps
 
 BUFFER = 64
