@@ -3,56 +3,38 @@
     for each piece:   write ──> digest of what lies there now ──> extremes of its bits
     with `copy_by`:   digest of what is to come ──> copy past the cache, largest bits
 
-One pass over memory instead of three. A place that is not one run of the host's bytes (strided, or on a device) is
-written whole and read again; or, where there is a `Crossing` to it, its bytes are digested on this side of it:
+One pass over memory instead of three. A strided place of the host is written whole and read again. What comes to a
+device from the host is digested on this side of the `Crossing` to it, where there is one:
 
     for each piece:   write here ──> digest ──> extremes of its bits ──> to its place, while the next is written
+
+What was on a device already is copied there, cast nearest-even, and looked at in its place.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sync.digests import Digest, tensor_bytes, tensor_digest
-
-_PIECE_BYTES = 512 << 10
-"""Stays in a core's second cache between the digest and the copy that goes past it; a smaller one costs more calls."""
-_INTEGERS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-
+from sync.digests import Digest, tensor_bytes
+from sync.finite import largest_bits
+from sync.looks import LOOK_BYTES, Arrival, Look, Looks, sees
 
 Copy: TypeAlias = Callable[[int, int, int, int], int]
 """`copy(out, source, num_bytes, width)`: between two addresses, of elements `width` bytes wide; returns the largest of
 their bits without the sign."""
 
 
-class Arrival(NamedTuple):
-    """What lies in a tensor's place."""
-
-    digest: str
-    """As in a manifest."""
-    finite: bool
-    """No NaN and no infinity; True for what is not floating."""
-
-
 class Crossing(Protocol):
-    """The way between the host and places that it cannot write itself. Several threads may use it."""
+    """The way from the host to places that it cannot write itself. Several threads may use it."""
 
     def bring(self, out: Tensor, fill: Callable[[memoryview, int], None]) -> None:
         """Have `fill(piece, start)` write the row-major bytes of `out` from byte `start` on, whole elements, in order.
 
         They may still be under way when this returns.
         """
-
-    def copy(self, out: Tensor, tensor: Tensor) -> None:
-        """Write `tensor`, which is on the other side too, cast nearest-even, into `out`. As `bring`."""
-
-    def fetch(self, place: Tensor) -> Iterator[memoryview]:
-        """The row-major bytes of `place` in order, after what was on its way there; a piece is valid until the next."""
-        ...
 
 
 _find_copy: Callable[[], Copy | None] | None = None
@@ -69,9 +51,32 @@ def copy_by(find: Callable[[], Copy | None] | None) -> None:
 
 
 def cross_by(find: Callable[[Tensor], Crossing | None] | None) -> None:
-    """Have what is not one run of the host's bytes be written and read by `find(place)`, in this process."""
+    """Have what is not one run of the host's bytes be written by `find(place)`, in this process."""
     global _find_crossing
     _find_crossing = find
+
+
+class Arrivals:
+    """Tensors that come to their places one by one. What lies there is told in the end: a device is waited for once."""
+
+    def __init__(self) -> None:
+        self._come: dict[str, Arrival] = {}
+        self._there: list[str] = []
+        """Those that `_looks` are at."""
+        self._looks = Looks(finite=True)
+
+    def take(self, name: str, out: Tensor, tensor: Tensor) -> None:
+        """Write `tensor`, cast nearest-even, into `out`; on a device by its current stream, without waiting."""
+        if sees(out) and sees(tensor):
+            out.copy_(tensor)
+            self._looks.at(out)
+            self._there.append(name)
+        else:
+            self._come[name] = take(out, tensor)
+
+    def told(self) -> dict[str, Arrival]:
+        """By name, what lies in each place."""
+        return self._come | dict(zip(self._there, self._looks.told(), strict=True))
 
 
 def put(out: Tensor, tensor: Tensor) -> str:
@@ -79,17 +84,17 @@ def put(out: Tensor, tensor: Tensor) -> str:
 
     Plain copies stay on the calling thread, several of which may copy.
     """
-    return _written(out, tensor, looks=False).digest
+    return _written(out, tensor, finite=False).digest
 
 
 def take(out: Tensor, tensor: Tensor) -> Arrival:
     """As `put`, and look whether the values are finite."""
-    return _written(out, tensor, looks=True)
+    return _written(out, tensor, finite=True)
 
 
 def read(out: Tensor, fetch: Callable[[memoryview, int], None]) -> Arrival:
     """Have `fetch(piece, start)` fill the bytes of `out` from byte `start` on, and say what lies there then."""
-    look = _Look(out.dtype, looks=True)
+    look = Look(out.dtype, finite=True)
 
     def fill(memory: memoryview, at: int) -> None:
         look.over(memory, lambda start, end: fetch(memory[start:end], at + start))
@@ -105,17 +110,6 @@ def read(out: Tensor, fetch: Callable[[memoryview, int], None]) -> Arrival:
     return look.arrival
 
 
-def digest(place: Tensor) -> str:
-    """Of what lies in a place, as in a manifest."""
-    crossing = None if is_plain(place) else _crossing_to(place)
-    if crossing is None:
-        return tensor_digest(place)
-    look = _Look(place.dtype, looks=False)
-    for piece in crossing.fetch(place):
-        look.over(piece)
-    return look.arrival.digest
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's values are one run of bytes of the host's memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -125,23 +119,18 @@ def _crossing_to(place: Tensor) -> Crossing | None:
     return None if _find_crossing is None else _find_crossing(place)
 
 
-def _written(out: Tensor, tensor: Tensor, *, looks: bool) -> Arrival:
+def _written(out: Tensor, tensor: Tensor, *, finite: bool) -> Arrival:
     if is_plain(out) and is_plain(tensor):
-        return _brought(out, tensor, looks=looks)
+        return _brought(out, tensor, finite=finite)
     crossing = None if is_plain(out) else _crossing_to(out)
     if crossing is not None:
-        return _crossed(out, tensor, crossing, looks=looks)
+        return _crossed(out, tensor, crossing, finite=finite)
     out.copy_(tensor)
-    return _passed(out.detach().cpu().contiguous(), None, looks=looks)
+    return _passed(out.detach().cpu().contiguous(), None, finite=finite)
 
 
-def _crossed(out: Tensor, tensor: Tensor, crossing: Crossing, *, looks: bool) -> Arrival:
-    look = _Look(out.dtype, looks=looks)
-    if not is_plain(tensor) and _crossing_to(tensor) is crossing:
-        crossing.copy(out, tensor)
-        for piece in crossing.fetch(out):
-            look.over(piece)
-        return look.arrival
+def _crossed(out: Tensor, tensor: Tensor, crossing: Crossing, *, finite: bool) -> Arrival:
+    look = Look(out.dtype, finite=finite)
     values = tensor.detach().cpu().reshape(-1)
 
     def fill(memory: memoryview, at: int) -> None:
@@ -153,23 +142,23 @@ def _crossed(out: Tensor, tensor: Tensor, crossing: Crossing, *, looks: bool) ->
     return look.arrival
 
 
-def _brought(out: Tensor, tensor: Tensor, *, looks: bool) -> Arrival:
+def _brought(out: Tensor, tensor: Tensor, *, finite: bool) -> Arrival:
     copy = _find_copy() if _find_copy is not None and out.dtype == tensor.dtype else None
     if copy is None:
-        return _passed(out, _writer(out, tensor), looks=looks)
-    return _copied(out, tensor, copy, looks=looks)
+        return _passed(out, _writer(out, tensor), finite=finite)
+    return _copied(out, tensor, copy, finite=finite)
 
 
-def _copied(out: Tensor, tensor: Tensor, copy: Copy, *, looks: bool) -> Arrival:
+def _copied(out: Tensor, tensor: Tensor, copy: Copy, *, finite: bool) -> Arrival:
     """The digest is of the source: it brings each piece into the cache, where `copy` finds it."""
     memory, to, source, width = tensor_bytes(tensor), out.data_ptr(), tensor.data_ptr(), out.itemsize
     digest, largest = Digest(), 0
-    for start in range(0, len(memory), _PIECE_BYTES):
-        piece = memory[start : start + _PIECE_BYTES]
+    for start in range(0, len(memory), LOOK_BYTES):
+        piece = memory[start : start + LOOK_BYTES]
         digest.update(piece)
         largest = max(largest, copy(to + start, source + start, len(piece), width))
-    finite = not (looks and out.is_floating_point()) or largest <= _largest_bits(out.dtype)
-    return Arrival(digest.hexdigest(), finite)
+    is_finite = not (finite and out.is_floating_point()) or largest <= largest_bits(out.dtype)
+    return Arrival(digest.hexdigest(), is_finite)
 
 
 def _writer(out: Tensor, tensor: Tensor) -> Callable[[int, int], None]:
@@ -185,44 +174,7 @@ def _writer(out: Tensor, tensor: Tensor) -> Callable[[int, int], None]:
     return cast
 
 
-def _passed(out: Tensor, write: Callable[[int, int], None] | None, *, looks: bool) -> Arrival:
-    look = _Look(out.dtype, looks=looks)
+def _passed(out: Tensor, write: Callable[[int, int], None] | None, *, finite: bool) -> Arrival:
+    look = Look(out.dtype, finite=finite)
     look.over(tensor_bytes(out), write)
     return look.arrival
-
-
-class _Look:
-    """What is known of bytes that have passed, in order."""
-
-    def __init__(self, dtype: torch.dtype, *, looks: bool) -> None:
-        self._digest, self._finite, self._width = Digest(), True, dtype.itemsize
-        self._largest = _largest_bits(dtype) if looks and dtype.is_floating_point else None
-
-    def over(self, memory: memoryview, write: Callable[[int, int], None] | None = None) -> None:
-        """`memory` follows; `write(start, end)` first fills it from start to end, piece by piece."""
-        for start in range(0, len(memory), _PIECE_BYTES):
-            end = min(start + _PIECE_BYTES, len(memory))
-            if write is not None:
-                write(start, end)
-            piece = memory[start:end]
-            self._digest.update(piece)
-            if self._largest is not None:
-                self._finite = self._finite and _is_finite(np.asarray(piece), self._width, self._largest)
-
-    @property
-    def arrival(self) -> Arrival:
-        return Arrival(self._digest.hexdigest(), self._finite)
-
-
-def _is_finite(piece: np.ndarray, width: int, largest: int) -> bool:
-    """By extremes alone: the bits of floats grow with their magnitude, and NaN and infinities lie above the largest."""
-    signed = piece.view(_INTEGERS[width])
-    negative = largest + (1 << (8 * width - 1))
-    return bool(signed.max() <= largest and signed.view(f"u{width}").max() <= negative)
-
-
-@functools.cache
-def _largest_bits(dtype: torch.dtype) -> int:
-    """The bits of the largest finite value."""
-    largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
-    return int(largest.reshape(1).view(torch.uint8).numpy().view(_INTEGERS[dtype.itemsize])[0])

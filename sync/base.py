@@ -14,7 +14,8 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from sync.arrival import Arrival, take
+from sync.arrival import Arrivals
+from sync.looks import Arrival
 from sync.manifest import WeightManifest
 
 WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | PathLike[str]
@@ -51,7 +52,8 @@ class WeightReceiver(Protocol):
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor of `manifest` once, under its manifest name, in any order.
 
-        A tensor is valid until the next one is asked for. Exhaust the iterator, or `close`.
+        A tensor is valid until the next one is asked for; on a device, for what was launched on the current stream by
+        then. Exhaust the iterator, or `close`.
         """
 
     def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
@@ -59,9 +61,13 @@ class WeightReceiver(Protocol):
 
         `shadow` has a tensor of the manifest's shape and dtype for each name, and is asked for it once, when that
         tensor has come, perhaps from several threads; what it raises ends the receiving. Faster than `receive`: bytes
-        are digested as they are written, and may be fetched several at once, or straight to their place.
+        are digested as they are written, and may be fetched several at once, or straight to their place. What is on a
+        device is copied and digested there by the stream that is current.
         """
-        return {name: take(shadow[name], tensor) for name, tensor in self.receive(manifest)}
+        arrivals = Arrivals()
+        for name, tensor in self.receive(manifest):
+            arrivals.take(name, shadow[name], tensor)
+        return arrivals.told()
 
     def close(self) -> None:
         """Let go of the connection. Returns at once; a `receive` on another thread that waits for its sender to come

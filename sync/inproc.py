@@ -1,7 +1,8 @@
 """The in-process transport: trainer and engine share one address space, nothing is serialised.
 
-The sender holds on to the trainer's own tensors; the receiver reads them one at a time, casting on the way. A tensor
-that changes between `offer` and `receive` no longer has the digest in the manifest, and the update is refused.
+The sender holds on to the trainer's own tensors; the receiver reads them one at a time, casting on the way, each where
+it lies: what is on the engine's device stays there. A tensor that changes between `offer` and `receive` no longer has
+the digest in the manifest, and the update is refused.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ class InprocSender:
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """As `WeightSender.offer`. Holds references to the source's tensors, not copies, until `close`."""
         offer = Offer(source, metadata)
-        self.manifest = offer.manifest(version, offer.digest, num_threads=1)
+        self.manifest = offer.manifest_in_place(version)
         self._offer = offer
         return self.manifest
 
@@ -33,7 +34,7 @@ class InprocSender:
         """Nothing to move: receivers read for themselves."""
 
     def read(self, name: str) -> Tensor:
-        """The offered tensor in the receiver's dtype. `SyncError` after `close`."""
+        """The offered tensor in the receiver's dtype, where the source has it. `SyncError` after `close`."""
         if self._offer is None:
             raise SyncError("Nothing is on offer: the sender is closed, or has offered nothing yet.")
         return self._offer.cast(self._offer.index[name])

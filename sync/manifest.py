@@ -12,8 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sync.digests import DIGEST_FORM, tensor_digest
+from sync.digests import DIGEST_FORM
 from sync.errors import ManifestMismatch
+from sync.looks import Looks
 
 MAX_VERSION = 2**63
 _MAX_TENSOR_BYTES = 2**50
@@ -102,7 +103,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def describe(name: str, tensor: Tensor) -> TensorSpec:
     """The spec of `tensor` as it is now, digest included."""
-    return TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype), tensor_digest(tensor))
+    (spec,) = describe_all([(name, tensor)])
+    return spec
+
+
+def describe_all(pairs: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
+    """The specs of all as they are now; those on a device are digested there."""
+    looks, forms = Looks(finite=False), []
+    for name, tensor in pairs:
+        looks.at(tensor)
+        forms.append((name, tuple(tensor.shape), dtype_name(tensor.dtype)))
+    return [TensorSpec(*form, look.digest) for form, look in zip(forms, looks.told(), strict=True)]
 
 
 def total_digest(tensors: Iterable[TensorSpec]) -> str:

@@ -18,11 +18,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from sync.arrival import Arrival, take
+from sync.arrival import take
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import plan_buckets, view_of
 from sync.directories import check_private, make_private, open_sole
 from sync.errors import ChecksumMismatch, SyncError
+from sync.looks import Arrival
 from sync.manifest import WeightManifest
 from sync.source import NamedTensor, Offer
 from sync.threads import in_threads

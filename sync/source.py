@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from sync.arrival import put
 from sync.base import Metadata, WeightSource
 from sync.checkpoint import is_checkpoint, map_checkpoint
-from sync.digests import tensor_digest
 from sync.errors import ManifestMismatch, SyncError
+from sync.looks import Looks
 from sync.manifest import TensorSpec, WeightManifest, dtype_name, torch_dtype
 from sync.published import is_store, open_current
 from sync.threads import in_threads
@@ -39,16 +39,12 @@ class Offer:
         self.index = {form.name: i for i, form in enumerate(self.forms)}
 
     def cast(self, i: int) -> Tensor:
-        """Tensor `i` on the CPU, contiguous, in its form's dtype; the source's own memory where that fits already."""
-        return cast_for(*self.tensors[i], self._metadata)
+        """Tensor `i` where it lies, whole, in its form's dtype (nearest-even); the source's own where it is so already.
 
-    def digest(self, i: int) -> str:
-        """Digest of tensor `i` in its form. A sharded one is gathered now, once, and kept in its form."""
+        Only floating dtypes are cast: any other difference is left for the receiver to refuse.
+        """
         name, tensor = self.tensors[i]
-        cast = self.cast(i)
-        if is_sharded(tensor):
-            self.tensors[i] = (name, cast)
-        return tensor_digest(cast)
+        return full(tensor).to(_wanted_dtype(name, tensor, self._metadata))
 
     def write(self, i: int, out: Tensor) -> str:
         """Tensor `i`, cast, into `out`, which has its form; the digest of what lies there then."""
@@ -58,13 +54,28 @@ class Offer:
         """As `write`, without a digest: `out` need not be read, which takes far longer on a device."""
         out.copy_(full(self.tensors[i][1]))
 
-    def manifest(self, version: int, digest: Callable[[int], str], num_threads: int) -> WeightManifest:
-        """The manifest; `digest(i)` reads (and may place) tensor `i`, several at once on `num_threads` threads."""
+    def manifest_in_place(self, version: int) -> WeightManifest:
+        """The manifest of what stays where it is, a device's on the device. Sharded tensors are gathered now, once, and
+        kept on the host in their form."""
+        looks = Looks(finite=False)
+        for i, (name, tensor) in enumerate(self.tensors):
+            cast = self.cast(i)
+            if is_sharded(tensor):
+                cast = cast.cpu()
+                self.tensors[i] = (name, cast)
+            looks.at(cast)
+        return self._manifest(version, [look.digest for look in looks.told()])
+
+    def manifest(self, version: int, write: Callable[[int], str], num_threads: int) -> WeightManifest:
+        """The manifest; `write(i)` places tensor `i` and says its digest, several at once on `num_threads` threads."""
         if any(is_sharded(tensor) for _, tensor in self.tensors):
-            digests = list(map(digest, range(len(self.forms))))  # gathering is collective: every rank in this order
+            digests = list(map(write, range(len(self.forms))))  # gathering is collective: every rank in this order
         else:
             sizes = [form.num_bytes for form in self.forms]
-            digests = in_threads(digest, range(len(self.forms)), num_threads, sizes)
+            digests = in_threads(write, range(len(self.forms)), num_threads, sizes)
+        return self._manifest(version, digests)
+
+    def _manifest(self, version: int, digests: Sequence[str]) -> WeightManifest:
         specs = [
             TensorSpec(form.name, form.shape, form.dtype, digest)
             for form, digest in zip(self.forms, digests, strict=True)
@@ -81,7 +92,7 @@ class HeldOffer:
     def make(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """As `WeightSender.offer`."""
         offer = Offer(source, metadata)
-        self._held = offer, offer.manifest(version, offer.digest, num_threads=1)
+        self._held = offer, offer.manifest_in_place(version)
         return self._held[1]
 
     def get(self) -> tuple[Offer, WeightManifest]:
@@ -142,15 +153,6 @@ def full(tensor: Tensor) -> Tensor:
             gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
             return gathered.detach()
     return tensor
-
-
-def cast_for(name: str, tensor: Tensor, metadata: Metadata) -> Tensor:
-    """`tensor` whole, on the CPU, contiguous, in the dtype that `metadata` asks for when both are floating
-    (nearest-even).
-
-    Any other difference is left for the receiver to refuse. A tensor that already fits is returned as it is.
-    """
-    return full(tensor).to(device="cpu", dtype=_wanted_dtype(name, tensor, metadata)).contiguous()
 
 
 def _wanted_dtype(name: str, tensor: Tensor, metadata: Metadata) -> torch.dtype:

@@ -23,11 +23,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sync.arrival import Arrival, read
+from sync.arrival import read
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import Slot, view_of
 from sync.digests import tensor_bytes, tensor_digest
 from sync.errors import ChecksumMismatch, StaleVersion, SyncError
+from sync.looks import Arrival
 from sync.manifest import TensorSpec, WeightManifest
 from sync.published import (
     CURRENT,
@@ -226,7 +227,7 @@ def _publish(store: Path, offer: Offer, version: int, reset_version: bool, num_t
 def _published_already(store: Path, offer: Offer, version: int) -> WeightManifest:
     """The manifest on disk when it is this version of these weights; otherwise `StaleVersion`."""
     published = checked_manifest(lease_current(store))
-    if published.version == version and published == offer.manifest(version, offer.digest, num_threads=1):
+    if published.version == version and published == offer.manifest_in_place(version):
         return published
     same = version == published.version
     what = "is published with other weights" if same else f"is older than version {published.version}"
@@ -296,7 +297,7 @@ def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) 
         _allocate(staging / file_name(form.name), form.num_bytes)
 
     def write(i: int) -> str:
-        tensor = offer.cast(i)
+        tensor = offer.cast(i).cpu().contiguous()
         _write_file(staging / file_name(offer.forms[i].name), tensor_bytes(tensor))
         return tensor_digest(tensor)
 

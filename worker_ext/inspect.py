@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sync.digests import tensor_digest
+from sync.looks import Looks
 from sync.manifest import first_names
 from worker_ext.base import WorkerExtension, rpc
 
@@ -16,7 +16,10 @@ class InspectExtension(WorkerExtension):
     @rpc
     def get_tensor_digests(self, names: list[str] | None = None) -> dict[str, str]:
         """Name -> digest of the values, as a weight manifest has it."""
-        return {name: tensor_digest(tensor) for name, tensor in self._chosen(names).items()}
+        chosen, looks = self._chosen(names), Looks(finite=False)
+        for tensor in chosen.values():
+            looks.at(tensor)
+        return {name: look.digest for name, look in zip(chosen, looks.told(), strict=True)}
 
     @rpc
     def get_weight_norms(self, names: list[str] | None = None) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The shadow of weights that steps read where they lie: their next values, until a commit copies them there."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import psutil
@@ -22,8 +23,10 @@ class Moves(Protocol):
         """Memory for a shadow. Raises `WeightUpdateError` where there is none."""
         ...
 
-    def follow_steps(self) -> None:
-        """What is staged from now on may overwrite what steps launched before have read."""
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """What is launched inside comes after the steps, and what else, that were launched before it was entered; later
+        steps neither wait for it nor hold it up."""
+        ...
 
     def overwriting(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         """What copies every first of `pairs` over its second, as often as it is called, and returns when that is done.
@@ -45,8 +48,9 @@ class HostMoves:
         """Pages come as they are written."""
         return UntypedStorage(num_bytes)
 
-    def follow_steps(self) -> None:
+    def beside_steps(self) -> AbstractContextManager[object]:
         """Nothing is launched ahead."""
+        return nullcontext()
 
     def overwriting(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         """As `Moves.overwriting`."""

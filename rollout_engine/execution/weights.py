@@ -10,8 +10,7 @@ Until the first byte of `commit`, what steps compute with and the version are un
 `commit` itself fail, `dirty` stays set and only a complete update clears it.
 
 `commit` is all that steps wait for. `confirm`, beside the steps that follow, reads the live weights and tells their
-digest: on a device that is a thousand times the commit. A checksum made there would be quick enough to be waited for,
-but not the digest that manifests carry.
+digest.
 
 The shadow of a weight that steps read where it lies is a second plain copy. A linear which runs from a packed copy has
 no plain one: its next values are gathered where they will be packed. `verify` packs them there, beside the copies in
@@ -34,9 +33,10 @@ from rollout_engine.execution.shadow import HostMoves, Moves, Shadow
 from rollout_engine.model.packed_weights import PackedWeights
 from rollout_engine.model.residence import resident_bytes
 from sync import errors
-from sync.arrival import Arrival, digest, take
+from sync.arrival import Arrivals
 from sync.base import WeightReceiver
-from sync.manifest import TensorSpec, WeightManifest, dtype_name, first_names, total_digest
+from sync.looks import Arrival
+from sync.manifest import TensorSpec, WeightManifest, describe_all, dtype_name, first_names, total_digest
 
 
 class WeightUpdater:
@@ -151,22 +151,20 @@ class WeightUpdater:
         if self._is_live(manifest):
             return False
         self._check_version(manifest.version, reset_version)
-        self._moves.follow_steps()
         self._open, self._staged, self._verified = manifest, {}, False
         self._inplace, self._allow_nonfinite, self._given_up = inplace, allow_nonfinite, False
         return True
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors of the manifest into the shadow, as many as have come. A name staged twice keeps the later."""
-        specs = self._specs("stage")
-        for name, tensor in pairs:
-            spec = specs.get(name)
-            if spec is None:
-                raise errors.ManifestMismatch(f"'{name}' is not in the manifest of the open update.")
-            came = (dtype_name(tensor.dtype), tuple(tensor.shape))
-            if came != (spec.dtype, spec.shape):
-                raise errors.ManifestMismatch(f"'{name}' came as {came}; the manifest says {(spec.dtype, spec.shape)}.")
-            self._staged[name] = take(self._place(name), tensor.detach())
+        specs, arrivals = self._specs("stage"), Arrivals()
+        with self._moves.beside_steps():
+            try:
+                for name, tensor in pairs:
+                    _check_form(specs, name, tensor)
+                    arrivals.take(name, self._place(name), tensor.detach())
+            finally:
+                self._staged |= arrivals.told()
 
     def receive(
         self,
@@ -186,7 +184,8 @@ class WeightUpdater:
             return self._place(name)
 
         wanted = self._opened("receive") if manifest is None else manifest
-        self._staged |= receiver.receive_into(OnDemand(specs, place), wanted)
+        with self._moves.beside_steps():
+            self._staged |= receiver.receive_into(OnDemand(specs, place), wanted)
 
     def verify(self) -> str:
         """Raise `ChecksumMismatch`, naming tensors, unless all arrived, unchanged and finite; then pack them.
@@ -243,8 +242,9 @@ class WeightUpdater:
         if manifest is None:
             raise LifecycleError("confirm: no commit waits for it; call commit first.")
         try:
-            specs = (s if self._packed.holds(s.name) else _read(s.name, self._live[s.name]) for s in manifest.tensors)
-            found = total_digest(specs)
+            packed = [spec for spec in manifest.tensors if self._packed.holds(spec.name)]
+            plain = [spec.name for spec in manifest.tensors if not self._packed.holds(spec.name)]
+            found = total_digest([*packed, *self._read((name, self._live[name]) for name in plain)])
             if found != manifest.digest:
                 raise errors.ChecksumMismatch("the live weights are not the ones that were staged")
         except Exception as problem:
@@ -299,7 +299,6 @@ class WeightUpdater:
                 self._given_up = self.dirty = True
                 self._shadow.clear()
                 self._packed.surrender()
-                self._moves.follow_steps()
             return self._next_of(name)
 
     def _opened(self, verb: str) -> WeightManifest:
@@ -323,7 +322,12 @@ class WeightUpdater:
         return [self._live[name] for name in names if not self._packed.holds(name)]
 
     def _live_digest(self, names: Iterable[str]) -> str:
-        return total_digest(_read(name, self.values(name)) for name in names)
+        return total_digest(self._read((name, self.values(name)) for name in names))
+
+    def _read(self, pairs: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
+        """What lies there, while steps may go on."""
+        with self._moves.beside_steps():
+            return describe_all(pairs)
 
     def _check_names(self, manifest: WeightManifest) -> None:
         names = [spec.name for spec in manifest.tensors]
@@ -378,8 +382,13 @@ class WeightUpdater:
         return self._same_as.get(name, name)
 
 
-def _read(name: str, values: Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(values.shape), dtype_name(values.dtype), digest(values))
+def _check_form(specs: Mapping[str, TensorSpec], name: str, tensor: Tensor) -> None:
+    spec = specs.get(name)
+    if spec is None:
+        raise errors.ManifestMismatch(f"'{name}' is not in the manifest of the open update.")
+    came = (dtype_name(tensor.dtype), tuple(tensor.shape))
+    if came != (spec.dtype, spec.shape):
+        raise errors.ManifestMismatch(f"'{name}' came as {came}; the manifest says {(spec.dtype, spec.shape)}.")
 
 
 def _half_way(manifest: WeightManifest, problem: Exception) -> DirtyWeightsError:

@@ -20,9 +20,9 @@ from rollout_engine.frontend.core_io import Do, Hold
 from rollout_engine.frontend.weight_ends import Meeting
 from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
-from sync.arrival import Arrival
 from sync.base import WeightReceiver
 from sync.errors import TransferTimeout
+from sync.looks import Arrival
 from sync.manifest import WeightManifest
 from sync.source import NamedTensor
 

@@ -2,10 +2,11 @@
 
 steps    ──── step ──── step ──── step ────┬── commit ──── step
 copies   ┬────── copy ─ copy ─── copy ─────┘
-         follow_steps                      lead_steps
+         entered                           lead_steps
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import psutil
@@ -33,8 +34,9 @@ class Lane(Protocol):
         """Start one; returns what waits for it. The host leaves `source` alone until then."""
         ...
 
-    def follow_steps(self) -> None:
-        """Copies that are started now come after the steps that were launched."""
+    def entered(self) -> AbstractContextManager[object]:
+        """What this thread launches inside is a copy too. All copies come after what was launched before this."""
+        ...
 
     def lead_steps(self) -> None:
         """Steps that are launched now come after the copies that were started."""
@@ -71,9 +73,12 @@ class CudaLane:
             done.record()
         return done.synchronize
 
-    def follow_steps(self) -> None:
-        """As `Lane.follow_steps`."""
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """As `Lane.entered`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def lead_steps(self) -> None:
         """As `Lane.lead_steps`."""
@@ -98,15 +103,19 @@ class HostLane:
 
     allocate = buffer
 
+    def entered(self) -> AbstractContextManager[object]:
+        """As `Lane.entered`."""
+        return nullcontext()
+
     def copy(self, out: Tensor, source: Tensor) -> Callable[[], object]:
         """As `Lane.copy`."""
         out.copy_(source)
         return lambda: None
 
-    def follow_steps(self) -> None:
+    def lead_steps(self) -> None:
         """They are done."""
 
-    lead_steps = wait_for_steps = follow_steps
+    wait_for_steps = lead_steps
 
 
 def lane_of(device: torch.device) -> Lane:

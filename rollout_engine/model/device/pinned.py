@@ -1,4 +1,4 @@
-"""Weights cross between the host and a device through a pair of pinned buffers, beside steps.
+"""Weights cross from the host to a device through a pair of pinned buffers, beside steps.
 
 host      fill 0 ── fill 1 ── wait for 0, fill 0 ── wait for 1, fill 1 ...
 device              copy 0 ── copy 1 ────────────── copy 0 ...
@@ -37,22 +37,6 @@ class PinnedCrossing:
                 launch(part, buffer)
         if target is not out:
             self._lane.copy(out, target)
-
-    def copy(self, out: Tensor, tensor: Tensor) -> None:
-        """As `Crossing.copy`, after what was launched to compute `tensor`."""
-        self._lane.follow_steps()
-        self._lane.copy(out, tensor)
-
-    def fetch(self, place: Tensor) -> Iterator[memoryview]:
-        """As `Crossing.fetch`."""
-        source = place
-        if not place.is_contiguous():
-            source = self._contiguous(place)
-            self._lane.copy(source, place)
-        for part, _ in self._parts(source):
-            with self._buffer(part.numel()) as (buffer, launch):
-                launch(buffer, part)()
-                yield buffer.numpy().data
 
     def _parts(self, tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
         """uint8, that fit a buffer, and where they start."""

@@ -1,6 +1,7 @@
 """How weights come into use on a device: staged beside steps, then copied over the live ones by one launch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -30,9 +31,9 @@ class DeviceMoves:
             advice = "Update with staging='inplace', or leave more by a lower gpu_memory_utilization."
             raise WeightUpdateError(f"{what} {advice}") from None
 
-    def follow_steps(self) -> None:
-        """What is staged from now on comes after the steps that were launched."""
-        self._lane.follow_steps()
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """On the lane."""
+        return self._lane.entered()
 
     def overwriting(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         """Call what it returns where no step is launched meanwhile: steps before it read the old bytes, those after it

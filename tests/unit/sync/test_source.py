@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sync.errors import ManifestMismatch
-from sync.source import Offer, cast_for, read_source, tied_groups
+from sync.source import Offer, read_source, tied_groups
 
 
 class Tied(nn.Module):
@@ -80,6 +80,10 @@ def test_tied_names_are_found_by_their_memory():
 def test_what_is_no_weight_is_refused_by_name(source, message):
     with pytest.raises(ManifestMismatch, match=message):
         read_source(source)
+
+
+def cast_for(name, tensor, metadata):
+    return Offer({name: tensor}, metadata).cast(0)
 
 
 def test_float_casts_are_nearest_even():

@@ -31,6 +31,7 @@ from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_w
 from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, empty_figures, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
+from sync.digest_kernel import DeviceLooks
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 VOCAB_SIZE = 151_936
@@ -69,6 +70,9 @@ def call_everything(dtype: torch.dtype) -> None:
         matmul(hidden, shared, bias, empty(256, out_features, dtype=dtype))
     call_sampling(dtype)
     FusedCopy([(hidden, hidden.clone()), (empty(9)[1:], empty(8))]).run()
+    looks = DeviceLooks()
+    looks.add(hidden)
+    looks.told()
 
 
 def call_sampling(dtype: torch.dtype) -> None:

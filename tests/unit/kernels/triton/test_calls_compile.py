@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings no assembler for this machine"),
 ]
 HOPPER_SHARED_BYTES = 227 * 1024
-KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy"}
+KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy", "_piece"}
 
 
 def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
@@ -25,8 +25,9 @@ def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in made} == {f"{name}_kernel" for name in KERNELS}
     assert not [kernel for kernel in made if kernel["stack"] or kernel["shared"] > HOPPER_SHARED_BYTES]
-    for name in ("_norm", "_gated", "_chunk", "_row", "_copy"):
+    for name in ("_norm", "_gated", "_chunk", "_row", "_copy", "_piece"):
         assert [k for k in made if k["kernel"] == f"{name}_kernel" and k["wide_loads"]], f"{name} reads narrowly"
+    assert all(kernel["cp.async.cg"] for kernel in made if kernel["kernel"] == "_piece_kernel"), "no loads ahead"
     products = [kernel for kernel in made if kernel["kernel"] == "_matmul_kernel"]
     assert all(kernel["cp.async.cg"] and not kernel["mma.sync"] for kernel in products)
     assert len([kernel for kernel in products if kernel["wgmma.mma"]]) >= 3  # those in bfloat16

@@ -17,9 +17,10 @@ from rollout_engine.model.device.lane import HostLane
 from rollout_engine.model.device.pinned import PinnedCrossing
 from rollout_engine.model.device.weight_moves import DeviceMoves
 from rollout_engine.model.packed_weights import PackedWeights
-from sync import arrival
-from sync.arrival import Arrival
+from sync import arrival, looks
 from sync.digests import tensor_bytes, tensor_digest
+from sync.looks import Arrival
+from sync.manifest import describe, total_digest
 from tests.unit.execution.conftest import Steps
 
 BUFFER = 64
@@ -95,9 +96,22 @@ def on_device(crossing, monkeypatch):
         return tensor.untyped_storage().data_ptr() in places
 
     monkeypatch.setattr(arrival, "is_plain", lambda t: not is_there(t) and t.is_contiguous())
+    for module in (arrival, looks):
+        monkeypatch.setattr(module, "sees", is_there)
     arrival.cross_by(lambda place: crossing if is_there(place) else None)
     yield lambda tensor: places.add(tensor.untyped_storage().data_ptr()) or tensor
     arrival.cross_by(None)
+
+
+@pytest.fixture
+def digest(lane):
+    """A function: the digest of what lies in a place of the device once all that is under way has come."""
+
+    def told(place):
+        lane.lead_steps()
+        return describe("", place).digest
+
+    return told
 
 
 def filled(size, dtype=torch.float32):
@@ -105,17 +119,17 @@ def filled(size, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_values_arrive_cast_under_their_digest(on_device, lane, size):
+def test_values_arrive_cast_under_their_digest(on_device, digest, size):
     source = filled(size)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         out = on_device(torch.zeros(size, dtype=dtype))
         assert arrival.take(out, source) == (tensor_digest(source.to(dtype)), True)
-        assert arrival.digest(out) == tensor_digest(source.to(dtype)), "reading waits for what is under way"
+        assert digest(out) == tensor_digest(source.to(dtype))
         assert torch.equal(out, source.to(dtype))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_file_is_read_into_the_buffers_themselves(on_device, size):
+def test_a_file_is_read_into_the_buffers_themselves(on_device, digest, size):
     source, starts = filled(size), []
     content, out = tensor_bytes(source), on_device(torch.zeros(size))
 
@@ -124,23 +138,27 @@ def test_a_file_is_read_into_the_buffers_themselves(on_device, size):
         piece[:] = content[start : start + len(piece)]
 
     assert arrival.read(out, fetch) == Arrival(tensor_digest(source), True)
-    assert arrival.digest(out) == tensor_digest(source)
+    assert digest(out) == tensor_digest(source)
     assert starts == list(range(0, 4 * size, BUFFER))
 
 
-def test_strided_places_and_sources_are_crossed_to(on_device):
+def test_strided_places_and_sources_are_crossed_to(on_device, digest):
     for source in (filled(600).view(20, 30).t(), filled(600).view(30, 20), torch.tensor(2.5)):
         for out in (torch.zeros(source.shape), torch.zeros(source.shape).t().contiguous().t()):
             arrived = arrival.take(on_device(out), source)
-            assert arrived == (tensor_digest(source), True) and arrival.digest(out) == tensor_digest(source)
+            assert arrived == (tensor_digest(source), True) and digest(out) == tensor_digest(source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_on_the_device_already_is_cast_there_and_looked_at_here(on_device, lane, monkeypatch, dtype):
-    source, out, followed = on_device(filled(100)), on_device(torch.zeros(100, dtype=dtype)), []
-    monkeypatch.setattr(lane, "follow_steps", lambda: followed.append(lane.num_asked))
-    assert arrival.take(out, source) == (tensor_digest(source.to(dtype)), True)
-    assert torch.equal(out, source.to(dtype)) and followed == [0], "it may have been computed just now"
+def test_what_is_on_the_device_already_is_cast_and_looked_at_there(on_device, lane, dtype):
+    arrivals, sources = arrival.Arrivals(), {name: filled(size) for name, size in (("a", 100), ("b", 3), ("bad", 50))}
+    sources["bad"][40] = float("inf")
+    outs = {name: on_device(torch.zeros(len(source), dtype=dtype)) for name, source in sources.items()}
+    for name, source in sources.items():
+        arrivals.take(name, outs[name], on_device(source))
+    wanted = {name: (tensor_digest(source.to(dtype)), name != "bad") for name, source in sources.items()}
+    assert arrivals.told() == wanted and lane.num_asked == 0
+    assert all(torch.equal(outs[name], source.to(dtype)) for name, source in sources.items())
 
 
 @pytest.mark.parametrize("where", [0, 100, -1])
@@ -151,17 +169,17 @@ def test_what_is_not_finite_is_seen_before_it_crosses(on_device, where):
     assert arrival.put(on_device(torch.zeros(200)), source) == tensor_digest(source)
 
 
-def test_a_piece_is_filled_while_two_before_it_are_not_copied_yet(on_device, lane):
+def test_a_piece_is_filled_while_two_before_it_are_not_copied_yet(on_device, lane, digest):
     """The lane copies nothing before somebody waits: a third piece has to."""
     source, out = filled(3 * BUFFER // 4), on_device(torch.zeros(3 * BUFFER // 4))
     arrival.take(on_device(out[: 2 * BUFFER // 4]), source[: 2 * BUFFER // 4])
     assert (lane.num_asked, lane.num_done) == (2, 0)
     arrival.take(out, source)
     assert lane.most_under_way == 2
-    assert arrival.digest(out) == tensor_digest(source)
+    assert digest(out) == tensor_digest(source)
 
 
-def test_threads_share_the_buffers(on_device):
+def test_threads_share_the_buffers(on_device, digest):
     sources = [filled(size) for size in range(50, 60)]
     outs = [on_device(torch.zeros(len(source))) for source in sources]
     barrier, arrived = threading.Barrier(len(sources)), {}
@@ -176,10 +194,10 @@ def test_threads_share_the_buffers(on_device):
     for thread in threads:
         thread.join()
     assert [arrived[i].digest for i in range(len(sources))] == [tensor_digest(source) for source in sources]
-    assert [arrival.digest(out) for out in outs] == [tensor_digest(source) for source in sources]
+    assert [digest(out) for out in outs] == [tensor_digest(source) for source in sources]
 
 
-def test_a_fill_that_fails_leaves_both_buffers_to_others(on_device):
+def test_a_fill_that_fails_leaves_both_buffers_to_others(on_device, digest):
     def fail(piece, start):
         raise OSError("cut")
 
@@ -188,7 +206,7 @@ def test_a_fill_that_fails_leaves_both_buffers_to_others(on_device):
             arrival.read(on_device(torch.zeros(100)), fail)
     source, out = filled(100), on_device(torch.zeros(100))
     arrival.take(out, source)
-    assert arrival.digest(out) == tensor_digest(source)
+    assert digest(out) == tensor_digest(source)
 
 
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
@@ -209,6 +227,24 @@ def test_a_commit_has_what_was_still_under_way_when_it_was_called(on_device, lan
         assert (report.digest, report.staging) == (updater.digest(), staging)
 
 
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+def test_weights_of_a_trainer_on_the_device_never_come_to_the_host(on_device, lane, monkeypatch, staging):
+    fused = on_device(torch.zeros(3, 2, 7))
+    live = {"q": fused[:, 0], "k": fused[:, 1], "last": on_device(torch.zeros(2 * BUFFER // 4))}
+    monkeypatch.setattr(lane, "allocate", lambda size: on_device(torch.zeros(size, dtype=torch.uint8)))
+    weights = {name: on_device(filled(view.numel()).view(view.shape)) for name, view in live.items()}
+    wanted = [describe(name, tensor) for name, tensor in weights.items()]
+    for module in (arrival, looks):
+        monkeypatch.setattr(module, "tensor_bytes", None)
+    updater = WeightUpdater(live, [], PackedWeights(nn.Module()), moves=DeviceMoves(lane))
+    report = update_from_source(updater, weights, Steps(), UpdateOptions.checked(staging=staging))
+    assert report.digest == updater.digest() == total_digest(wanted) and lane.num_asked == 0
+    assert all(torch.equal(live[name], tensor) for name, tensor in weights.items())
+    weights["last"][3] = float("nan")
+    with pytest.raises(WeightUpdateError, match="'last' has values that are NaN"):
+        update_from_source(updater, weights, Steps(), UpdateOptions.checked())
+
+
 class Ordered(HostLane):
     """Tells what was asked of it, and whether the copy had been launched by then."""
 
@@ -221,8 +257,9 @@ class Ordered(HostLane):
     def wait_for_steps(self):
         self.trace.append(("wait", self._target.sum().item()))
 
-    def follow_steps(self):
-        self.trace.append(("follow", self._target.sum().item()))
+    def entered(self):
+        self.trace.append(("enter", self._target.sum().item()))
+        return super().entered()
 
 
 def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(tensors_as_loop_bounds):
@@ -231,9 +268,10 @@ def test_a_commit_comes_after_what_was_staged_and_is_done_when_it_returns(tensor
     moves = DeviceMoves(lane)
     commit = moves.overwriting([(staged[:30], live[:30]), (staged[40:], live[40:])])
     assert lane.trace == [] and not live.any()
-    moves.follow_steps()
+    with moves.beside_steps():
+        pass
     commit()
-    assert lane.trace == [("follow", 0), ("lead", 0), ("wait", 90)]
+    assert lane.trace == [("enter", 0), ("lead", 0), ("wait", 90)]
     staged.fill_(2)
     commit()
     assert live.tolist() == [2] * 30 + [0] * 10 + [2] * 60

@@ -1,0 +1,101 @@
+"""What tensors show where they lie: digests, and whether values are finite.
+
+On a device a kernel looks (`sync.digest_kernel`), and all is told at once: the device is waited for once, and no tensor
+comes to the host.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sync.digests import Digest, tensor_bytes
+from sync.finite import is_finite
+
+LOOK_BYTES = 512 << 10
+"""Stays in a core's second cache between the digest and what else is done with it; less at a time costs more calls."""
+
+
+class Arrival(NamedTuple):
+    """What lies in a tensor's place."""
+
+    digest: str
+    """As in a manifest."""
+    finite: bool
+    """No NaN and no infinity; True for what is not floating."""
+
+
+class Look:
+    """What is known of bytes of the host that have passed, in order."""
+
+    def __init__(self, dtype: torch.dtype, *, finite: bool) -> None:
+        self._digest, self._finite, self._dtype, self._looks = Digest(), True, dtype, finite
+
+    def over(self, memory: memoryview, write: Callable[[int, int], None] | None = None) -> None:
+        """`memory` follows; `write(start, end)` first fills it from start to end, piece by piece."""
+        for start in range(0, len(memory), LOOK_BYTES):
+            end = min(start + LOOK_BYTES, len(memory))
+            if write is not None:
+                write(start, end)
+            piece = memory[start:end]
+            self._digest.update(piece)
+            if self._looks:
+                self._finite = self._finite and is_finite(piece, self._dtype)
+
+    @property
+    def arrival(self) -> Arrival:
+        """All has passed. Finite, where nobody asked."""
+        return Arrival(self._digest.hexdigest(), self._finite)
+
+
+class Looks:
+    """At one tensor after the other, on any devices.
+
+    Args:
+        finite: look for values that are not; else all are taken to be.
+    """
+
+    def __init__(self, *, finite: bool) -> None:
+        self._finite = finite
+        self._told: dict[int, Arrival] = {}
+        """By place in the order, of the host's."""
+        self._there: dict[torch.device, tuple[Any, list[int]]] = {}
+        """`DeviceLooks`, and the places in the order."""
+        self._count = 0
+
+    def at(self, tensor: Tensor) -> None:
+        """The next one. Until `told` it keeps its values, if it is on a device."""
+        if sees(tensor):
+            looks, order = self._there.setdefault(tensor.device, (_kernel().DeviceLooks(), []))
+            looks.add(tensor)
+            order.append(self._count)
+        else:
+            look = Look(tensor.dtype, finite=self._finite)
+            look.over(tensor_bytes(tensor.detach().cpu().contiguous()))
+            self._told[self._count] = look.arrival
+        self._count += 1
+
+    def told(self) -> list[Arrival]:
+        """Of all, in order."""
+        for looks, order in self._there.values():
+            self._told |= zip(order, (Arrival(*pair) for pair in looks.told()), strict=True)
+        return [self._told[i] for i in range(self._count)]
+
+
+def sees(tensor: Tensor) -> bool:
+    """Whether the kernel can look at it."""
+    return tensor.device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernel() -> Any:
+    """Imported where it is needed: elsewhere there may be no Triton."""
+    return importlib.import_module("sync.digest_kernel")
