@@ -2,9 +2,14 @@
 
     engine                          trainer
     Want(version, digest) ───────>  refuses, or
-                          <───────  Buckets(handles of two buffers)      opened once, kept from update to update
+                          <───────  Shared(handles, what lies where)     opened once, kept from update to update
+    copies what lies there
                           <───────  Filled(k)                            packed while k - 1 is taken out
     Taken(k)              ───────>
+    Done                  ───────>
+
+What has its form already is copied once, from where the trainer has it to its place. Only what has to be cast, or is
+strided or elsewhere, is packed into one of two buffers first.
 
 Handles travel as plain numbers in typed messages over a socket in DIRECTORY, which is this user's alone. Every message
 carries the number that its Want drew, so what an attempt that broke off left behind is never taken for an answer.
@@ -16,39 +21,28 @@ host in its place.
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-import torch
 import zmq
 from torch import Tensor
 
 from sync.base import Metadata, WeightReceiver, WeightSource
-from sync.buckets import plan_buckets, view_of
+from sync.buckets import Slot, plan_buckets, view_of
 from sync.devices import cuda_device
 from sync.directories import check_private, make_private, open_sole
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
-from sync.manifest import WeightManifest
-from sync.source import HeldOffer, NamedTensor
+from sync.manifest import WeightManifest, torch_dtype
+from sync.shared_memory import CudaMemory, MemoryHandle, SharedMemory
+from sync.source import HeldOffer, NamedTensor, Offer
 
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; there are two. A larger tensor travels alone."""
 _SOCKET, _LOCK = "weights.sock", "weights.lock"
 _IN_FLIGHT = 2
-
-
-class MemoryHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A buffer of another process, as CUDA and torch's allocator name it."""
-
-    storage: bytes
-    num_bytes: int
-    offset: int
-    ref_counter: bytes
-    ref_counter_offset: int
-    event: bytes
-    event_sync_required: bool
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -64,11 +58,22 @@ class Want(_Message, frozen=True, forbid_unknown_fields=True):
     memory: str
 
 
-class Buckets(_Message, frozen=True, forbid_unknown_fields=True):
-    """The trainer's buffers, and how it packs."""
+class Lying(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor of the manifest, in its form."""
 
-    handles: tuple[MemoryHandle, MemoryHandle]
+    name: str
+    handle: int
+    """Which of the handles."""
+    start: int
+    """Byte of that memory."""
+
+
+class Shared(_Message, frozen=True, forbid_unknown_fields=True):
+    """The trainer's memory: the two buffers for what it packs, and that of what lies in its form."""
+
+    handles: list[MemoryHandle]
     bucket_bytes: int
+    lying: list[Lying]
 
 
 class Refused(_Message, frozen=True, forbid_unknown_fields=True):
@@ -89,66 +94,13 @@ class Taken(_Message, frozen=True, forbid_unknown_fields=True):
     k: int
 
 
-_ToTrainer = Want | Taken
-_ToEngine = Buckets | Refused | Filled
+class Done(_Message, frozen=True, forbid_unknown_fields=True):
+    """All has been read."""
+
+
+_ToTrainer = Want | Taken | Done
+_ToEngine = Shared | Refused | Filled
 _Wanted = TypeVar("_Wanted", bound=_Message)
-
-
-class SharedMemory(Protocol):
-    """Memory that another process can open by a handle."""
-
-    name: str
-    """Equal on both sides exactly if they can share."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]."""
-
-    def export(self, buffer: Tensor) -> MemoryHandle:
-        """The handle of a buffer that `allocate` made."""
-
-    def open(self, handle: MemoryHandle) -> Tensor:
-        """The other process's buffer, uint8."""
-
-    def settle(self) -> None:
-        """Return once all work on the memory that was started here is done."""
-
-
-class CudaMemory:
-    """Memory of one CUDA device, shared through CUDA's IPC handles. Unproven."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.name = str(torch.cuda.get_device_properties(device).uuid)
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """As `SharedMemory.allocate`."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-    def export(self, buffer: Tensor) -> MemoryHandle:
-        """As `SharedMemory.export`."""
-        # The other process has its own numbering of devices; the name says that it is the same one.
-        whole: Any = buffer.untyped_storage()
-        _, storage, num_bytes, offset, counter, counter_offset, event, sync_required = whole._share_cuda_()
-        return MemoryHandle(storage, num_bytes, offset, counter, counter_offset, event, sync_required)
-
-    def open(self, handle: MemoryHandle) -> Tensor:
-        """As `SharedMemory.open`."""
-        storage_class: Any = torch.UntypedStorage
-        storage = storage_class._new_shared_cuda(
-            self._device.index,
-            handle.storage,
-            handle.num_bytes,
-            handle.offset,
-            handle.ref_counter,
-            handle.ref_counter_offset,
-            handle.event,
-            handle.event_sync_required,
-        )
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-
-    def settle(self) -> None:
-        """As `SharedMemory.settle`."""
-        torch.cuda.synchronize(self._device)
 
 
 class Channel:
@@ -241,19 +193,22 @@ class HandleSender:
         offer, manifest = self._held.get()
         want = self.channel.expect(Want, latest=True)  # not one of an engine that gave up
         self._check(want, manifest)
-        buckets = plan_buckets(manifest.tensors, self._bucket_bytes)
+        lying = self._lying(offer)
+        buckets = plan_buckets([spec for spec in manifest.tensors if spec.name not in lying], self._bucket_bytes)
         self._allocate(max((bucket.num_bytes for bucket in buckets), default=0))
-        first, second = (self._memory.export(buffer) for buffer in self._buffers)
-        self.channel.send(Buckets(want.transfer, (first, second), self._bucket_bytes))
+        shared = self._shared(want.transfer, lying)
+        self._memory.mark()()
+        self.channel.send(shared)
         for k, bucket in enumerate(buckets):
             if k >= _IN_FLIGHT:
                 self.channel.expect(Taken, want.transfer)
             for slot in bucket.slots:
                 offer.place(offer.index[slot.spec.name], view_of(self._buffers[k % _IN_FLIGHT], slot))
-            self._memory.settle()
+            self._memory.mark()()
             self.channel.send(Filled(want.transfer, k))
         for _ in buckets[-_IN_FLIGHT:]:
             self.channel.expect(Taken, want.transfer)
+        self.channel.expect(Done, want.transfer)
 
     def close(self) -> None:
         """Drop the source and the buffers, and close the socket."""
@@ -271,6 +226,25 @@ class HandleSender:
             self.channel.send(Refused(want.transfer, reason))
             raise ManifestMismatch(reason)
 
+    def _lying(self, offer: Offer) -> dict[str, Tensor]:
+        """What need not be packed."""
+        tensors = ((form.name, offer.in_form(i)) for i, form in enumerate(offer.forms))
+        return {
+            name: tensor
+            for name, tensor in tensors
+            if tensor is not None and tensor.numel() and self._memory.shares(tensor)
+        }
+
+    def _shared(self, transfer: int, lying: Mapping[str, Tensor]) -> Shared:
+        storages = [tensor.untyped_storage() for tensor in [*self._buffers, *lying.values()]]
+        handles = [self._memory.export(storage) for storage in storages]
+        numbers = {handle: number for number, handle in enumerate(dict.fromkeys(handles))}
+        places = [
+            Lying(name, numbers[handle], int(tensor.storage_offset()) * tensor.itemsize)
+            for (name, tensor), handle in zip(lying.items(), handles[_IN_FLIGHT:], strict=True)
+        ]
+        return Shared(transfer, list(numbers), self._bucket_bytes, places)
+
     def _allocate(self, num_bytes: int) -> None:
         if not self._buffers or self._buffers[0].numel() < num_bytes:
             self._buffers = [self._memory.allocate(max(num_bytes, 1)) for _ in range(_IN_FLIGHT)]
@@ -285,29 +259,55 @@ class HandleReceiver(WeightReceiver):
         self._opened: dict[MemoryHandle, Tensor] = {}
 
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
-        """As `WeightReceiver.receive`, while the sender sends. Tensors are views of the trainer's buffers."""
+        """As `WeightReceiver.receive`, while the sender sends. Tensors are views of the trainer's memory."""
         manifest.check()
         transfer = secrets.randbits(63)
         self.channel.send(Want(transfer, manifest.version, manifest.digest, self._memory.name))
-        buckets = self.channel.expect(Buckets, transfer)
-        # Buffers of earlier updates are let go, so that a trainer that made larger ones gets the memory back.
-        self._opened = {h: self._opened[h] if h in self._opened else self._memory.open(h) for h in buckets.handles}
-        for k, bucket in enumerate(plan_buckets(manifest.tensors, buckets.bucket_bytes)):
+        shared = self.channel.expect(Shared, transfer)
+        # Memory of earlier updates is let go, so that a trainer that has other memory now gets it back.
+        self._opened = {h: self._opened[h] if h in self._opened else self._memory.open(h) for h in shared.handles}
+        memories = [self._opened[handle] for handle in shared.handles]
+        specs = {spec.name: spec for spec in manifest.tensors}
+        for place in shared.lying:
+            spec = specs.pop(place.name, None)
+            if (
+                spec is None
+                or place.handle not in range(len(memories))
+                or place.start % torch_dtype(spec.dtype).itemsize
+            ):
+                raise SyncError(f"The trainer says of '{place.name[:200]}' that it lies where no tensor of it can.")
+            yield spec.name, _view(memories[place.handle], Slot(spec, place.start))
+        waits: deque[tuple[int, Callable[[], object]]] = deque()  # for buckets that are being taken out
+        for k, bucket in enumerate(plan_buckets(list(specs.values()), shared.bucket_bytes)):
             self.channel.expect(Filled, transfer)
-            buffer = self._opened[buckets.handles[k % _IN_FLIGHT]]
-            if buffer.numel() < bucket.num_bytes:
-                raise SyncError(
-                    f"The trainer's buffer has {buffer.numel()} bytes; bucket {k} needs {bucket.num_bytes}."
-                )
             for slot in bucket.slots:
-                yield slot.spec.name, view_of(buffer, slot)
-            self._memory.settle()
-            self.channel.send(Taken(transfer, k))
+                yield slot.spec.name, _view(memories[k % _IN_FLIGHT], slot)
+            waits.append((k, self._memory.mark()))
+            if k:
+                self._told_taken(transfer, waits)
+        self._memory.mark()()
+        while waits:
+            self._told_taken(transfer, waits)
+        self.channel.send(Done(transfer))
 
     def close(self) -> None:
         """Let go of the trainer's buffers and close the socket."""
         self._opened = {}
         self.channel.close()
+
+    def _told_taken(self, transfer: int, waits: "deque[tuple[int, Callable[[], object]]]") -> None:
+        """The oldest bucket, once it has been."""
+        k, wait = waits.popleft()
+        wait()
+        self.channel.send(Taken(transfer, k))
+
+
+def _view(memory: Tensor, slot: Slot) -> Tensor:
+    name, end = slot.spec.name, slot.start + slot.spec.num_bytes
+    if slot.start < 0 or end > memory.numel() or slot.start % torch_dtype(slot.spec.dtype).itemsize:
+        what = f"bytes {slot.start} to {end} of {memory.numel()}"
+        raise SyncError(f"The trainer says that '{name}' lies in its memory where it cannot: {what}.")
+    return view_of(memory, slot)
 
 
 class IpcSender(HandleSender):

@@ -46,6 +46,12 @@ class Offer:
         name, tensor = self.tensors[i]
         return full(tensor).to(_wanted_dtype(name, tensor, self._metadata))
 
+    def in_form(self, i: int) -> Tensor | None:
+        """Tensor `i` itself, if it is whole, contiguous and in its form's dtype as it lies."""
+        tensor = self.tensors[i][1]
+        fits = not is_sharded(tensor) and dtype_name(tensor.dtype) == self.forms[i].dtype and tensor.is_contiguous()
+        return tensor if fits else None
+
     def write(self, i: int, out: Tensor) -> str:
         """Tensor `i`, cast, into `out`, which has its form; the digest of what lies there then."""
         return put(out, full(self.tensors[i][1]))

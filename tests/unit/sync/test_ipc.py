@@ -2,14 +2,17 @@
 
 import mmap
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
 import sync
+from sync import shared_memory
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
-from sync.ipc import Filled, HandleReceiver, HandleSender, MemoryHandle, Taken, Want
+from sync.ipc import Filled, HandleReceiver, HandleSender, Lying, Taken, Want
+from sync.shared_memory import CudaMemory, MemoryHandle
 from tests.unit.sync.receiving import Receiving
 
 WEIGHTS = {f"w{i}": torch.full((100,), float(i)) for i in range(10)} | {"none": torch.empty(0)}
@@ -21,7 +24,7 @@ class HostMemory:
     name = "host"
 
     def __init__(self, directory):
-        self.directory, self.names, self.num_opened = directory, {}, 0
+        self.directory, self.names, self.num_opened, self.trace = directory, {}, 0, []
 
     def allocate(self, num_bytes):
         path = self.directory / f"buffer{len(self.names)}"
@@ -30,19 +33,35 @@ class HostMemory:
         self.names[buffer.data_ptr()] = path.name
         return buffer
 
-    def export(self, buffer):
-        return MemoryHandle(self.names[buffer.data_ptr()].encode(), buffer.numel(), 0, b"", 0, b"", False)
+    def shares(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self.names
+
+    def export(self, storage):
+        return MemoryHandle(self.names[storage.data_ptr()].encode(), storage.nbytes(), 0, b"", 0, b"", False)
 
     def open(self, handle):
         self.num_opened += 1
         return self._map(self.directory / handle.storage.decode())
 
-    def settle(self):
-        pass
+    def mark(self):
+        number = sum(entry[0] == "mark" for entry in self.trace)
+        self.trace.append(("mark", number))
+        return lambda: self.trace.append(("wait", number))
 
     def _map(self, path):
         with path.open("r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+
+def shared(memory, *tensors):
+    """Copies of the tensors one after the other in one piece of `memory`."""
+    buffer = memory.allocate(sum(tensor.nbytes for tensor in tensors) or 1)
+    copies, start = [], 0
+    for tensor in tensors:
+        place = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(place.copy_(tensor))
+        start += tensor.nbytes
+    return copies
 
 
 @pytest.fixture
@@ -77,6 +96,107 @@ def test_buffers_are_opened_once_and_again_when_they_had_to_grow(ends):
 
 def test_nothing_at_all_is_delivered_too(ends):
     push(*ends, {})
+
+
+def test_what_lies_in_shared_memory_in_its_form_is_read_there(ends):
+    sender, receiver = ends
+    one, two = shared(sender._memory, torch.arange(100.0), torch.arange(50).int())
+    (other,) = shared(sender._memory, torch.ones(3, 4, dtype=torch.bfloat16))
+    source = {"one": one, "two": two, "other": other, "nothing": torch.empty(0)}
+    manifest = sender.offer(source, 1, {})
+    placed = []
+    sender._held.get()[0].place = lambda i, out: placed.append(i)
+    receiving = Receiving(receiver, manifest)
+    sender.send()
+    receiving.join()
+    assert receiving.problem is None and placed == [3], "only what is empty has no memory to share"
+    assert all(torch.equal(receiving.tensors[name], tensor) for name, tensor in source.items())
+    one += 5
+    push(sender, receiver, {"one": one, "other": other}, 2)
+    push(sender, receiver, {"two": two}, 3)
+    assert receiver._memory.num_opened == 2 + 2, "two buffers, and two memories, each once"
+
+
+def test_what_is_cast_strided_or_elsewhere_is_packed_beside_it(ends):
+    sender, receiver = ends
+    lying, cast, strided = shared(sender._memory, torch.arange(600.0), torch.rand(300), torch.rand(20, 30))
+    source = {"lying": lying, "cast": cast, "strided": strided.t(), "elsewhere": torch.arange(300.0)}
+    manifest = sender.offer(source, 1, {"cast": ("bfloat16", (300,))})
+    receiving = Receiving(receiver, manifest)
+    sender.send()
+    receiving.join()
+    assert receiving.problem is None
+    assert all(torch.equal(receiving.tensors[n], t) for n, t in (source | {"cast": cast.bfloat16()}).items())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Lying("unknown", 2, 0),
+        Lying("w", 3, 0),
+        Lying("w", -1, 0),
+        Lying("w", 2, -4),
+        Lying("w", 2, 2),
+        Lying("w", 2, 4),
+    ],
+)
+def test_a_place_where_nothing_can_lie_is_refused(ends, place):
+    sender, receiver = ends
+    source = dict(zip("w", shared(sender._memory, torch.arange(10.0)), strict=True))
+    manifest = sender.offer(source, 1, {})
+    make = sender._shared
+    sender._shared = lambda transfer, lying: msgspec.structs.replace(make(transfer, lying), lying=[place])
+    sender.channel._timeout = 0.5
+    receiving = Receiving(receiver, manifest)
+    with pytest.raises(TransferTimeout):
+        sender.send()
+    receiving.join()
+    assert "The trainer says" in str(receiving.problem) and not receiving.tensors
+
+
+def test_a_bucket_is_taken_out_while_the_one_before_it_still_is(ends):
+    """Its buffer is given back once that is done, not before; and a bucket is told of once it is packed."""
+    sender, receiver = ends
+    trace = receiver._memory.trace
+    told = receiver.channel.send
+    receiver.channel.send = lambda message: (
+        trace.append((type(message).__name__, getattr(message, "k", 0))) or told(message)
+    )
+    packed, tell = sender._memory.trace, sender.channel.send
+    sender.channel.send = lambda message: (
+        packed.append((type(message).__name__, getattr(message, "k", 0))) or tell(message)
+    )
+    push(sender, receiver, {f"w{i}": torch.full((250,), float(i)) for i in range(3)})
+    assert receiver._memory.trace == [
+        *[("Want", 0), ("mark", 0), ("mark", 1), ("wait", 0), ("Taken", 0), ("mark", 2), ("wait", 1), ("Taken", 1)],
+        *[("mark", 3), ("wait", 3), ("wait", 2), ("Taken", 2), ("Done", 0)],
+    ]
+    assert sender._memory.trace == [
+        *[("mark", 0), ("wait", 0), ("Shared", 0), ("mark", 1), ("wait", 1), ("Filled", 0)],
+        *[("mark", 2), ("wait", 2), ("Filled", 1), ("mark", 3), ("wait", 3), ("Filled", 2)],
+    ]
+
+
+def test_memory_is_exported_once_as_long_as_it_lives(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    exports = []
+    monkeypatch.setattr(shared_memory, "_handle_of", lambda storage: exports.append(storage.nbytes()) or len(exports))
+    memory = CudaMemory(torch.device("cuda", 0))
+    one, other = torch.zeros(10), torch.zeros(20)
+    assert [memory.export(x.untyped_storage()) for x in (one, one[3:], other, one)] == [1, 1, 2, 1]
+    del one
+    memory.export(other.untyped_storage())
+    assert len(memory._exported) == 1 and exports == [40, 80]
+
+
+def test_memory_that_cannot_be_shared_is_refused_with_advice(monkeypatch):
+    def refuse(storage):
+        raise RuntimeError("no handle")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", refuse)
+    with pytest.raises(SyncError, match=r"cannot be shared .*\(no handle\)..*expandable_segments.*'nccl'"):
+        CudaMemory(torch.device("cuda", 0)).export(torch.zeros(1).untyped_storage())
 
 
 def test_another_version_than_the_one_on_offer_is_refused_on_both_sides(ends):
@@ -156,7 +276,9 @@ def test_a_buffer_smaller_than_its_bucket_is_refused(ends, tmp_path):
     with pytest.raises(TransferTimeout):
         sender.send()
     receiving.join()
-    assert "The trainer's buffer has 10 bytes" in str(receiving.problem)
+    assert "The trainer says that 'w0' lies in its memory where it cannot: bytes 0 to 400 of 10" in str(
+        receiving.problem
+    )
 
 
 def test_a_trainer_that_never_sends_is_a_timeout(ends):
