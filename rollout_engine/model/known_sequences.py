@@ -30,11 +30,7 @@ class KnownSequences(dict[str, NewSequence]):
                 self._edits[new.request_id] = edits
         self._prompts.learn(work.new, work.scheduled)
 
-    def have_edits(self, sequences: Sequence[NewSequence]) -> bool:
-        """Whether logits of any of these may ever be edited."""
-        return bool(self._edits) and any(sequence.request_id in self._edits for sequence in sequences)
-
-    def edits_of(self, sequences: Sequence[NewSequence]) -> dict[int, LogitEdits]:
-        """By place, of those whose next logits are edited."""
+    def edits_of(self, sequences: Sequence[NewSequence], positions: Sequence[int]) -> dict[int, LogitEdits]:
+        """By place, of those whose logits are edited where the token at its of `positions` is to be drawn."""
         known = ((row, self._edits.get(s.request_id)) for row, s in enumerate(sequences)) if self._edits else ()
-        return {row: found for row, found in known if found is not None and found.active}
+        return {row: found for row, found in known if found is not None and found.active_at(positions[row])}

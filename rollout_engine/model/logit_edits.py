@@ -22,15 +22,17 @@ class LogitEdits:
 
     def __init__(self, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
         params = sequence.params
-        self._sequence = sequence
-        self._counts = TokenCounts(sequence.token_ids[: sequence.num_prompt_tokens]) if params.penalises else None
-        self._bias = _as_columns(params.logit_bias)
-        self._allowed = None if params.allowed_token_ids is None else np.unique(params.allowed_token_ids)
-        self._stop_ids = [t for t in (*sequence.eos_token_ids, *(params.stop_token_ids or ())) if t < vocab_size]
+        self.sequence = sequence
+        self.counts = TokenCounts(sequence.token_ids[: sequence.num_prompt_tokens]) if params.penalises else None
+        self.bias = _as_columns(params.logit_bias)
+        """Ids int64, and what is added, float32."""
+        self.allowed = None if params.allowed_token_ids is None else np.unique(params.allowed_token_ids)
+        """int64, ascending."""
+        self.stop_ids = [t for t in (*sequence.eos_token_ids, *(params.stop_token_ids or ())) if t < vocab_size]
         self._failure: str | None = None
         self._processors = [processor for processor in processors if self._is_wanted(processor)]
-        some = self._counts, self._bias, self._allowed, sequence.bad_words or None, self._failure
-        self._lasts = bool(self._processors) or any(each is not None for each in some)
+        some = self.counts, self.bias, self.allowed, sequence.bad_words or None
+        self._lasts = self.need_host or any(each is not None for each in some)
 
     @classmethod
     def of(cls, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> "LogitEdits | None":
@@ -39,21 +41,17 @@ class LogitEdits:
         return edits if edits._lasts or sequence.params.min_tokens else None
 
     @property
-    def active(self) -> bool:
-        """Whether the next token's logits are edited."""
-        return self._lasts or self._is_early
+    def need_host(self) -> bool:
+        """Whether a user's code has a part in it, were it by failing."""
+        return bool(self._processors) or self._failure is not None
 
-    @property
-    def _is_early(self) -> bool:
-        return self._num_output_tokens < self._sequence.params.min_tokens
-
-    @property
-    def _num_output_tokens(self) -> int:
-        return len(self._sequence.token_ids) - self._sequence.num_prompt_tokens
+    def active_at(self, position: int) -> bool:
+        """Whether the logits of the token at `position` of the sequence are edited."""
+        return self._lasts or position - self.sequence.num_prompt_tokens < self.sequence.params.min_tokens
 
     def _is_wanted(self, processor: LogitsProcessor) -> bool:
         try:
-            return processor.wants(self._sequence.params)
+            return processor.wants(self.sequence.params)
         except Exception as problem:  # the user's code: its own request fails, when its turn comes
             self._failure = _blame(processor, "wants", problem)
             return False
@@ -63,11 +61,11 @@ class LogitEdits:
         if self._failure is not None:
             return self._failure
         row = logits.numpy()
-        if self._counts is not None:
-            self._counts.follow(self._sequence.token_ids)
-            penalise(row, self._counts, self._sequence.params)
-        if self._bias is not None:
-            ids, values = self._bias
+        if self.counts is not None:
+            self.counts.follow(self.sequence.token_ids)
+            penalise(row, self.counts, self.sequence.params)
+        if self.bias is not None:
+            ids, values = self.bias
             row[ids] += values
         for processor in self._processors:
             failure = self._process(processor, logits)
@@ -77,7 +75,7 @@ class LogitEdits:
         return None
 
     def _process(self, processor: LogitsProcessor, logits: Tensor) -> str | None:
-        sequence = self._sequence
+        sequence = self.sequence
         view = SequenceView(tuple(sequence.token_ids), sequence.num_prompt_tokens, sequence.params)
         try:
             with torch.no_grad():
@@ -91,21 +89,25 @@ class LogitEdits:
         return None if bool((logits < torch.inf).all()) else _blame(processor, "apply", "it returned NaN or +inf")
 
     def _mask(self, logits: np.ndarray) -> None:
-        if self._allowed is not None:
-            kept = logits[self._allowed]
+        if self.allowed is not None:
+            kept = logits[self.allowed]
             logits.fill(-np.inf)
-            logits[self._allowed] = kept
-        if self._sequence.bad_words:
+            logits[self.allowed] = kept
+        if self.sequence.bad_words:
             logits[self._words_completed_by()] = -np.inf
-        if self._is_early:
-            logits[self._stop_ids] = -np.inf
+        if self._num_output_tokens < self.sequence.params.min_tokens:
+            logits[self.stop_ids] = -np.inf
+
+    @property
+    def _num_output_tokens(self) -> int:
+        return len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
 
     def _words_completed_by(self) -> list[int]:
         """Tokens that would complete a bad word of which the output's end is all the rest."""
-        output, num = self._sequence.token_ids, self._num_output_tokens
+        output, num = self.sequence.token_ids, self._num_output_tokens
         return [
             word[-1]
-            for word in self._sequence.bad_words
+            for word in self.sequence.bad_words
             if len(word) == 1 or (len(word) <= num + 1 and output[1 - len(word) :] == word[:-1])
         ]
 

@@ -88,14 +88,15 @@ class ModelRunner:
 
     def _sample(self, logits: torch.Tensor, request_ids: list[str]) -> ModelRunnerOutput:
         sequences = [self._sequences[request_id] for request_id in request_ids]
-        out = sample(logits, self._batch(request_ids, sequences), self._sequences.edits_of(sequences))
+        positions = [len(sequence.token_ids) for sequence in sequences]
+        batch = self._batch(request_ids, sequences, positions)
+        out = sample(logits, batch, self._sequences.edits_of(sequences, positions))
         for sequence, token in zip(sequences, out.token_ids, strict=True):
             sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
         return out
 
-    def _batch(self, request_ids: list[str], sequences: list[NewSequence]) -> SamplingBatch:
+    def _batch(self, request_ids: list[str], sequences: list[NewSequence], positions: list[int]) -> SamplingBatch:
         """Of the same sequences as in the last step only positions have changed."""
-        positions = [len(sequence.token_ids) for sequence in sequences]
         if self._settings is not None and self._settings[0] == request_ids:
             return self._settings[1]._replace(positions=np.array(positions, np.int64))
         batch = SamplingBatch.from_tasks(

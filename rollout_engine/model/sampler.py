@@ -30,7 +30,7 @@ _MODE_CODES = {"tempered": 0, "raw": _RAW, "processed": _PROCESSED}
 BAD_LOGITS = (
     "the logits of this sequence hold NaN or +inf, or nothing but -inf; the model's weights or inputs are broken."
 )
-_NONE_LEFT = (
+NONE_LEFT = (
     "no token is left to sample: penalties, logit_bias, logits processors, allowed_token_ids, bad_words and the stop "
     "ids held back before min_tokens leave none with a finite logit."
 )
@@ -90,10 +90,24 @@ class SamplingBatch(NamedTuple):
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @property
+    def is_raw(self) -> np.ndarray:
+        """bool [N]: rows whose raw log-probs are not the tempered ones."""
+        return (self.modes == _RAW) & (self.temperature != 0) & (self.temperature != 1)
+
+    @property
+    def is_processed(self) -> np.ndarray:
+        """bool [N]: rows whose log-probs are of what they are drawn from."""
+        return self.modes == _PROCESSED
+
+    @property
     def is_plain(self) -> bool:
         """Whether all that is asked of each row is a token and its tempered log-prob."""
-        special = (self.num_top > 0) | (self.modes == _PROCESSED) | ((self.modes == _RAW) & (self.temperature != 1))
-        return not special.any()
+        return not ((self.num_top > 0) | self.is_processed | self.is_raw).any()
+
+    def rows(self, index: np.ndarray) -> "SamplingBatch":
+        """Some of them, int64 [n]."""
+        columns = (column[index] for column in self[:-1])
+        return SamplingBatch(*columns, self.wants_logprobs)
 
     def rules(self) -> Truncation | None:
         """What each row's truncation asks; None where no row has any."""
@@ -194,12 +208,12 @@ class _Columns:
     def fail(self, rows: Tensor, left: _Distribution, failures: dict[int, str]) -> None:
         """Note which edited `rows` cannot be sampled: `failures` by place, and those with nothing `left`."""
         dead = (~left.maximum.isfinite()).nonzero()[:, 0].tolist()
-        found = dict.fromkeys(dead, _NONE_LEFT) | failures
+        found = dict.fromkeys(dead, NONE_LEFT) | failures
         self._errors |= {int(rows[place]): message for place, message in found.items()}
 
     def fill_processed(self, rows: Tensor, left: _Distribution) -> None:
         """Those of the edited `rows` whose log-probs are of what they were drawn from."""
-        places = torch.from_numpy(self._batch.modes == _PROCESSED)[rows].nonzero()[:, 0]
+        places = torch.from_numpy(self._batch.is_processed)[rows].nonzero()[:, 0]
         self.fill(_View(rows[places], places, left))
 
     def fill(self, view: _View) -> None:
@@ -254,8 +268,7 @@ def _views(
     batch: SamplingBatch, tempered: _Distribution, processed: _Distribution, edited_rows: list[int]
 ) -> Iterator[_View]:
     """The distribution that each row's log-prob mode asks for; all rows but edited ones in mode "processed"."""
-    is_raw = torch.from_numpy((batch.modes == _RAW) & (batch.temperature != 0) & (batch.temperature != 1))
-    is_processed = torch.from_numpy(batch.modes == _PROCESSED)
+    is_raw, is_processed = torch.from_numpy(batch.is_raw), torch.from_numpy(batch.is_processed)
     is_edited = torch.zeros_like(is_raw)
     is_edited[edited_rows] = True
     plain, raw, kept = (

@@ -4,9 +4,11 @@ import numpy as np
 import torch
 
 from rollout_engine.kernels.triton.paged_attention import Batch
+from rollout_engine.model.device.draws import DeviceDraws, Draws, columns_of, special_columns
 from rollout_engine.model.device.model import DeviceModel
 from rollout_engine.model.device.pool import DeviceBatch
-from rollout_engine.model.device.sampler import DeviceColumns, DeviceSampler
+from rollout_engine.model.device.sampler import DeviceSampler
+from rollout_engine.model.device.upload import upload
 from rollout_engine.model.sampler import SamplingBatch
 from rollout_engine.sampling_params import SamplingParams
 
@@ -25,7 +27,10 @@ def run_largest_step(model: DeviceModel, vocab_size: int) -> None:
     batch = DeviceBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention)
     logits = model.forward(batch, starts[1:].long() - 1)
     params = [SamplingParams(top_p=0.9)] * count
-    columns = DeviceColumns.of(SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count), device)
-    DeviceSampler(vocab_size, device).draw(logits, columns, torch.zeros(count, dtype=torch.int64, device=device))
+    drawn = SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count)
+    columns, special = columns_of(drawn, np.arange(count)), special_columns(drawn, [], np.empty(0, np.int64))
+    draws = Draws([], drawn, columns, special, on_host={})
+    arrived = DeviceDraws.taken(draws, upload(draws.to_send, device))
+    DeviceSampler(vocab_size, device).draw(logits, arrived, torch.empty(count, dtype=torch.int64, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -23,9 +23,9 @@ class FlatColumns(NamedTuple):
     token_rows: np.ndarray
     """int64 [T], row of its sequence."""
     token_starts: np.ndarray
-    """int64 [N + 1]."""
+    """int32 [N + 1]."""
     context_lens: np.ndarray
-    """int64 [N], these tokens counted."""
+    """int32 [N], these tokens counted."""
     rows: np.ndarray
     """int64 [N], row of each sequence."""
     num_decodes: int
@@ -59,8 +59,8 @@ class FlatColumns(NamedTuple):
             positions=positions,
             slots=slots,
             token_rows=token_rows,
-            token_starts=starts,
-            context_lens=first + sizes,
+            token_starts=starts.astype(np.int32),
+            context_lens=(first + sizes).astype(np.int32),
             rows=rows,
             num_decodes=int((sizes == 1).sum()),
         )

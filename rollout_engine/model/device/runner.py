@@ -4,7 +4,7 @@
     device    state of sequences  ──gather──>   batch ── forward ── draw ──> tokens ──scatter──> state of sequences
 
 A drawn token stays on the device and feeds the next step; the host learns of it when it asks for the result. What
-edits logits by a sequence's tokens, or asks for log-probs that are not tempered, is drawn on the host, which waits.
+users' own code edits is drawn on the host, which waits.
 """
 
 from collections import deque
@@ -21,21 +21,22 @@ from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
 from rollout_engine.messages import (
     ModelRunnerOutput,
-    NewSequence,
     PromptLogprobs,
     SchedulerOutput,
 )
+from rollout_engine.model.device.draws import DeviceDraws, Draws, DrawSettings, special_columns
+from rollout_engine.model.device.edits import EditRecords
 from rollout_engine.model.device.graphs import DecodeGraphs
+from rollout_engine.model.device.host_draws import draw_rows
 from rollout_engine.model.device.layout import FlatColumns, decodes_first
 from rollout_engine.model.device.model import DeviceModel
 from rollout_engine.model.device.pool import DeviceBatch
-from rollout_engine.model.device.sampler import DeviceColumns, DeviceSampler, tell_tempered, told
+from rollout_engine.model.device.sampler import DeviceSampler, told
 from rollout_engine.model.device.sequences import SequenceRows
 from rollout_engine.model.device.upload import Download, upload
 from rollout_engine.model.known_sequences import KnownSequences
 from rollout_engine.model.logits_processors import LogitsProcessor
 from rollout_engine.model.prompt_logprobs import PromptScorer
-from rollout_engine.model.sampler import SamplingBatch, sample
 
 Result = Callable[[], ModelRunnerOutput]
 
@@ -57,9 +58,10 @@ class DeviceRunner:
         self._sequences = KnownSequences(vocab_size, processors, self._prompts)
         size = model.kv.block_size
         self._rows = SequenceRows(-(-model.limits.context // size), model.device)
+        self._records = EditRecords(vocab_size, model.limits.context, model.device)
         self._sampler = DeviceSampler(vocab_size, model.device)
-        self._settings: tuple[list[str], SamplingBatch, DeviceColumns | None] | None = None
-        """Of the last step, and of which sequences."""
+        self._settings: DrawSettings | None = None
+        """Of the last step."""
         self._prefix_shape = model.attention.prefix_shape if shares_prefixes else None
         self._pending: deque[_Pending] = deque()
 
@@ -96,11 +98,12 @@ class DeviceRunner:
         scheduled = [work.scheduled[index] for index in order]
         rows = self._rows.rows([chunk.request_id for chunk in scheduled])
         flat = FlatColumns.of(scheduled, self._sequences, rows, self._rows.host_tables, self.model.kv.block_size)
-        asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled), self._rows)
-        columns = [*changes, *flat[:-1], *asked.columns]
+        asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled))
+        draws = self._draws(work, asked.positions)
+        columns = [*changes, *flat[:-1], *asked.columns, *draws.to_send]
         places, blocks, *arrived = upload(columns, self.model.device)
         self._rows.write(places, blocks)
-        *on_device, logit_rows, drawn_rows, positions, targets = arrived
+        on_device, (logit_rows, drawn_rows), sent = arrived[:7], arrived[7:9], arrived[9:]
         logits = self._forward(flat, self._batch(flat, on_device), asked.logit_rows, logit_rows)
         prompt_logprobs = self._score_prompts(logits[asked.num_distinct :], order)
         if not work.samples:
@@ -108,7 +111,12 @@ class DeviceRunner:
         logits = logits[: asked.num_distinct]
         if asked.num_distinct < len(work.samples):
             logits = logits[drawn_rows]
-        return self._draw(work, logits, positions, asked.positions, targets, prompt_logprobs)
+        drawn = self._sampler.draw(logits, DeviceDraws.taken(draws, sent), self._rows.last_tokens)
+        pending = _Pending(draws, Download(drawn), prompt_logprobs)
+        if draws.on_host:
+            return self._draw_on_host(pending, logits)
+        self._pending.append(pending)
+        return lambda: pending.settle(self._pending)
 
     def _note_changes(self, work: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
         if work.finished or work.new:
@@ -116,6 +124,7 @@ class DeviceRunner:
         self._sequences.note(work)
         for request_id in work.finished:
             self._rows.forget(request_id)
+        self._records.forget([*work.finished, *(new.request_id for new in work.new)])
         self._rows.add(new.request_id for new in work.new)
         return self._rows.learn(work.scheduled)
 
@@ -130,7 +139,7 @@ class DeviceRunner:
         token_ids, positions, slots, token_rows, starts, lens, rows = arrived
         token_ids = torch.where(token_ids < 0, self._rows.last_tokens[token_rows], token_ids)
         tables = self._rows.tables[rows]
-        attention = Batch(starts.int(), lens.int(), tables, flat.num_decodes, self._prefixes(flat))
+        attention = Batch(starts, lens, tables, flat.num_decodes, self._prefixes(flat))
         return DeviceBatch(token_ids, positions, slots, attention)
 
     def _prefixes(self, flat: FlatColumns) -> Prefixes | None:
@@ -154,43 +163,29 @@ class DeviceRunner:
         found = self._prompts.score(logits)
         return {order[index]: logprobs for index, logprobs in found.items()}
 
-    def _draw(
-        self,
-        work: SchedulerOutput,
-        logits: Tensor,
-        positions: Tensor,
-        host_positions: np.ndarray,
-        targets: Tensor,
-        prompt_logprobs: dict[int, PromptLogprobs],
-    ) -> Result:
-        """One token for each row of `logits`, at `positions` of their sequences, whose rows are `targets`."""
-        sequences = [self._sequences[task.request_id] for task in work.samples]
-        batch, columns = self._columns(sequences)
-        if columns is not None and not self._sequences.have_edits(sequences):
-            tokens, drawn = self._sampler.draw(logits, columns, positions)
-            self._rows.last_tokens[targets] = tokens
-            pending = _Pending(sequences, columns, Download(drawn), prompt_logprobs)
-            self._pending.append(pending)
-            return lambda: pending.settle(self._pending)
-        self.catch_up()
-        edits = self._sequences.edits_of(sequences)
-        out = sample(logits.cpu(), batch._replace(positions=host_positions), edits)
-        out.prompt_logprobs = prompt_logprobs
-        tell_tempered(out, logits, [sequence.params for sequence in sequences])
-        _append(sequences, out)
-        self._rows.last_tokens[targets] = torch.tensor([max(t, 0) for t in out.token_ids], device=targets.device)
-        return lambda: out
+    def _draws(self, work: SchedulerOutput, positions: np.ndarray) -> Draws:
+        """Of the same sequences as in the last step nothing has changed but positions and edits."""
+        request_ids = [task.request_id for task in work.samples]
+        sequences = [self._sequences[request_id] for request_id in request_ids]
+        if self._settings is None or self._settings.request_ids != request_ids:
+            self._settings = DrawSettings.of(sequences, self._rows.rows(request_ids))
+        batch, columns, special = self._settings[1:]
+        edits = self._sequences.edits_of(sequences, positions.tolist())
+        on_host = {row: each for row, each in edits.items() if each.need_host}
+        edited = [row for row in edits if row not in on_host]
+        if edited:
+            special = special_columns(batch, edited, self._records.addresses([edits[row] for row in edited]))
+        return Draws(sequences, batch, columns._replace(positions=positions), special, on_host)
 
-    def _columns(self, sequences: list[NewSequence]) -> tuple[SamplingBatch, DeviceColumns | None]:
-        """Of the same sequences as in the last step nothing has changed but positions."""
-        request_ids = [sequence.request_id for sequence in sequences]
-        if self._settings is None or self._settings[0] != request_ids:
-            batch = SamplingBatch.from_tasks(
-                [s.params for s in sequences], seeds=[s.seed for s in sequences], positions=[0] * len(sequences)
-            )
-            columns = DeviceColumns.of(batch, self.model.device) if DeviceColumns.serve(batch) else None
-            self._settings = request_ids, batch, columns
-        return self._settings[1:]
+    def _draw_on_host(self, pending: "_Pending", logits: Tensor) -> Result:
+        """Wait for all that came before, and put what the host draws in the place of what the device has."""
+        self.catch_up()
+        draws = pending.draws
+        out = pending.arrive(lambda out: draw_rows(out, draws, logits))
+        rows = list(draws.on_host)
+        tokens = torch.tensor([max(out.token_ids[row], 0) for row in rows], device=logits.device)
+        self._rows.last_tokens[torch.from_numpy(draws.columns.places[rows]).to(logits.device)] = tokens
+        return lambda: out
 
 
 class _Asked(NamedTuple):
@@ -202,47 +197,33 @@ class _Asked(NamedTuple):
     """int64 [S]: of each sample among the distinct rows."""
     positions: np.ndarray
     """int64 [S], of the tokens to draw in their sequences."""
-    targets: np.ndarray
-    """int64 [S], rows of their sequences."""
     num_distinct: int
 
     @classmethod
-    def of(
-        cls, work: SchedulerOutput, order: list[int], flat: FlatColumns, prompt_rows: list[int], rows: SequenceRows
-    ) -> "_Asked":
+    def of(cls, work: SchedulerOutput, order: list[int], flat: FlatColumns, prompt_rows: list[int]) -> "_Asked":
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
         chunks = place[[task.row for task in work.samples]] if work.samples else np.empty(0, np.int64)
         distinct = list(dict.fromkeys(chunks.tolist()))  # the n samples of a prompt draw from the same row
         where = {chunk: index for index, chunk in enumerate(distinct)}
         return cls(
-            logit_rows=np.concatenate([flat.token_starts[1:][distinct] - 1, np.array(prompt_rows, np.int64)])
-            if distinct
-            else np.array(prompt_rows, np.int64),
+            logit_rows=np.array([*(flat.token_starts[1:][distinct] - 1).tolist(), *prompt_rows], np.int64),
             drawn_rows=np.array([where[chunk] for chunk in chunks.tolist()], np.int64),
-            positions=flat.context_lens[chunks],
-            targets=rows.rows([task.request_id for task in work.samples]),
+            positions=flat.context_lens[chunks].astype(np.int64),
             num_distinct=len(distinct),
         )
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
         """Those that the device needs."""
-        return self[:-1]
+        return self[:2]
 
 
 class _Pending:
     """A result on its way."""
 
-    def __init__(
-        self,
-        sequences: list[NewSequence],
-        columns: DeviceColumns,
-        download: Download,
-        prompt_logprobs: dict[int, PromptLogprobs],
-    ) -> None:
-        self._sequences, self._columns, self._download = sequences, columns, download
-        self._prompt_logprobs = prompt_logprobs
+    def __init__(self, draws: Draws, download: Download, prompt_logprobs: dict[int, PromptLogprobs]) -> None:
+        self.draws, self._download, self._prompt_logprobs = draws, download, prompt_logprobs
         self._out: ModelRunnerOutput | None = None
 
     def settle(self, queue: deque["_Pending"]) -> ModelRunnerOutput:
@@ -252,16 +233,16 @@ class _Pending:
             queue.popleft()
         return self._out
 
-    def arrive(self) -> None:
-        """Wait; the sequences learn their tokens."""
-        self._out = told(self._columns, self._download.wait())
-        self._out.prompt_logprobs = self._prompt_logprobs
-        _append(self._sequences, self._out)
-
-
-def _append(sequences: list[NewSequence], out: ModelRunnerOutput) -> None:
-    for sequence, token in zip(sequences, out.token_ids, strict=True):
-        sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
+    def arrive(self, change: Callable[[ModelRunnerOutput], None] | None = None) -> ModelRunnerOutput:
+        """Wait; the sequences learn their tokens, those that `change` puts in their place where it is given."""
+        out = told(self.draws, self._download.wait())
+        out.prompt_logprobs = self._prompt_logprobs
+        if change is not None:
+            change(out)
+        for sequence, token in zip(self.draws.sequences, out.token_ids, strict=True):
+            sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
+        self._out = out
+        return out
 
 
 def _raiser(problem: Exception) -> Result:

@@ -1,61 +1,63 @@
-"""Draws on the device: tokens, tempered log-probs of them and of the most likely, truncation.
+"""Draws on the device: all that a request can ask for but what users' own code does to logits.
 
-What asks for more is drawn on the host (`runner`). Against a host's draw, log-probs differ by 2^-20 at most.
+    all rows          sample ── truncate ── tell ──────────────────────────> outcome, tokens for the next step
+    edited rows       edit ── sample ── truncate ── tell in their place ────> "
+    other log-probs   raw, processed, those of the most likely ─────────────> outcome
+
+Against a host's draw, log-probs differ by 2^-20 at most.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import Figures, Kept, Truncation
-from rollout_engine.kernels.token_logprobs import row_temperatures
-from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample, score
+from rollout_engine.kernels.cpu.sampling import Figures, Kept
+from rollout_engine.kernels.token_logprobs import logprobs_at
+from rollout_engine.kernels.triton.logit_edits import edit
+from rollout_engine.kernels.triton.outcome import Status, empty_kept, tell, tell_edited
+from rollout_engine.kernels.triton.sampling import SamplingWorkspace, empty_figures, sample, score
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.model.sampler import BAD_LOGITS, SamplingBatch
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.model.device.draws import DeviceDraws, DrawColumns, Draws
+from rollout_engine.model.sampler import BAD_LOGITS, NONE_LEFT
+
+_NUM_FIGURES = 4
+"""Rows of `kernels.triton.outcome`; ids of the most likely tokens follow, then their log-probs."""
+_EDITED_NUMEL = 1 << 25
+"""Logits that are copied to be edited at a time: 128 MiB."""
+_ERRORS = {Status.UNUSABLE: BAD_LOGITS, Status.NONE_LEFT: NONE_LEFT}
 
 
-class DeviceColumns(NamedTuple):
-    """`SamplingBatch` on the device, without what moves at every step."""
+class DrawMemory(NamedTuple):
+    """Of up to N rows; one draw at a time."""
 
-    temperatures: Tensor
-    """float32 [N]."""
-    seeds: Tensor
-    """int64 [N]."""
-    choices: Tensor
-    """int32 [N] of `Choice`."""
-    rules: Truncation | None
-    truncates: Tensor
-    """bool [N]: rows that `rules` may cut."""
-    num_top: np.ndarray
-    """int64 [N], on the host: see `SamplingBatch`."""
-    wants_logprobs: bool
-
-    @staticmethod
-    def serve(batch: SamplingBatch) -> bool:
-        """Whether all that `batch` asks is drawn here: all log-probs are tempered."""
-        return batch._replace(num_top=np.zeros_like(batch.num_top)).is_plain
+    workspace: SamplingWorkspace
+    figures: Figures
+    outcome: Tensor
+    """float64 [4, N], see `kernels.triton.outcome`."""
 
     @classmethod
-    def of(cls, batch: SamplingBatch, device: torch.device) -> "DeviceColumns":
-        """Of a batch that these `serve`."""
-        given = torch.from_numpy(batch.temperature)
-        choices = np.where(batch.temperature == 0, Choice.GREEDY, Choice.DRAWN).astype(np.int32)
-        rules = batch.rules()
-        return cls(
-            row_temperatures(given, given[:, None]).to(device),
-            torch.from_numpy(batch.seeds).to(device),
-            torch.from_numpy(choices).to(device),
-            None if rules is None else Truncation(*(column.to(device) for column in rules)),
-            torch.from_numpy(batch.truncates).to(device),
-            batch.num_top,
-            batch.wants_logprobs,
-        )
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> "DrawMemory":
+        """For `num_rows` x `vocab_size` logits at most."""
+        outcome = torch.empty(_NUM_FIGURES, num_rows, dtype=torch.float64, device=device)
+        return cls(SamplingWorkspace.empty(num_rows, vocab_size, device), empty_figures(num_rows, device), outcome)
+
+    def rows(self, count: int) -> "DrawMemory":
+        """The first so many."""
+        workspace = SamplingWorkspace(*(part[:count] for part in self.workspace))
+        return DrawMemory(workspace, Figures(*(part[:count] for part in self.figures)), self.outcome[:, :count])
+
+
+def draw_plainly(logits: Tensor, columns: DrawColumns[Tensor], memory: DrawMemory, last_tokens: Tensor) -> None:
+    """A token for each row of `logits` [N, V], from all tokens, and its tempered log-prob; a graph may capture it.
+
+    Fills `memory` of N rows, and `last_tokens` at the places of `columns`.
+    """
+    sample(logits, columns.rows, memory.workspace, memory.figures)
+    tell(memory.figures, None, columns.truncates, memory.outcome, last_tokens, columns.places)
 
 
 class DeviceSampler:
@@ -63,77 +65,150 @@ class DeviceSampler:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._workspace: SamplingWorkspace | None = None
-        self._figures: Figures | None = None
+        self._all, self._some = (DrawMemory.empty(0, vocab_size, device) for _ in range(2))
+        self._edited = torch.empty(0, device=device)
 
-    def draw(self, logits: Tensor, columns: DeviceColumns, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of `logits` [N, V]: tokens int64 [N], and what `told` reads on the host, float64 [4 + 2 x most likely, N].
+    def draw(self, logits: Tensor, draws: DeviceDraws, last_tokens: Tensor, drawn: DrawMemory | None = None) -> Tensor:
+        """Of `logits` [N, V]: what `told` reads on the host, float64 [4 + 2 x most likely, N]. Tokens also go to
+        `last_tokens`, int64, at the places of `draws`.
 
-        `positions` int64 [N]: of the tokens to draw in their sequences.
+        `drawn`: what `draw_plainly` has come to with the same logits and draws, if it has been called.
         """
-        workspace, figures = self._memory(len(logits))
-        rows = SamplingRows(columns.temperatures, columns.seeds, positions, columns.choices)
-        sample(logits, rows, workspace, figures)
-        width = min(int(columns.num_top.max(initial=0)), logits.shape[1])
-        top_ids = torch.empty(len(logits), width, dtype=torch.int32, device=logits.device)
-        top_logprobs = torch.empty(len(logits), width, device=logits.device)
-        if width:
-            top_tokens(logits, columns.temperatures, workspace, figures, top_ids, top_logprobs)
-        mass = torch.zeros_like(figures.log_total)
-        if columns.rules is not None:
-            kept = Kept(
-                torch.empty_like(figures.log_total),
-                torch.empty_like(figures.maximum),
-                torch.empty_like(figures.tokens),
+        count, columns = len(logits), draws.columns
+        memory = drawn
+        if memory is None:
+            memory = self._all = _at_least(self._all, count, self._vocab_size, self._device)
+            memory = memory.rows(count)
+            if not draws.has_rules:
+                draw_plainly(logits, columns, memory, last_tokens)
+            else:
+                sample(logits, columns.rows, memory.workspace, memory.figures)
+        kept = None
+        if draws.has_rules:
+            kept = empty_kept(count, self._device)
+            truncate(logits, columns.rows, columns.rules, memory.workspace, memory.figures, kept)
+            tell(memory.figures, kept, columns.truncates, memory.outcome, last_tokens, columns.places)
+        width = min(draws.num_top, logits.shape[1])
+        processed = self._draw_edited(logits, draws, memory, last_tokens, width)
+        top = self._report(logits, draws, memory, kept, width)
+        if len(draws.special.processed_edits):
+            rows = draws.special.edited[draws.special.processed_edits]
+            logprobs, *rest = (column[draws.special.processed_edits] for column in processed)
+            memory.outcome[1, rows] = logprobs.double()
+            for column, values in zip(top, rest, strict=True):
+                column[rows] = values
+        if not width:
+            return memory.outcome
+        return torch.cat([memory.outcome, *(column.t().double() for column in top)])
+
+    def _draw_edited(
+        self, logits: Tensor, draws: DeviceDraws, memory: DrawMemory, last_tokens: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the edited rows; processed log-probs float32 [E], and the most likely tokens, where any asks."""
+        columns, num_edits = draws.edited, len(draws.special.edited)
+        logprobs, tops = torch.empty(num_edits, device=self._device), _empty_top(num_edits, width, self._device)
+        size = max(1, _EDITED_NUMEL // self._vocab_size)
+        for start in range(0, num_edits, size):
+            assert columns is not None
+            index = slice(start, min(start + size, num_edits))
+            part, rows = columns.part(index), draws.special.edited[index]
+            count = index.stop - start
+            self._some = _at_least(self._some, count, self._vocab_size, self._device)
+            some = self._some.rows(count)
+            edited = self._edited_memory(count)[:, : logits.shape[1]]
+            edit(logits, rows, draws.special.records[index], last_tokens, part.places, part.positions, edited)
+            sample(edited, part.rows, some.workspace, some.figures)
+            kept = None
+            if draws.has_rules:
+                kept = empty_kept(count, self._device)
+                truncate(edited, part.rows, part.rules, some.workspace, some.figures, kept)
+            tell_edited(
+                *(logits, draws.columns.temperatures, memory.figures, rows),
+                *(edited, some.figures, some.workspace, kept, part.truncates),
+                *(memory.outcome, last_tokens, part.places),
             )
-            truncate(logits, rows, columns.rules, workspace, figures, kept)
-            mass = torch.where(columns.truncates, (kept.log_total - figures.log_total).clamp(max=0), mass)
-        usable = figures.maximum.isfinite()
-        told = [figures.tokens.double(), figures.logprobs.double(), usable.double(), mass]
-        told += [*top_ids.double().unbind(1), *top_logprobs.double().unbind(1)]
-        return figures.tokens.clone(), torch.stack(told)
+            if len(draws.special.processed_edits):
+                logprobs[index] = _logprobs(edited, part.temperatures, some.figures, kept)
+                if width:
+                    found = (column[index] for column in tops)
+                    top_tokens(edited, part.temperatures, some.workspace, some.figures, *found, kept)
+        return logprobs, *tops
 
-    def _memory(self, count: int) -> tuple[SamplingWorkspace, Figures]:
-        if self._workspace is None or self._figures is None or len(self._figures.tokens) < count:
-            size = 1 << (count - 1).bit_length()
-            self._workspace = SamplingWorkspace.empty(size, self._vocab_size, self._device)
-            self._figures = empty_figures(size, self._device)
-        workspace = SamplingWorkspace(*(part[:count] for part in self._workspace))
-        return workspace, Figures(*(part[:count] for part in self._figures))
+    def _report(
+        self, logits: Tensor, draws: DeviceDraws, memory: DrawMemory, kept: Kept | None, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Raw and processed log-probs of rows, edited or not, by the model's own logits; the most likely by all."""
+        special, figures, temperatures = draws.special, memory.figures, draws.columns.temperatures
+        seen = None
+        if len(special.processed) and kept is not None:
+            processed = _logprobs(logits, temperatures, figures, kept)
+            memory.outcome[1, special.processed] = processed[special.processed].double()
+            seen = _whole(figures)
+            for column, values in zip(seen, kept, strict=True):
+                column[special.processed] = values[special.processed]
+        if len(special.raw):
+            some = logits[special.raw]
+            raw = score(some, torch.ones(len(some), device=self._device), figures.tokens[special.raw])
+            memory.outcome[1, special.raw] = raw.logprobs.double()
+            temperatures = temperatures.index_fill(0, special.raw, 1.0)
+            figures = figures._replace(log_total=figures.log_total.index_copy(0, special.raw, raw.log_total))
+            if seen is not None:
+                seen.log_total[special.raw] = raw.log_total
+        ids, logprobs = _empty_top(len(logits), width, self._device)
+        if width:
+            top_tokens(logits, temperatures, memory.workspace, figures, ids, logprobs, seen)
+        return ids, logprobs
+
+    def _edited_memory(self, count: int) -> Tensor:
+        if len(self._edited) < count:
+            self._edited = torch.empty(0, device=self._device)
+            self._edited = torch.empty(count, -(-self._vocab_size // 4) * 4, device=self._device)
+        return self._edited[:count]
 
 
-def told(columns: DeviceColumns, drawn: Tensor) -> ModelRunnerOutput:
+def told(draws: Draws, drawn: Tensor) -> ModelRunnerOutput:
     """What `DeviceSampler.draw` found, on the host."""
-    tokens, logprobs, usable, mass = drawn[:4].tolist()
+    tokens, logprobs, statuses, mass = drawn[:_NUM_FIGURES].tolist()
     out = ModelRunnerOutput(
         token_ids=[int(token) for token in tokens],
-        logprobs=logprobs if columns.wants_logprobs else None,
-        kept_logprob_mass=None if columns.rules is None else torch.tensor(mass).tolist(),
-        top_logprobs=_top(columns.num_top, drawn) if columns.num_top.any() else None,
+        logprobs=logprobs if draws.batch.wants_logprobs else None,
+        kept_logprob_mass=torch.tensor(mass).tolist() if draws.has_rules else None,
+        top_logprobs=_top(draws.batch.num_top, drawn) if draws.num_top else None,
     )
-    if not all(usable):
-        out.errors = {row: BAD_LOGITS for row, is_usable in enumerate(usable) if not is_usable}
+    if min(statuses) != Status.DRAWN:
+        out.errors = {row: _ERRORS[Status(int(s))] for row, s in enumerate(statuses) if s != Status.DRAWN}
         for row in out.errors:
             out.token_ids[row] = -1
     return out
 
 
-def tell_tempered(out: ModelRunnerOutput, logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Of tokens drawn on the host from `logits` [N, V]: tempered log-probs by the kernel that a trainer has too."""
-    if out.logprobs is None:
-        return
-    given = torch.tensor([each.temperature for each in params], dtype=torch.float64, device=logits.device)
-    tokens = torch.tensor(out.token_ids, device=logits.device).clamp(min=0)
-    logprobs = score(logits, row_temperatures(given, logits), tokens).logprobs.tolist()
-    for row, each in enumerate(params):
-        if each.logprobs_mode == "tempered" and row not in out.errors:
-            out.logprobs[row] = logprobs[row]
+def _at_least(memory: DrawMemory, count: int, vocab_size: int, device: torch.device) -> DrawMemory:
+    if memory.outcome.shape[1] >= count:
+        return memory
+    return DrawMemory.empty(1 << (count - 1).bit_length(), vocab_size, device)
+
+
+def _whole(figures: Figures) -> Kept:
+    """Where nothing is cut."""
+    every = torch.full_like(figures.tokens, torch.iinfo(torch.int64).max)
+    return Kept(figures.log_total.clone(), torch.full_like(figures.maximum, -torch.inf), every)
+
+
+def _empty_top(count: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty(count, width, dtype=torch.int32, device=device), torch.empty(count, width, device=device)
+
+
+def _logprobs(logits: Tensor, temperatures: Tensor, figures: Figures, kept: Kept | None) -> Tensor:
+    """float32 [N] of the drawn tokens, in what truncation leaves."""
+    chosen = logits.gather(1, figures.tokens[:, None])[:, 0]
+    log_total = figures.log_total if kept is None else kept.log_total
+    return logprobs_at(chosen, figures.maximum, temperatures, log_total)
 
 
 def _top(num_top: np.ndarray, drawn: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Ids int32 and log-probs float32 [N, k]; -1 and -inf in rows that cannot be sampled or did not ask."""
-    ids, logprobs = (part.t().numpy() for part in drawn[4:].chunk(2))
-    told = (drawn[2].numpy() > 0) & (num_top > 0)
+    ids, logprobs = (part.t().numpy() for part in drawn[_NUM_FIGURES:].chunk(2))
+    told = (drawn[2].numpy() == Status.DRAWN) & (num_top > 0)
     return (
         np.where(told[:, None], ids, -1).astype(np.int32),
         np.where(told[:, None], logprobs, -np.inf).astype(np.float32),

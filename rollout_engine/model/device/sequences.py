@@ -21,7 +21,7 @@ class TableChanges(NamedTuple):
     places: np.ndarray
     """int64 [n]."""
     blocks: np.ndarray
-    """int64 [n]."""
+    """int32 [n]."""
 
 
 class SequenceRows:
@@ -56,7 +56,7 @@ class SequenceRows:
     def learn(self, scheduled: Iterable[ScheduledSequence]) -> TableChanges:
         """Note new entries on the host; returns them for `write`."""
         width = self.host_tables.shape[1]
-        places, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        places, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         for sequence in scheduled:
             if sequence.block_ids:
                 row, start = self._row_of[sequence.request_id], sequence.first_block
@@ -64,12 +64,13 @@ class SequenceRows:
                 self.host_tables[row, start:end] = sequence.block_ids
                 self._num_blocks[sequence.request_id] = end
                 places.append(np.arange(row * width + start, row * width + end))
-                blocks.append(np.array(sequence.block_ids, np.int64))
+                blocks.append(np.array(sequence.block_ids, np.int32))
         return TableChanges(np.concatenate(places), np.concatenate(blocks))
 
     def write(self, places: Tensor, blocks: Tensor) -> None:
-        """Note new entries on the device; int64 [n] each."""
-        self.tables.view(-1)[places] = blocks.int()
+        """Note new entries on the device: int64 [n], int32 [n]."""
+        if len(places):
+            self.tables.view(-1)[places] = blocks
 
     def rows(self, request_ids: Sequence[str]) -> np.ndarray:
         """int64, in order."""

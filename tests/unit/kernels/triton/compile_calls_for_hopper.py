@@ -25,8 +25,10 @@ from rollout_engine.kernels.cpu.sampling import Kept, Truncation
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.layout import KVLayer
+from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
+from rollout_engine.kernels.triton.outcome import tell, tell_edited
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_write
 from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, empty_figures, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
@@ -88,6 +90,12 @@ def call_sampling(dtype: torch.dtype) -> None:
     )
     top_ids, top_logprobs = empty(n, 20, dtype=torch.int32), empty(n, 20)
     top_tokens(logits, floats, workspace, figures, top_ids, top_logprobs, kept)
+    edited, truncates, outcome = empty(n, VOCAB_SIZE), empty(n, dtype=torch.bool), empty(4, n, dtype=torch.float64)
+    edit(logits, ints, ints, ints, ints, ints, edited)
+    for rules in (None, kept):
+        tell(figures, rules, truncates, outcome, ints, ints)
+        told = rules, truncates, outcome, ints, ints
+        tell_edited(logits, floats, figures, ints, edited, figures, workspace, *told)
 
 
 def figures_of(kernel: Any) -> dict[str, int]:

@@ -2,13 +2,14 @@
 
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from rollout_engine import LifecycleError, SamplingParams
 from rollout_engine.kernels.triton.copies import FusedCopy
-from rollout_engine.model.device import runner
+from rollout_engine.model.device import host_draws
 from rollout_engine.model.device.graphs import DecodeGraphs
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
@@ -72,42 +73,117 @@ def test_layers_of_another_architecture_run_as_modules_over_the_same_pool(engine
     assert_alike(run(ours, GREEDY), run(engine_on("cpu", "gemma2"), GREEDY))
 
 
-def test_what_edits_logits_is_drawn_on_the_host_and_feeds_the_next_step(engine_on):
-    params = SamplingParams(
-        temperature=0.7, max_tokens=3, logprobs=2, seed=5, presence_penalty=1.0, prompt_logprobs=1, ignore_eos=True
-    )
-    ours, theirs = (
-        engine_on(place).generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)[0]
-        for place in ("device", "cpu")
-    )
-    assert list(ours.outputs[0].token_ids) == list(theirs.outputs[0].token_ids)
-    np.testing.assert_allclose(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, atol=BOUND)
-    np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=BOUND)
+EDITED = [
+    SamplingParams(
+        temperature=0.7, presence_penalty=1.0, repetition_penalty=1.3, prompt_logprobs=1, logprobs=2, seed=5
+    ),
+    SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias={7: 4.0, 9: -3.0}, logprobs=0, seed=6),
+    SamplingParams(
+        temperature=0.8,
+        allowed_token_ids=list(range(0, 200, 3)),
+        min_tokens=2,
+        stop_token_ids=list(range(0, 90, 3)),
+        top_k=9,
+        min_p=0.02,
+        logprobs=3,
+        logprobs_mode="processed",
+        seed=7,
+    ),
+    SamplingParams(temperature=0.6, top_p=0.9, logprobs=1, logprobs_mode="processed", seed=8),
+    SamplingParams(temperature=0.6, top_p=0.9, logprobs=1, logprobs_mode="raw", presence_penalty=0.5, seed=9),
+    SamplingParams(temperature=1.5, logprobs=2, logprobs_mode="raw", seed=10),
+    SamplingParams(temperature=0.9, top_k=20, logprobs=0, seed=11),
+]
+EDITED = [msgspec.structs.replace(each, max_tokens=5, ignore_eos=True) for each in EDITED]
 
 
-def test_the_most_likely_tokens_stay_on_the_device_beside_rows_that_ask_for_none(engine_on, monkeypatch):
+def complete(llm, params, prompts):
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [(output, output.outputs[0]) for output in outputs]
+
+
+def assert_outputs_alike(ours, theirs):
+    """All that is told of draws."""
+    for (output, mine), (expected, other) in zip(ours, theirs, strict=True):
+        assert mine.error is None and list(mine.token_ids) == list(other.token_ids)
+        assert mine.finish_reason == other.finish_reason
+        for name in ("logprobs", "kept_logprob_mass"):
+            values = getattr(other, name)
+            assert (getattr(mine, name) is None) == (values is None)
+            if values is not None:
+                np.testing.assert_allclose(getattr(mine, name), values, atol=BOUND)
+        assert (mine.top_logprobs is None) == (other.top_logprobs is None)
+        if other.top_logprobs is not None:
+            np.testing.assert_array_equal(mine.top_logprobs[0], other.top_logprobs[0])
+            np.testing.assert_allclose(mine.top_logprobs[1], other.top_logprobs[1], atol=BOUND)
+        if expected.prompt_logprobs is not None:
+            np.testing.assert_allclose(output.prompt_logprobs, expected.prompt_logprobs, atol=BOUND)
+
+
+@contextmanager
+def nothing_drawn_on_the_host(monkeypatch):
     def fail(*args):
         raise AssertionError("drawn on the host")
 
-    params = [
-        SamplingParams(temperature=0.7, max_tokens=2, logprobs=5, seed=5, top_k=3, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=2, logprobs=0, ignore_eos=True),
-    ]
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    ours, theirs = engine_on("device"), engine_on("cpu")
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "sample", fail)
-        ours = [output.outputs[0] for output in ours.generate(prompts, params, use_tqdm=False)]
-    theirs = [output.outputs[0] for output in theirs.generate(prompts, params, use_tqdm=False)]
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.error is None and mine.token_ids == other.token_ids
-        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=BOUND)
-    ids, logprobs = ours[0].top_logprobs
-    np.testing.assert_array_equal(ids, theirs[0].top_logprobs[0])
-    np.testing.assert_allclose(logprobs, theirs[0].top_logprobs[1], atol=BOUND)
-    for token, logprob, row, values in zip(ours[0].token_ids, ours[0].logprobs, ids, logprobs, strict=True):
-        assert values[row.tolist().index(token)] == logprob  # top_k leaves none but these
-    assert ours[1].top_logprobs is None
+        patch.setattr(host_draws, "sample", fail)
+        yield
+
+
+def test_any_mix_of_edits_and_log_probs_is_drawn_on_the_device_as_on_the_cpu(engine_on, monkeypatch):
+    prompts = [[7 + i, 8, 9, 40 + i] for i in range(len(EDITED))]
+    theirs = complete(engine_on("cpu"), EDITED, prompts)
+    with nothing_drawn_on_the_host(monkeypatch):
+        assert_outputs_alike(complete(engine_on("device"), EDITED, prompts), theirs)
+
+
+def test_edits_know_every_token_after_preemption_too(engine_on, monkeypatch):
+    """Blocks for about two of four sequences at their ends."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.5, max_tokens=20, logprobs=0, ignore_eos=True)
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    small = {"num_kv_blocks": 4, "enable_prefix_caching": False}
+    preempted = engine_on("device", **small)
+    with nothing_drawn_on_the_host(monkeypatch):
+        ours = complete(preempted, params, prompts)
+    assert preempted.llm_engine.stats.num_preemptions > 0
+    assert_outputs_alike(ours, complete(engine_on("cpu"), params, prompts))
+
+
+class OnlyOdd:
+    """A user's own code."""
+
+    def __init__(self, vocab_size):
+        pass
+
+    def wants(self, params):
+        return params.extra_args is not None
+
+    def apply(self, logits, sequence):
+        logits[::2] = -torch.inf
+        return logits
+
+
+def test_users_own_code_is_run_on_the_host_beside_rows_that_are_edited_on_the_device(engine_on):
+    own = {"extra_args": {}, "max_tokens": 4, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.7, top_k=9, presence_penalty=1.0, logprobs=2, seed=1, **own),
+        EDITED[2],
+        SamplingParams(temperature=0.7, logprobs=1, logprobs_mode="processed", seed=2, **own),
+        EDITED[6],
+    ]
+    prompts = [[7 + i, 8] for i in range(len(params))]
+    processors = {"logits_processors": (f"{__name__}:OnlyOdd",)}
+    ours, theirs = (complete(engine_on(place, **processors), params, prompts) for place in ("device", "cpu"))
+    assert_outputs_alike(ours, theirs)
+    assert all(token % 2 for place in (0, 2) for token in ours[place][1].token_ids)
+
+
+def test_a_request_that_forbids_every_token_fails_alone(engine_on):
+    stops = SamplingParams(allowed_token_ids=[5], min_tokens=1, stop_token_ids=[5], max_tokens=2)
+    ours, theirs = (complete(engine_on(place), [stops, GREEDY], PROMPTS) for place in ("device", "cpu"))
+    assert ours[0][1].error == theirs[0][1].error
+    assert "allowed_token_ids" in ours[0][1].error
+    assert ours[1][1].token_ids == theirs[1][1].token_ids
 
 
 def test_a_step_is_launched_before_the_one_behind_it_is_known(engine_on):

@@ -1,0 +1,278 @@
+"""Edits of logits on the device: what `model.logit_edits` does to a row, with the same bits.
+
+    copy kernel      (row, 4096 tokens)   float32 of the model's logits, -inf where a token is not among the allowed
+    edit kernel      (row)                notes the token drawn last; penalties, bias, masks of the tokens they name
+
+Each sequence has a *record* in device memory: what it asks for, and what its tokens have come to. It is updated where
+tokens are drawn, so the next step is edited by a token that the host does not know yet. Lists hold the tokens that are
+named and no others: 8 bytes for each distinct token of a sequence, where counts of a whole vocabulary take 300 KB.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COPIED = 4096
+"""Tokens per program of the copy."""
+_NAMED = 1024
+"""Tokens edited together."""
+ALWAYS = 2**31 - 1
+"""A position that no token has."""
+
+
+class Field(IntEnum):
+    """Words of a record before its lists, which follow one another in this order."""
+
+    NUM_NOTED = 0
+    """Tokens of the sequence that `SEEN` and `RECENT` know."""
+    NUM_PROMPT = 1
+    NUM_SEEN = 2
+    """Places taken of `MAX_SEEN`: ids, then how often each is in the output."""
+    MAX_SEEN = 3
+    NUM_BIASES = 4
+    """Ids, then float32."""
+    NUM_MASKED = 5
+    """Ids, then the positions before which they are masked."""
+    NUM_WORDS = 6
+    """Where each bad word of several tokens begins among `NUM_WORD_TOKENS`, then its length."""
+    NUM_WORD_TOKENS = 7
+    NUM_RECENT = 8
+    """A ring of the last tokens: that at position p has place p modulo this, one less than the longest word."""
+    NUM_ALLOWED = 9
+    """Words of 32 bits, one for each token of the vocabulary; 0 where all are allowed."""
+    REPETITION = 10
+    """Float32, as the next two."""
+    FREQUENCY = 11
+    PRESENCE = 12
+
+
+_HEADER = tl.constexpr(16)
+_NUM_NOTED, _NUM_PROMPT = tl.constexpr(Field.NUM_NOTED.value), tl.constexpr(Field.NUM_PROMPT.value)
+_NUM_SEEN, _MAX_SEEN = tl.constexpr(Field.NUM_SEEN.value), tl.constexpr(Field.MAX_SEEN.value)
+_NUM_BIASES, _NUM_MASKED = tl.constexpr(Field.NUM_BIASES.value), tl.constexpr(Field.NUM_MASKED.value)
+_NUM_WORDS, _NUM_WORD_TOKENS = tl.constexpr(Field.NUM_WORDS.value), tl.constexpr(Field.NUM_WORD_TOKENS.value)
+_NUM_RECENT, _NUM_ALLOWED = tl.constexpr(Field.NUM_RECENT.value), tl.constexpr(Field.NUM_ALLOWED.value)
+_REPETITION, _FREQUENCY = tl.constexpr(Field.REPETITION.value), tl.constexpr(Field.FREQUENCY.value)
+_PRESENCE = tl.constexpr(Field.PRESENCE.value)
+
+
+def record(
+    token_ids: Sequence[int],
+    num_prompt_tokens: int,
+    *,
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0),
+    seen: tuple[np.ndarray, np.ndarray] | None = None,
+    max_seen: int = 0,
+    biases: tuple[np.ndarray, np.ndarray] | None = None,
+    masked: Sequence[tuple[int, int]] = (),
+    words: Sequence[Sequence[int]] = (),
+    allowed: np.ndarray | None = None,
+    vocab_size: int = 0,
+) -> np.ndarray:
+    """The record, int32 [words], of a sequence with `token_ids`, prompt first.
+
+    `penalties`: repetition, frequency, presence, of `seen`: distinct ids and their times in the output, which grow to
+    `max_seen`. `biases`: ids and float32. `masked`: (id, position before which it is masked). `words`: of two tokens
+    or more, whose last must not complete the rest. `allowed`: ids below `vocab_size`; None: all.
+    """
+    header = np.zeros(_HEADER.value, np.int32)
+    header[[Field.NUM_NOTED, Field.NUM_PROMPT]] = len(token_ids), num_prompt_tokens
+    header[Field.REPETITION : Field.PRESENCE + 1] = np.array(penalties, np.float32).view(np.int32)
+    parts = [header]
+    if seen is not None:
+        size = max(max_seen, len(seen[0]))
+        header[[Field.NUM_SEEN, Field.MAX_SEEN]] = len(seen[0]), size
+        parts += [np.pad(column.astype(np.int32), (0, size - len(column))) for column in seen]
+    if biases is not None:
+        header[Field.NUM_BIASES] = len(biases[0])
+        parts += [biases[0].astype(np.int32), biases[1].astype(np.float32).view(np.int32)]
+    if masked:
+        header[Field.NUM_MASKED] = len(masked)
+        parts.append(np.array(masked, np.int32).T.reshape(-1))
+    if words:
+        lengths = np.array([len(word) for word in words], np.int32)
+        header[[Field.NUM_WORDS, Field.NUM_WORD_TOKENS]] = len(words), lengths.sum()
+        header[Field.NUM_RECENT] = size = lengths.max() - 1
+        recent = np.zeros(size, np.int32)
+        for position in range(max(0, len(token_ids) - int(size)), len(token_ids)):
+            recent[position % size] = token_ids[position]
+        tokens = np.array([token for word in words for token in word], np.int32)
+        parts += [(lengths.cumsum() - lengths).astype(np.int32), lengths, tokens, recent]
+    if allowed is not None:
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        bits[allowed] = 1
+        header[Field.NUM_ALLOWED] = len(bits) // 32
+        parts.append(np.packbits(bits, bitorder="little").view(np.int32))
+    return np.concatenate(parts)
+
+
+def edit(
+    logits: Tensor,
+    rows: Tensor,
+    records: Tensor,
+    last_tokens: Tensor,
+    places: Tensor,
+    positions: Tensor,
+    edited: Tensor,
+) -> None:
+    """Fill `edited` float32 [E, V] with the edited `rows` int64 [E] of `logits` [N, V].
+
+    `records` int64 [E]: addresses of records, each of one row alone. The token at `positions` int64 [E] is the next to
+    draw; the one before it, if a record does not know it yet, is `last_tokens[places]`, int64.
+    """
+    num_rows, vocab_size = edited.shape
+    _copy_edited_kernel[(num_rows, triton.cdiv(vocab_size, _COPIED))](
+        *(logits, rows, records, edited, logits.stride(0), edited.stride(0), vocab_size), BLOCK=_COPIED, num_warps=8
+    )
+    _edit_kernel[(num_rows,)](
+        *(records, last_tokens, places, positions, edited, edited.stride(0)),
+        BLOCK=_NAMED,
+        num_warps=4,
+        enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of a product
+    )
+
+
+@triton.jit
+def _copy_edited_kernel(
+    logits_ptr, rows_ptr, records_ptr, edited_ptr, stride, edited_stride, vocab_size, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    x = tl.load(logits_ptr + tl.load(rows_ptr + i) * stride + token, mask=inside, other=0.0).to(tl.float32)
+    record = tl.load(records_ptr + i).to(tl.pointer_type(tl.int32))
+    num_allowed = tl.load(record + _NUM_ALLOWED)
+    if num_allowed > 0:
+        allowed = _recent(record) + tl.load(record + _NUM_RECENT)
+        bits = tl.load(allowed + (token >> 5), mask=(token >> 5) < num_allowed, other=0)
+        x = tl.where((bits >> (token & 31)) & 1 != 0, x, -float("inf"))
+    tl.store(edited_ptr + i * edited_stride + token, x, mask=inside)
+
+
+@triton.jit
+def _edit_kernel(
+    records_ptr, last_tokens_ptr, places_ptr, positions_ptr, edited_ptr, edited_stride, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0).to(tl.int64)
+    record = tl.load(records_ptr + i).to(tl.pointer_type(tl.int32))
+    edited_ptr += i * edited_stride
+    position = tl.load(positions_ptr + i).to(tl.int32)
+    _note(record, position, last_tokens_ptr + tl.load(places_ptr + i), BLOCK)
+    _penalise(record, edited_ptr, BLOCK)
+    tl.debug_barrier()  # a token may be in several lists
+    _bias(record, edited_ptr, BLOCK)
+    tl.debug_barrier()
+    _mask(record, edited_ptr, position, BLOCK)
+    _mask_words(record, edited_ptr, position, BLOCK)
+
+
+@triton.jit
+def _note(record, position, last_token_ptr, BLOCK: tl.constexpr):
+    """The token before `position`, where the record does not know it."""
+    num_noted, count = tl.load(record + _NUM_NOTED), tl.load(record + _NUM_SEEN)
+    size = tl.load(record + _MAX_SEEN)
+    token = tl.load(last_token_ptr).to(tl.int32)
+    place = count
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        ids = tl.load(record + _HEADER + index, mask=index < count, other=-1)
+        place = tl.minimum(place, tl.min(tl.where(ids == token, index, count)))
+    times = tl.load(record + _HEADER + size + place, mask=place < count, other=0)
+    tl.debug_barrier()  # every thread has read what one now writes
+    if num_noted < position:
+        seen = record + _HEADER
+        tl.store(seen + place, token, mask=place < size)
+        tl.store(seen + size + place, times + 1, mask=place < size)
+        tl.store(record + _NUM_SEEN, tl.where(place < size, tl.maximum(count, place + 1), count))
+        num_recent = tl.load(record + _NUM_RECENT)
+        if num_recent > 0:
+            tl.store(_recent(record) + (position - 1) % num_recent, token)
+        tl.store(record + _NUM_NOTED, position)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _penalise(record, edited_ptr, BLOCK: tl.constexpr):
+    """In float32, each operation rounded, as on the host."""
+    count, size = tl.load(record + _NUM_SEEN), tl.load(record + _MAX_SEEN)
+    repetition = tl.load(record + _REPETITION).to(tl.float32, bitcast=True)
+    frequency = tl.load(record + _FREQUENCY).to(tl.float32, bitcast=True)
+    presence = tl.load(record + _PRESENCE).to(tl.float32, bitcast=True)
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < count
+        ids = tl.load(record + _HEADER + index, mask=inside, other=0)
+        times = tl.load(record + _HEADER + size + index, mask=inside, other=0).to(tl.float32)
+        x = tl.load(edited_ptr + ids, mask=inside, other=0.0)
+        if repetition != 1:
+            x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        if (frequency != 0) | (presence != 0):
+            x = x - frequency * times - tl.where(times > 0, presence, 0.0)
+        tl.store(edited_ptr + ids, x, mask=inside)
+
+
+@triton.jit
+def _bias(record, edited_ptr, BLOCK: tl.constexpr):
+    count, biases = tl.load(record + _NUM_BIASES), _biases(record)
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < count
+        ids = tl.load(biases + index, mask=inside, other=0)
+        values = tl.load(biases + count + index, mask=inside, other=0).to(tl.float32, bitcast=True)
+        x = tl.load(edited_ptr + ids, mask=inside, other=0.0)
+        tl.store(edited_ptr + ids, x + values, mask=inside)
+
+
+@triton.jit
+def _mask(record, edited_ptr, position, BLOCK: tl.constexpr):
+    count, masked = tl.load(record + _NUM_MASKED), _masked(record)
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < count
+        ids = tl.load(masked + index, mask=inside, other=0)
+        until = tl.load(masked + count + index, mask=inside, other=0)
+        tl.store(edited_ptr + ids, -float("inf"), mask=inside & (position < until))
+
+
+@triton.jit
+def _mask_words(record, edited_ptr, position, BLOCK: tl.constexpr):
+    """Tokens that would complete a word of which the output's end is all the rest."""
+    count, words = tl.load(record + _NUM_WORDS), _words(record)
+    num_recent, recent = tl.load(record + _NUM_RECENT), _recent(record)
+    num_output = position - tl.load(record + _NUM_PROMPT)
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < count
+        first = tl.load(words + index, mask=inside, other=0)
+        length = tl.load(words + count + index, mask=inside, other=0)
+        last = words + 2 * count + first + length - 1
+        matches = inside & (length <= num_output + 1)
+        for back in range(1, num_recent + 1):
+            token = tl.load(recent + (position - back + num_recent) % num_recent)
+            expected = tl.load(last - back, mask=inside & (back < length), other=0)
+            matches = matches & ((back >= length) | (expected == token))
+        tl.store(edited_ptr + tl.load(last, mask=inside, other=0), -float("inf"), mask=matches)
+
+
+@triton.jit
+def _biases(record):
+    return record + _HEADER + 2 * tl.load(record + _MAX_SEEN)
+
+
+@triton.jit
+def _masked(record):
+    return _biases(record) + 2 * tl.load(record + _NUM_BIASES)
+
+
+@triton.jit
+def _words(record):
+    return _masked(record) + 2 * tl.load(record + _NUM_MASKED)
+
+
+@triton.jit
+def _recent(record):
+    return _words(record) + 2 * tl.load(record + _NUM_WORDS) + tl.load(record + _NUM_WORD_TOKENS)

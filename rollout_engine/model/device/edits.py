@@ -1,0 +1,59 @@
+"""Records on the device of what sequences ask about their logits: made when one is first drawn from, or comes back."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.triton.logit_edits import ALWAYS, record
+from rollout_engine.model.device.upload import upload
+from rollout_engine.model.logit_edits import LogitEdits
+
+
+class EditRecords:
+    """By sequence id."""
+
+    def __init__(self, vocab_size: int, context: int, device: torch.device) -> None:
+        """`context`: the most tokens of a sequence."""
+        self._vocab_size, self._context, self._device = vocab_size, context, device
+        self._records: dict[str, Tensor] = {}
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Of each, what its tokens have come to; unknown ids are a no-op."""
+        for request_id in request_ids:
+            self._records.pop(request_id, None)
+
+    def addresses(self, edits: Iterable[LogitEdits]) -> np.ndarray:
+        """int64, in order: where the kernels find them."""
+        return np.array([self._record(each).data_ptr() for each in edits], np.int64)
+
+    def _record(self, edits: LogitEdits) -> Tensor:
+        request_id = edits.sequence.request_id
+        if request_id not in self._records:
+            (self._records[request_id],) = upload([record_of(edits, self._vocab_size, self._context)], self._device)
+        return self._records[request_id]
+
+
+def record_of(edits: LogitEdits, vocab_size: int, context: int) -> np.ndarray:
+    """int32, by the tokens that the host knows, which must be all."""
+    sequence, params, seen, max_seen = edits.sequence, edits.sequence.params, None, 0
+    token_ids, num_prompt = sequence.token_ids, sequence.num_prompt_tokens
+    if edits.counts is not None:
+        edits.counts.follow(token_ids)
+        seen = edits.counts.ids, edits.counts.counts
+        max_seen = min(vocab_size, len(seen[0]) + max(0, context - len(token_ids)) + 1)
+    masked = [(token, num_prompt + params.min_tokens) for token in edits.stop_ids if params.min_tokens]
+    masked += [(word[0], ALWAYS) for word in sequence.bad_words if len(word) == 1]
+    return record(
+        token_ids,
+        num_prompt,
+        penalties=(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
+        seen=seen,
+        max_seen=max_seen,
+        biases=edits.bias,
+        masked=masked,
+        words=[word for word in sequence.bad_words if len(word) > 1],
+        allowed=edits.allowed,
+        vocab_size=vocab_size,
+    )
