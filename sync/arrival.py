@@ -11,7 +11,7 @@ device from the host is digested on this side of the `Crossing` to it, where the
 What was on a device already is copied there, cast nearest-even, and looked at in its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -73,6 +73,16 @@ class Arrivals:
             self._there.append(name)
         else:
             self._come[name] = take(out, tensor)
+
+    def take_together(self, tensors: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+        """`take` each (name, out, tensor). On a device, what is copied as it is, is looked at on the way: one pass."""
+        for name, out, tensor in tensors:
+            if sees(out) and sees(tensor):
+                self._looks.at(tensor, out)
+                self._there.append(name)
+            else:
+                self._come[name] = take(out, tensor)
+        self._looks.launch()
 
     def told(self) -> dict[str, Arrival]:
         """By name, what lies in each place."""

@@ -8,7 +8,9 @@ The manifest travels by whatever control channel the two sides have. What the re
 manifest's digests prove them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from os import PathLike
 from typing import Protocol, TypeAlias
 
@@ -72,3 +74,25 @@ class WeightReceiver(Protocol):
     def close(self) -> None:
         """Let go of the connection. Returns at once; a `receive` on another thread that waits for its sender to come
         ends."""
+
+
+class GroupReceiver(WeightReceiver):
+    """The engine's end where tensors come several at a time: a device takes those of a group in one pass."""
+
+    @abstractmethod
+    def groups(self, manifest: WeightManifest) -> Generator[list[tuple[str, Tensor]]]:
+        """As `receive`; the tensors of a group are valid until the next group is asked for."""
+
+    def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        """As `WeightReceiver.receive`."""
+        with closing(self.groups(manifest)) as groups:
+            for group in groups:
+                yield from group
+
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
+        """As `WeightReceiver.receive_into`."""
+        arrivals = Arrivals()
+        with closing(self.groups(manifest)) as groups:
+            for group in groups:
+                arrivals.take_together((name, shadow[name], tensor) for name, tensor in group)
+        return arrivals.told()

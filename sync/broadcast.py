@@ -10,7 +10,7 @@ Two buckets are in flight, so two buffers are enough on each side. Any error on 
 half a collective cannot be taken up again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sync.base import Metadata, WeightReceiver, WeightSource
+from sync.base import GroupReceiver, Metadata, WeightSource
 from sync.buckets import Bucket, plan_buckets, view_of
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import WeightGroup
@@ -164,7 +164,7 @@ class BroadcastSender:
         self._end.close()
 
 
-class BroadcastReceiver(WeightReceiver):
+class BroadcastReceiver(GroupReceiver):
     """A worker's end, rank 1 or higher."""
 
     def __init__(self, end: BroadcastEnd, bucket_bytes: int) -> None:
@@ -175,8 +175,8 @@ class BroadcastReceiver(WeightReceiver):
         """As `BroadcastSender.ready`."""
         return self._end.group.ready()
 
-    def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
-        """As `WeightReceiver.receive`, while the sender sends. One that is not exhausted ends the group."""
+    def groups(self, manifest: WeightManifest) -> Generator[list[NamedTensor]]:
+        """As `GroupReceiver.groups`, while the sender sends. Not exhausted, it ends the group of ranks."""
         manifest.check()
         end, buckets = self._end, plan_buckets(manifest.tensors, self._bucket_bytes)
         largest = max((bucket.num_bytes for bucket in buckets), default=0)
@@ -190,8 +190,7 @@ class BroadcastReceiver(WeightReceiver):
                         under_way.append(end.broadcast(end.buffer(ahead, buckets[ahead], largest)))
                     end.finish(under_way[k])
                     buffer = end.buffer(k, bucket, largest)
-                for slot in bucket.slots:
-                    yield slot.spec.name, view_of(buffer, slot)
+                yield [(slot.spec.name, view_of(buffer, slot)) for slot in bucket.slots]
             with end.stream():
                 end.count(False)
         except GeneratorExit:

@@ -22,7 +22,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ import msgspec
 import zmq
 from torch import Tensor
 
-from sync.base import Metadata, WeightReceiver, WeightSource
+from sync.base import GroupReceiver, Metadata, WeightSource
 from sync.buckets import Slot, plan_buckets, view_of
 from sync.devices import cuda_device
 from sync.directories import check_private, make_private, open_sole
@@ -250,7 +250,7 @@ class HandleSender:
             self._buffers = [self._memory.allocate(max(num_bytes, 1)) for _ in range(_IN_FLIGHT)]
 
 
-class HandleReceiver(WeightReceiver):
+class HandleReceiver(GroupReceiver):
     """The engine's end, over any `SharedMemory`; `IpcReceiver` is the one to use."""
 
     def __init__(self, directory: Path, memory: SharedMemory, *, timeout: float) -> None:
@@ -258,8 +258,8 @@ class HandleReceiver(WeightReceiver):
         self._memory = memory
         self._opened: dict[MemoryHandle, Tensor] = {}
 
-    def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
-        """As `WeightReceiver.receive`, while the sender sends. Tensors are views of the trainer's memory."""
+    def groups(self, manifest: WeightManifest) -> Generator[list[NamedTensor]]:
+        """As `GroupReceiver.groups`, while the sender sends. Tensors are views of the trainer's memory."""
         manifest.check()
         transfer = secrets.randbits(63)
         self.channel.send(Want(transfer, manifest.version, manifest.digest, self._memory.name))
@@ -267,7 +267,7 @@ class HandleReceiver(WeightReceiver):
         # Memory of earlier updates is let go, so that a trainer that has other memory now gets it back.
         self._opened = {h: self._opened[h] if h in self._opened else self._memory.open(h) for h in shared.handles}
         memories = [self._opened[handle] for handle in shared.handles]
-        specs = {spec.name: spec for spec in manifest.tensors}
+        specs, lying = {spec.name: spec for spec in manifest.tensors}, []
         for place in shared.lying:
             spec = specs.pop(place.name, None)
             if (
@@ -276,12 +276,12 @@ class HandleReceiver(WeightReceiver):
                 or place.start % torch_dtype(spec.dtype).itemsize
             ):
                 raise SyncError(f"The trainer says of '{place.name[:200]}' that it lies where no tensor of it can.")
-            yield spec.name, _view(memories[place.handle], Slot(spec, place.start))
+            lying.append((spec.name, _view(memories[place.handle], Slot(spec, place.start))))
+        yield lying
         waits: deque[tuple[int, Callable[[], object]]] = deque()  # for buckets that are being taken out
         for k, bucket in enumerate(plan_buckets(list(specs.values()), shared.bucket_bytes)):
             self.channel.expect(Filled, transfer)
-            for slot in bucket.slots:
-                yield slot.spec.name, _view(memories[k % _IN_FLIGHT], slot)
+            yield [(slot.spec.name, _view(memories[k % _IN_FLIGHT], slot)) for slot in bucket.slots]
             waits.append((k, self._memory.mark()))
             if k:
                 self._told_taken(transfer, waits)

@@ -67,17 +67,28 @@ class Looks:
         """`DeviceLooks`, and the places in the order."""
         self._count = 0
 
-    def at(self, tensor: Tensor) -> None:
-        """The next one. Until `told` it keeps its values, if it is on a device."""
+    def at(self, tensor: Tensor, out: Tensor | None = None) -> None:
+        """The next one. Until `launch` or `told` it keeps its values, if it is on a device.
+
+        `out`: where it is copied too, cast nearest-even; only for two that the kernel sees.
+        """
         if sees(tensor):
-            looks, order = self._there.setdefault(tensor.device, (_kernel().DeviceLooks(), []))
-            looks.add(tensor)
+            device = tensor.device if out is None else out.device
+            if device not in self._there:
+                self._there[device] = _kernel().DeviceLooks(), []
+            looks, order = self._there[device]
+            looks.add(tensor, out)
             order.append(self._count)
         else:
             look = Look(tensor.dtype, finite=self._finite)
             look.over(tensor_bytes(tensor.detach().cpu().contiguous()))
             self._told[self._count] = look.arrival
         self._count += 1
+
+    def launch(self) -> None:
+        """All that is on devices may change again after what is launched there by now."""
+        for looks, _ in self._there.values():
+            looks.launch()
 
     def told(self) -> list[Arrival]:
         """Of all, in order."""

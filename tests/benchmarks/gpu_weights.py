@@ -58,11 +58,16 @@ def commit(name: str = "Qwen3-8B") -> dict[str, Any]:
 
 
 def ipc(name: str = "Qwen3-8B") -> dict[str, Any]:
-    """Weights of a trainer's process on this device come to an engine's, checked and committed."""
+    """Weights of a trainer's process on this device come to an engine's, checked and committed.
+
+    A push is timed from the offer to the word that all lies in the shadow and has its digest, as in `push.py`.
+    """
     live, updater = _weights(name), None
     updater = _updater(live)
     num_bytes = sum(view.nbytes for view in live.values())
     found: dict[str, Any] = {"num_bytes": num_bytes, "copy_seconds": _copy_seconds(num_bytes)}
+    updater.digest()  # compiles
+    found["digest_seconds"] = _clocked(updater.digest)
     with tempfile.TemporaryDirectory() as folder, _Trainer(Path(folder) / "meeting", name) as trainer:
         receiver = IpcReceiver(trainer.directory)
         for version in range(1, _ROUNDS + 1):
@@ -81,7 +86,7 @@ def ipc(name: str = "Qwen3-8B") -> dict[str, Any]:
                 "receive_seconds": ready - offered,
                 "commit_seconds": committed - ready,
                 "confirm_seconds": time.perf_counter() - committed,
-                "push_seconds": committed - offered,
+                "push_seconds": ready - start,
             }
         receiver.close()
     return found | {"times_the_copy": found["push_seconds"] / found["copy_seconds"]}

@@ -1,15 +1,19 @@
 """The kernel sees what the host sees: digests, and values that are not finite."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sync import digest_kernel, digests, looks  # noqa: E402
+from sync import arrival, digest_kernel, digests, looks  # noqa: E402
 from sync.digests import tensor_digest  # noqa: E402
 from sync.finite import is_finite, markers  # noqa: E402
+from sync.ipc import HandleReceiver, HandleSender  # noqa: E402
 from sync.looks import Looks  # noqa: E402
 from tests.unit.kernels.triton.conftest import device, language_patched_once, tensors_as_loop_bounds  # noqa: E402, F401
+from tests.unit.sync.host_memory import HostMemory, shared  # noqa: E402
 
 PIECE = 2048
 """Bytes: the interpreter is slow."""
@@ -69,19 +73,78 @@ def test_strides_do_not_matter(told, small_pieces):
     assert told(tensor.t(), tensor[:, ::2]) == [(tensor_digest(x), True) for x in (tensor.t(), tensor[:, ::2])]
 
 
+def test_the_device_is_waited_for_once_for_all(told, small_pieces, monkeypatch):
+    brought, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(digest_kernel, "_LAUNCH_BYTES", 3000)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: brought.append(tensor.nbytes) or cpu(tensor))
+    told(*(random_bytes(size) for size in (100, 240, 3 * PIECE + 5, PIECE, 0, 241)))
+    assert brought == [24 * (3 + 1 + 1) + 100 + 240 + 5]
+
+
 def test_no_tensors_tell_nothing(told):
     assert told() == []
 
 
 def test_a_cast_made_for_its_digest_is_let_go_before_the_end(told, small_pieces, monkeypatch):
     monkeypatch.setattr(digest_kernel, "_LAUNCH_BYTES", 3000)
-    launched, launch = [], digest_kernel.DeviceLooks._launch
+    launched, launch = [], digest_kernel.DeviceLooks.launch
     monkeypatch.setattr(
-        digest_kernel.DeviceLooks, "_launch", lambda self: launched.append(len(self._tensors)) or launch(self)
+        digest_kernel.DeviceLooks, "launch", lambda self: launched.append(len(self._waiting)) or launch(self)
     )
     tensors = [random_bytes(size) for size in (1000, 2000, 100, 3300, 700)]
     assert told(*tensors) == [(tensor_digest(tensor), True) for tensor in tensors]
-    assert launched == [2, 2, 1]
+    assert launched == [2, 2, 1], "the last when all is told"
+
+
+def test_what_is_looked_at_is_copied_on_the_way_and_may_then_change(told, small_pieces, device):  # noqa: F811
+    tensors = [random_bytes(size) for size in SIZES]
+    sources = [tensor.to(device, copy=True) for tensor in tensors]
+    around = [torch.full((len(tensor) + 64,), 77, dtype=torch.uint8, device=device) for tensor in tensors]
+    outs = [whole[32 : len(whole) - 32] for whole in around]
+    all_of_them = Looks(finite=True)
+    for source, out in zip(sources, outs, strict=True):
+        all_of_them.at(source, out)
+    all_of_them.launch()
+    for source in sources:
+        source.fill_(1)
+    assert all_of_them.told() == [(tensor_digest(tensor), True) for tensor in tensors]
+    for tensor, whole, out in zip(tensors, around, outs, strict=True):
+        assert torch.equal(out.cpu(), tensor) and set(whole[:32].tolist() + whole[-32:].tolist()) == {77}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", [lambda x: x[0], lambda x: x[0].t().contiguous().t(), lambda x: x.flatten()[1:1801]])
+def test_places_and_sources_may_be_of_any_form_on_the_way(told, small_pieces, device, dtype, place):  # noqa: F811
+    out = place(torch.zeros(2, 40, 45, dtype=dtype)).view(40, 45).to(device)
+    for source in (torch.randn(40, 45), torch.randn(45, 40).t(), torch.randn(1801)[1:].view(40, 45)):
+        all_of_them = Looks(finite=True)
+        all_of_them.at(source.to(device), out)
+        assert all_of_them.told() == [(tensor_digest(source.to(dtype)), True)]
+        assert torch.equal(out.cpu(), source.to(dtype))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter takes tensors of the host for a device's")
+def test_weights_of_another_process_of_the_device_never_come_to_the_host(told, small_pieces, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrival, "sees", lambda tensor: True)
+    sender = HandleSender(tmp_path / "ipc", HostMemory(tmp_path), timeout=60.0, bucket_bytes=3000)
+    receiver = HandleReceiver(tmp_path / "ipc", HostMemory(tmp_path), timeout=60.0)
+    lying = dict(zip("abc", shared(sender._memory, *(torch.randn(size) for size in (700, 3, 600))), strict=True))
+    packed = {name: torch.randn(size).double() for name, size in (("d", 400), ("e", 500), ("f", 1), ("g", 300))}
+    packed["g"][7] = float("nan")
+    source = lying | packed
+    wanted = {name: (tensor_digest(tensor.float()), name != "g") for name, tensor in source.items()}
+    for module in (arrival, looks):
+        monkeypatch.setattr(module, "tensor_bytes", None)
+    shadow = {name: torch.zeros(len(tensor)) for name, tensor in source.items()}
+    manifest = sender.offer(source, 1, {name: ("float32", tuple(tensor.shape)) for name, tensor in source.items()})
+    with ThreadPoolExecutor() as pool:
+        arrivals = pool.submit(receiver.receive_into, shadow, manifest)
+        sender.send()
+        assert arrivals.result() == wanted
+    assert {spec.name: spec.digest for spec in manifest.tensors} == {name: told for name, (told, _) in wanted.items()}
+    assert all(torch.equal(shadow[name], tensor.float()) for name, tensor in source.items() if name != "g")
+    receiver.close()
+    sender.close()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
