@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import time
 
 import numpy as np
 import pytest
@@ -21,8 +20,9 @@ from rollout_engine import (
 PROMPTS = ["hello", "ab", "the quick brown fox jumps over the lazy dog", [5, 6, 7]]
 
 
-def long_params(**changes):
-    return SamplingParams(**(dict(max_tokens=1500, ignore_eos=True, detokenize=False) | changes))
+def endless(**changes):
+    """For a request that goes on until somebody ends it: a minute's work."""
+    return SamplingParams(**(dict(max_tokens=30_000, ignore_eos=True, detokenize=False) | changes))
 
 
 class Recorder:
@@ -76,7 +76,6 @@ def test_deltas_add_up_and_cumulative_outputs_grow(engine, llm, collect):
 
     deltas, cumulative = asyncio.run(run())
     (whole,) = llm.generate("hello", SamplingParams(**params), use_tqdm=False)
-    assert len(deltas) > 2 and len(cumulative) > 2
     for index in range(2):
         parts = [sample for output in deltas for sample in output.outputs if sample.index == index]
         assert sum((part.token_ids for part in parts), []) == whole.outputs[index].token_ids
@@ -103,7 +102,7 @@ def test_a_reader_that_sleeps_gets_everything_at_once_when_it_wakes(engine):
 
 def test_abort_ends_a_request_with_what_it_had(engine, last_of, until_computing):
     async def run():
-        task = asyncio.create_task(last_of(engine, "hello", long_params(output_kind="final_only", n=2), "mine"))
+        task = asyncio.create_task(last_of(engine, "hello", endless(output_kind="final_only", n=2), "mine"))
         await until_computing(engine)
         await engine.abort("nobody's")
         await engine.abort(["mine", "mine"])
@@ -111,13 +110,13 @@ def test_abort_ends_a_request_with_what_it_had(engine, last_of, until_computing)
 
     result = asyncio.run(run())
     assert [sample.finish_reason for sample in result.outputs] == ["abort", "abort"]
-    assert all(0 < len(sample.token_ids) < 1500 for sample in result.outputs)
+    assert all(sample.token_ids for sample in result.outputs)
 
 
 @pytest.mark.parametrize("how", ["cancel", "break", "drop", "aclose"])
 def test_leaving_a_generator_aborts_its_request(engine, how, collect):
     async def leave():
-        generator = engine.generate("hello", long_params())
+        generator = engine.generate("hello", endless())
         await anext(generator)
         if how == "cancel":
             task = asyncio.create_task(anext_forever(generator))
@@ -133,27 +132,33 @@ def test_leaving_a_generator_aborts_its_request(engine, how, collect):
         gc.collect()
         await asyncio.sleep(0)
 
+    async def num_sampled():
+        return (await engine.get_metrics()).core.counters.num_tokens_sampled
+
     async def run():
+        before = await num_sampled()
         await leave()
-        deadline = time.monotonic() + 5
         while await engine.get_num_unfinished_requests():
-            assert time.monotonic() < deadline, "the request goes on without a reader"
             await asyncio.sleep(0.01)
+        assert await num_sampled() - before < endless().max_tokens, "the request went on without a reader"
 
     asyncio.run(run())
 
 
 def test_bad_requests_are_refused_by_name_and_others_go_on(engine, last_of):
     async def run():
-        running = asyncio.create_task(last_of(engine, "hello", SamplingParams(max_tokens=30, ignore_eos=True), "a"))
+        running = asyncio.create_task(last_of(engine, "hello", endless(), "a"))
+        ending = asyncio.create_task(last_of(engine, "hello", SamplingParams(max_tokens=30, ignore_eos=True)))
         await asyncio.sleep(0)
-        with pytest.raises(RequestError, match=r"max_tokens=5000"):
-            await last_of(engine, "hello", SamplingParams(max_tokens=5000))
+        with pytest.raises(RequestError, match=r"max_tokens=50000"):
+            await last_of(engine, "hello", SamplingParams(max_tokens=50_000))
         with pytest.raises(RequestError, match="request_id='a' is not allowed: must be unique"):
             await last_of(engine, "hello", None, "a")
         with pytest.raises(RequestError, match="priority"):
             await anext(engine.generate("hello", None, priority="high"))
-        assert len((await running).outputs[0].token_ids) == 30
+        assert len((await ending).outputs[0].token_ids) == 30
+        await engine.abort("a")
+        assert (await running).outputs[0].finish_reason == "abort"
 
     asyncio.run(run())
 
@@ -195,7 +200,7 @@ def test_two_clients_of_one_core_have_their_own_requests_under_the_same_names(
             )
             unseeded = await asyncio.gather(*(last_of(each, "ab", SamplingParams()) for each in (engine, other)))
             assert unseeded[0].outputs[0].seed != unseeded[1].outputs[0].seed
-            left = asyncio.create_task(last_of(other, "ab", long_params()))
+            left = asyncio.create_task(last_of(other, "ab", endless()))
             await until_computing(engine)
             other.shutdown()
             with pytest.raises(EngineDeadError, match="shut down"):
@@ -206,27 +211,30 @@ def test_two_clients_of_one_core_have_their_own_requests_under_the_same_names(
         assert_same(ours, expected)
 
 
-def test_many_streams_leave_the_loop_free(shared, last_of):
-    async def gaps(stop):
-        found, last = [], time.perf_counter()
-        while not stop.is_set():
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            found.append(now - last - 0.001)
-            last = now
-        return found
+def test_many_streams_leave_the_loop_free(shared):
+    """Other work of the loop waits for a few readers, never for all."""
+    served = set()
+
+    async def read(i):
+        params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0, output_kind="delta")
+        num_tokens = 0
+        async for output in shared.generate([3 + i % 250, 4], params):
+            served.add(i)
+            num_tokens += len(output.outputs[0].token_ids)
+        return num_tokens
 
     async def run():
-        stop = asyncio.Event()
-        ticker = asyncio.create_task(gaps(stop))
-        params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)
-        results = await asyncio.gather(*(last_of(shared, [3 + i % 250, 4], params) for i in range(256)))
-        stop.set()
-        assert all(len(result.outputs[0].token_ids) == 64 for result in results)
-        return await ticker
+        readers, most = [asyncio.create_task(read(i)) for i in range(256)], 0
+        await asyncio.sleep(0)  # all have asked
+        while not all(reader.done() for reader in readers):
+            served.clear()
+            await asyncio.sleep(0)
+            most = max(most, len(served))
+        return most, [reader.result() for reader in readers]
 
-    found = asyncio.run(run())
-    assert np.quantile(found, 0.9) < 0.05  # generous: the machine is shared; the benchmark measures it
+    most, num_tokens = asyncio.run(run())
+    assert num_tokens == [64] * 256
+    assert 0 < most <= 64
 
 
 def test_it_leaves_nothing_behind(checkpoint, last_of, assert_gone, options):

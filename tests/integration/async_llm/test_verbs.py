@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,8 +24,8 @@ from rollout_engine.testing import tiny_model
 PROMPTS = ["hello", "ab", "the quick brown fox jumps over the lazy dog", [5, 6, 7]]
 
 
-def long_params(**changes):
-    return SamplingParams(**(dict(max_tokens=1500, ignore_eos=True, detokenize=False) | changes))
+ENDLESS = SamplingParams(max_tokens=30_000, ignore_eos=True, seed=3, logprobs=0, detokenize=False)
+"""For a request that goes on until somebody ends it: a minute's work."""
 
 
 def tiny_weights(seed):
@@ -56,13 +57,9 @@ def test_metrics_count_what_the_core_did_and_time_what_the_client_saw(engine, la
     assert metrics.core.state == "RUNNING" and metrics.requests.finished["length"] > 0
 
 
-def test_paused_with_keep_requests_freeze_and_go_on_to_the_same_tokens(
-    engine, llm, last_of, until_computing, assert_same
-):
-    params = SamplingParams(max_tokens=600, ignore_eos=True, seed=3)
-
+def test_paused_with_keep_requests_freeze_and_go_on_to_the_same_tokens(engine, llm, last_of, until_computing):
     async def run():
-        task = asyncio.create_task(last_of(engine, "hello", params))
+        task = asyncio.create_task(last_of(engine, "hello", ENDLESS, "endless"))
         await until_computing(engine)
         await engine.pause_generation(mode="keep")
         assert await engine.is_paused()
@@ -74,10 +71,15 @@ def test_paused_with_keep_requests_freeze_and_go_on_to_the_same_tokens(
             await engine.wait_for_requests_to_drain()
         await engine.resume_generation()
         assert len((await queued).outputs[0].token_ids) == 3
-        return await task
+        await until_computing(engine, num_steps=100)
+        await engine.abort("endless")
+        return (await task).outputs[0]
 
-    (expected,) = llm.generate("hello", params, use_tqdm=False)
-    assert_same(asyncio.run(run()), expected)
+    ours = asyncio.run(run())
+    params = msgspec.structs.replace(ENDLESS, max_tokens=len(ours.token_ids))
+    (theirs,) = llm.generate("hello", params, use_tqdm=False)[0].outputs
+    assert len(ours.token_ids) > 50 and ours.token_ids == theirs.token_ids
+    assert np.array_equal(ours.logprobs, theirs.logprobs)
 
 
 def test_pause_with_wait_returns_when_all_have_finished_and_with_abort_at_once(engine, last_of, until_computing):
@@ -88,11 +90,11 @@ def test_pause_with_wait_returns_when_all_have_finished_and_with_abort_at_once(e
         assert await engine.get_num_unfinished_requests() == 0
         await engine.resume_generation()
         assert (await task).outputs[0].finish_reason == "length"
-        aborted = asyncio.create_task(last_of(engine, "hello", long_params()))
+        aborted = asyncio.create_task(last_of(engine, "hello", ENDLESS))
         await until_computing(engine)
         await engine.pause_generation(mode="abort")
         assert (await aborted).outputs[0].finish_reason == "abort"
-        queued = asyncio.create_task(last_of(engine, "hello", long_params(), "queued"))
+        queued = asyncio.create_task(last_of(engine, "hello", ENDLESS, "queued"))
         await asyncio.sleep(0.02)
         await engine.abort("queued")
         ended = (await queued).outputs[0]
@@ -106,14 +108,19 @@ def test_pause_with_wait_returns_when_all_have_finished_and_with_abort_at_once(e
 
 def test_draining_waits_and_says_when_it_takes_too_long(engine, last_of, until_computing):
     async def run():
-        task = asyncio.create_task(last_of(engine, "hello", long_params()))
+        task = asyncio.create_task(last_of(engine, "hello", ENDLESS, "endless"))
         await until_computing(engine)
         with pytest.raises(TimeoutError, match="still in flight"):
             await engine.wait_for_requests_to_drain(drain_timeout=0.01)
-        await engine.wait_for_requests_to_drain()
+        await until_computing(engine)  # it goes on
+        draining = asyncio.create_task(engine.wait_for_requests_to_drain())
+        await asyncio.sleep(0.05)
+        assert not draining.done()
+        await engine.abort("endless")
+        await draining
         return await task
 
-    assert len(asyncio.run(run()).outputs[0].token_ids) == 1500
+    assert asyncio.run(run()).outputs[0].finish_reason == "abort"
 
 
 def test_it_sleeps_and_wakes_and_forgets_prefixes(engine, llm, last_of):
@@ -133,15 +140,17 @@ def test_it_sleeps_and_wakes_and_forgets_prefixes(engine, llm, last_of):
 
 
 def test_new_weights_serve_the_tokens_of_an_engine_that_was_given_them_in_process(
-    engine, checkpoint, last_of, until_computing, assert_same, options
+    engine, checkpoint, last_of, until_computing, options
 ):
-    params = SamplingParams(max_tokens=1500, ignore_eos=True, seed=3, temperature=0.0)
     short = SamplingParams(max_tokens=20, seed=5, logprobs=0)
+    version = engine.policy_version
 
     async def run():
-        task = asyncio.create_task(last_of(engine, "hello", params))
+        task = asyncio.create_task(last_of(engine, "hello", ENDLESS, "endless"))
         await until_computing(engine)
         report = await engine.update_weights(tiny_weights(1))
+        await until_computing(engine)
+        await engine.abort("endless")
         during = await task
         return report, during, await last_of(engine, "ab", short), await engine.update_weights(tiny_weights(0))
 
@@ -149,11 +158,12 @@ def test_new_weights_serve_the_tokens_of_an_engine_that_was_given_them_in_proces
     with LLM(checkpoint, **options) as llm:
         expected = llm.update_weights(tiny_weights(1))
         (same,) = llm.generate("ab", short, use_tqdm=False)
-    assert (report.version, report.digest, report.num_bytes) == (1, expected.digest, expected.num_bytes)
-    assert report.num_in_flight == 1 and back.version == engine.policy_version == 2
-    assert_same(after, same)
+    assert (report.version, report.digest, report.num_bytes) == (version + 1, expected.digest, expected.num_bytes)
+    assert report.num_in_flight == 1 and back.version == engine.policy_version == version + 2
+    assert after.outputs[0].token_ids == same.outputs[0].token_ids
+    assert np.array_equal(after.outputs[0].logprobs, same.outputs[0].logprobs)
     spans = during.outputs[0].version_spans
-    assert [span.policy_version for span in spans] == [0, 1] and spans[-1].end == 1500
+    assert [span.policy_version for span in spans] == [version, version + 1]
 
 
 def test_refused_weights_change_nothing_and_the_next_ones_are_taken(engine, last_of, assert_same):
@@ -214,7 +224,8 @@ def test_a_policy_over_it_rolls_out_what_one_in_process_does(engine, llm):
     async def run():
         groups = [group async for group in far.arollout(PROMPTS, SamplingParams(max_tokens=12), num_samples=3, seed=4)]
         assert sorted(int(group["group_id"][0]) for group in groups) == [0, 1, 2, 3]
-        async for _ in far.arollout([[5]] * 8, SamplingParams(max_tokens=1500, ignore_eos=True), num_samples=2):
+        lengths = [SamplingParams(max_tokens=2, ignore_eos=True), *[ENDLESS] * 7]
+        async for _ in far.arollout([[5]] * 8, lengths, num_samples=2):
             break
 
     asyncio.run(run())

@@ -2,9 +2,7 @@
 
 import asyncio
 import threading
-import time
 
-import numpy as np
 import pytest
 
 from rollout_engine.errors import EngineDeadError, RequestError
@@ -100,7 +98,9 @@ def test_a_refused_request_raises_why_and_others_go_on(streams):
 
 
 def test_ten_thousand_streams_leave_the_loop_free(streams):
+    """Other work of the loop waits for a few readers, never for all."""
     count, steps = 10_000, 4
+    served = set()
 
     async def read(number):
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
@@ -112,31 +112,27 @@ def test_ten_thousand_streams_leave_the_loop_free(streams):
             if output is None:
                 await event.wait()
                 continue
+            served.add(number)
             tokens += output.outputs[0].token_ids
             if output.finished:
                 return tokens
 
     async def run():
-        late = []
-        readers = [asyncio.create_task(read(number)) for number in range(count)]
+        readers, most = [asyncio.create_task(read(number)) for number in range(count)], 0
         while len(streams) < count:
             await asyncio.sleep(0)
         core = threading.Thread(target=deliver)
         core.start()
-        while not all(reader.done() for reader in readers[-3:]):
-            start = time.perf_counter()
-            await asyncio.sleep(0.001)
-            late.append(time.perf_counter() - start - 0.001)
-        results = await asyncio.gather(*readers)
+        while not all(reader.done() for reader in readers):
+            served.clear()
+            await asyncio.sleep(0)
+            most = max(most, len(served))
         core.join()
-        assert all(tokens == list(range(steps)) for tokens in results)
-        return late
+        assert all(reader.result() == list(range(steps)) for reader in readers)
+        return most
 
     def deliver():
         for token_id in range(steps):
             streams.deliver(step(range(count), token_id, ended=range(count) if token_id == steps - 1 else ()))
-            time.sleep(0.02)
 
-    late = asyncio.run(run())
-    print(f"{len(late)} ticks, p99 {1000 * np.quantile(late, 0.99):.1f} ms, max {1000 * max(late):.1f} ms")
-    assert np.quantile(late, 0.9) < 0.05  # of wall time on a machine that may be busy
+    assert 0 < asyncio.run(run()) <= 64
