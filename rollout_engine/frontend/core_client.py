@@ -52,8 +52,8 @@ _CONNECT_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 5.0
 """How long the end of a connection may take to be noticed, once the other end's process is gone."""
 _NEVER_MS = 1 << 30
-_STATUS_SECONDS = 0.05
-"""How long open requests wait to learn how the core's process ended."""
+_STATUS_SECONDS = 5.0
+"""How long open requests wait at most to learn how the core's process ended: it has closed its files, and is ending."""
 
 
 class CoreClient:

@@ -48,8 +48,10 @@ _MAX_REMEMBERED = 4096
 """Clients that left, whose last messages may still be on their way."""
 _RETRY_SECONDS = 0.01
 """How often a backlog is tried again."""
-_FLUSH_SECONDS = 0.5
-"""How long the end waits for clients to take their last messages."""
+_FLUSH_SECONDS = 2.0
+"""How long the end waits at most for clients to take their last messages."""
+_ORPHAN_SECONDS = 0.5
+"""How long the busy loop may take to end once the parent has died."""
 
 
 class FromClient(msgspec.Struct, frozen=True):
@@ -293,7 +295,7 @@ class CoreIO:
             self._orphaned_at = now
             poller.unregister(self._lifeline)  # readable for ever
             self.inbox.put(Stop("the process that started the core has died"))
-        elif now - self._orphaned_at > _FLUSH_SECONDS:
+        elif now - self._orphaned_at > _ORPHAN_SECONDS:
             self._on_orphaned()
 
     def _say_farewell(self) -> None:

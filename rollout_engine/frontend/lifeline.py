@@ -32,7 +32,9 @@ SHARED_MEMORY = "/dev/shm"
 """Where weights pass between processes of one machine, where there is room."""
 _PREFIX = "rollout-engine-"
 _STALE_SECONDS = 60.0
-"""A directory younger than this may belong to an engine that has not locked it yet."""
+"""A lock younger than this may not be taken yet."""
+_STARTING_SECONDS = 1800.0
+"""A directory younger than this may belong to an engine that has no lock yet: on a busy machine imports take long."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_ADDRESS_BYTES = 100
 """Of a unix socket, less than the system's limit."""
@@ -193,24 +195,24 @@ def sweep_stale_directories(parent: str | None = None) -> None:
     for path in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             status = path.lstat()
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _STALE_SECONDS and _is_unlocked(path):
+            if status.st_uid == os.getuid() and _is_abandoned(path, time.time() - status.st_mtime):
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:
             continue  # somebody else removes it now
 
 
-def _is_unlocked(directory: Path) -> bool:
+def _is_abandoned(directory: Path, age: float) -> bool:
     try:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return True
+        return age > _STARTING_SECONDS
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     finally:
         os.close(descriptor)
-    return True
+    return age > _STALE_SECONDS
 
 
 def _environment() -> dict[str, str]:

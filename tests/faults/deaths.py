@@ -17,21 +17,21 @@ from tests.faults.ledger import Ledger
 from tests.faults.plan import FaultPlan
 from tests.faults.updates import Spelled, spelling
 
-OPTIONS = dict(num_kv_blocks=512, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True)
-_LONG = SamplingParams(max_tokens=1900, ignore_eos=True, detokenize=False, output_kind="delta")
+OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True)
+ENDLESS = SamplingParams(max_tokens=30_000, ignore_eos=True, detokenize=False, output_kind="delta")
+"""For a request that goes on until somebody ends it: a minute's work."""
 
 PARENT = """
 import asyncio, sys
 from rollout_engine import AsyncLLM, SamplingParams
 
 async def main():
-    async for output in engine.generate([5, 6], SamplingParams(max_tokens=1900, ignore_eos=True)):
-        if len(output.outputs[0].token_ids) == 3:
+    while True:
+        async for _ in engine.generate([5, 6], SamplingParams(max_tokens=30_000, ignore_eos=True, output_kind="delta")):
             print(engine.remote.ready.pid, engine.address, flush=True)
 
-engine = AsyncLLM(sys.argv[1], num_kv_blocks=512, num_threads=1, skip_tokenizer_init=True)
-while True:
-    asyncio.run(main())
+engine = AsyncLLM(sys.argv[1], num_kv_blocks=2048, num_threads=1, skip_tokenizer_init=True)
+asyncio.run(main())
 """
 
 TRAINERS = """
@@ -82,7 +82,7 @@ def kill_core(checkpoint: Path, at_output: int, num_callers: int, number: int, h
             os.kill(pid, number)
 
         async def call(ledger: Ledger, i: int) -> None:
-            entry = await ledger.run(engine, [5, 6 + i], _LONG, f"r{i}", lambda *_: None)
+            entry = await ledger.run(engine, [5, 6 + i], ENDLESS, f"r{i}", lambda *_: None)
             ends.append(time.perf_counter())
             assert entry.ended == EngineDeadError.__name__, entry.ended
 
@@ -159,7 +159,7 @@ class TrainerDeaths:
             await asyncio.gather(*readers, return_exceptions=True)
             assert trainers.stdin is not None
             trainers.stdin.close()
-            await asyncio.wait_for(trainers.wait(), 20)
+            await trainers.wait()
         failed = [reader.exception() for reader in readers if not reader.cancelled() and reader.exception()]
         assert not failed, failed
 
@@ -167,7 +167,8 @@ class TrainerDeaths:
         trainers.stdin.write(f"{self.engine.address} {transport}\n".encode())
         child, wanted, begun = 0, self.random.randint(1, 4), 0
         while begun < wanted or not child:
-            word, _, number = (await asyncio.wait_for(trainers.stdout.readline(), 60)).decode().partition(" ")
+            word, _, number = (await trainers.stdout.readline()).decode().partition(" ")
+            assert word, "the trainers have ended"
             child = int(number) if word == "child" else child
             begun += word == "begin"
         self.num_versions += begun
@@ -179,8 +180,8 @@ class TrainerDeaths:
         self.recovery_seconds.append(time.perf_counter() - struck)
         if is_stopped:
             os.kill(child, signal.SIGKILL)
-        while not (await asyncio.wait_for(trainers.stdout.readline(), 60)).startswith(b"dead"):
-            pass
+        while not (line := await trainers.stdout.readline()).startswith(b"dead"):
+            assert line, "the trainers have ended"
 
     async def _update(self) -> None:
         """What the dead one had open is given up by itself; then the next trainer's weights are taken."""

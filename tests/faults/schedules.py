@@ -17,7 +17,7 @@ from rollout_engine import AsyncLLM, LifecycleError, SamplingParams
 from tests.faults.ledger import Ledger
 
 _MAX_OPEN = 24
-_VERB_SECONDS = 60.0
+_VERB_SECONDS = 300.0
 
 
 class Menu(NamedTuple):

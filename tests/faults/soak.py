@@ -293,7 +293,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = tiny_checkpoint(directory)
+        checkpoint = tiny_checkpoint(directory, max_position_embeddings=32_768)
         for name in options.parts or PARTS:
             part, count = PARTS[name]
             start = time.perf_counter()

@@ -1,6 +1,7 @@
 """A core's process is killed, stopped, told to end, or loses its parent: everybody is told, and nothing is left."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -8,22 +9,26 @@ import time
 import psutil
 import pytest
 
-from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError, SamplingParams
+from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError
 from rollout_engine.frontend.lifeline import CoreProcess, lock_directory, sweep_stale_directories
-from tests.faults.deaths import OPTIONS, kill_parent, wait_gone
-
-LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
+from tests.faults.deaths import ENDLESS, OPTIONS, kill_parent, wait_gone
 
 
-async def drain(engine, prompt):
-    return [output async for output in engine.generate(prompt, LONG)][-1]
+async def drain(engine, prompt, begun=None):
+    """How the request ended. `begun` is called when it has tokens."""
+    async for output in engine.generate(prompt, ENDLESS):
+        if begun is not None and output.outputs[0].token_ids:
+            begun()
+        last = output
+    return last.outputs[0].finish_reason
 
 
-async def run_long(engine, count):
-    """Start `count` requests and return their tasks once all of them are computed."""
-    tasks = [asyncio.create_task(drain(engine, [5, 6 + i])) for i in range(count)]
-    while (await engine.get_metrics()).core.num_running < count:
-        await asyncio.sleep(0.01)
+async def run_endless(engine, count):
+    """Start `count` requests that nobody ends, and return their tasks once all of them have tokens."""
+    begun = [asyncio.Event() for _ in range(count)]
+    tasks = [asyncio.create_task(drain(engine, [5, 6 + i], event.set)) for i, event in enumerate(begun)]
+    for event in begun:
+        await event.wait()
     return tasks
 
 
@@ -46,18 +51,19 @@ async def all_dead(engine, tasks, limit):
 def test_a_killed_core_and_a_stopped_one_fail_their_own_requests_and_no_others(checkpoint):
     config = EngineConfig(model=str(checkpoint), **OPTIONS)
     with (
-        AsyncLLM.from_config(config, hang_seconds=60.0) as killed,
-        AsyncLLM.from_config(config, hang_seconds=1.0) as stopped,
+        AsyncLLM.from_config(config, hang_seconds=600.0) as killed,
+        AsyncLLM.from_config(config, hang_seconds=600.0) as stopped,
     ):
         killed_pid, stopped_pid = killed.remote.ready.pid, stopped.remote.ready.pid
 
         async def run():
-            doomed, others = await run_long(killed, 16), await run_long(stopped, 16)
+            doomed, others = await run_endless(killed, 16), await run_endless(stopped, 16)
             os.kill(killed_pid, signal.SIGKILL)
-            assert "status -9" in await all_dead(killed, doomed, limit=10.0)
+            assert "status -9" in await all_dead(killed, doomed, limit=60.0)
             assert not any(task.done() for task in others)
             os.kill(stopped_pid, signal.SIGSTOP)
-            assert "no sign of life" in await all_dead(stopped, others, limit=30.0)
+            stopped.remote.client._hang_seconds = 1.0  # only now: a busy machine may leave a core no time for as long
+            assert "no sign of life" in await all_dead(stopped, others, limit=60.0)
 
         asyncio.run(run())
         wait_gone(killed_pid, killed.address, 60)
@@ -70,15 +76,11 @@ def test_a_core_told_to_end_gives_out_what_it_has_and_ends_once(checkpoint):
 
         async def run():
             with AsyncLLM.connect(engine.address) as other:
-                tasks = await run_long(engine, 4)
-                tasks.append(asyncio.create_task(drain(other, [9, 9])))
-                while (await engine.get_metrics()).core.num_running < 5:
-                    await asyncio.sleep(0.01)
+                tasks = [*await run_endless(engine, 4), *await run_endless(other, 1)]
                 for _ in range(3):
-                    process.send_signal(signal.SIGTERM)
-                results = await asyncio.gather(*tasks)
-                assert {result.outputs[0].finish_reason for result in results} == {"abort"}
-                assert all(result.outputs[0].token_ids for result in results)
+                    with contextlib.suppress(psutil.NoSuchProcess):  # the first may have ended it by now
+                        process.send_signal(signal.SIGTERM)
+                assert await asyncio.gather(*tasks) == ["abort"] * 5
                 while not (engine.errored and other.errored):
                     await asyncio.sleep(0.01)
                 assert "SIGTERM" in str(engine.dead_error) and "SIGTERM" in str(other.dead_error)
@@ -93,7 +95,6 @@ def test_a_core_does_not_outlive_its_parent(checkpoint, number):
 
 
 def test_what_prevents_the_start_is_told_as_in_process(tmp_path, checkpoint):
-    start = time.monotonic()
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match="does-not-exist"):
         AsyncLLM(tmp_path / "does-not-exist", skip_tokenizer_init=True)
@@ -102,7 +103,6 @@ def test_what_prevents_the_start_is_told_as_in_process(tmp_path, checkpoint):
     with pytest.raises(EngineDeadError, match="not ready within"):
         AsyncLLM.from_config(EngineConfig(model=str(checkpoint), **OPTIONS), start_seconds=0.01)
     assert set(psutil.Process().children()) == before
-    assert time.monotonic() - start < 60
 
 
 def test_nobody_lives_in_an_empty_directory(tmp_path):
@@ -111,18 +111,17 @@ def test_nobody_lives_in_an_empty_directory(tmp_path):
 
 
 def test_only_directories_of_dead_engines_are_swept(tmp_path):
-    names = ("rollout-engine-dead", "rollout-engine-live", "rollout-engine-new", "rollout-engine-empty", "other")
-    stale, live, new, empty, other = (tmp_path / name for name in names)
-    for path in (stale, live, new, empty, other):
+    ages = dict(dead=3600, live=3600, new=0, empty=3600, starting=600, other=3600)
+    paths = {name: tmp_path / (name if name == "other" else f"rollout-engine-{name}") for name in ages}
+    for path in paths.values():
         path.mkdir()
-    for path in (stale, new, other):
-        os.close(lock_directory(path))
-    held = lock_directory(live)
-    old = time.time() - 3600
-    for path in (stale, live, empty, other):
-        os.utime(path, (old, old))
+    for name in ("dead", "new", "other"):
+        os.close(lock_directory(paths[name]))
+    held = lock_directory(paths["live"])
+    for name, age in ages.items():
+        os.utime(paths[name], (time.time() - age,) * 2)
     sweep_stale_directories(str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "rollout-engine-live", "rollout-engine-new"]
+    assert {name for name, path in paths.items() if path.exists()} == {"live", "new", "starting", "other"}
     os.close(held)
 
 

@@ -3,10 +3,12 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.frontend import core_client
 from rollout_engine.frontend.core_client import CoreClient
 from rollout_engine.frontend.core_io import CoreIO
 from rollout_engine.frontend.lifeline import address_in
@@ -56,3 +58,31 @@ def test_what_a_core_sent_before_it_ended_is_heard_by_a_client_that_was_late(cor
     client.close()
     assert numbers == list(range(20))
     assert len(deaths) == 1 and "the test ends it" in deaths[0]
+
+
+def test_how_a_core_ended_is_told_though_its_status_comes_after_its_silence(core, directory, monkeypatch):
+    class Process:
+        """Its files are closed, and the kernel is not done with it."""
+
+        def __init__(self, lifeline):
+            self.directory, self.lifeline, self.gone = directory, SimpleNamespace(socket=lifeline), threading.Event()
+
+        def wait(self, seconds):
+            return -9 if self.gone.wait(seconds) else None
+
+        def end(self, *, kill):
+            self.gone.set()
+
+    monkeypatch.setattr(core_client, "_LAST_WORDS_SECONDS", 0.01)  # its connection does not end with it
+    ours, theirs = socket.socketpair()
+    process, deaths, dead = Process(ours), [], threading.Event()
+    with ours:
+        client = CoreClient.start(process, hang_seconds=600)
+        client.wait_welcome()
+        client.listen(lambda _: None, lambda error: (deaths.append(str(error)), dead.set()))
+        theirs.close()
+        threading.Timer(0.3, process.gone.set).start()
+        assert dead.wait(60)
+        core.close("the test ends it")
+        client.close()
+    assert len(deaths) == 1 and "ended with status -9" in deaths[0]
