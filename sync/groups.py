@@ -158,7 +158,7 @@ class WeightGroup:
 _BROKEN = object()
 _POLL_SECONDS = 0.005
 _FORMING: set[WeightGroup] = set()
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 30.0
 """How long the end of a process waits for connects under way; one that peers keep waiting longer does not come back."""
 
 

@@ -4,6 +4,11 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# An example may take as long as a busy machine makes it take.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 if not torch.cuda.is_available():
     # Triton asks when it is first imported, and transformers does that before the tests of its kernels.

@@ -97,9 +97,13 @@ def test_torch_stays_unloaded(module):
 
 
 def test_importing_the_package_is_quick():
-    code = "import time; start = time.process_time(); import rollout_engine; print(time.process_time() - start)"
+    """It costs less than to import asyncio does, on any machine."""
+    code = (
+        "import time; start = time.process_time(); import rollout_engine; ours = time.process_time(); import asyncio\n"
+        "print((ours - start) / (time.process_time() - ours))"
+    )
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(5)]
-    assert min(float(run.stdout) for run in runs) < 0.05  # seconds
+    assert min(float(run.stdout) for run in runs) < 1
 
 
 def _is_ours(name: str) -> bool:

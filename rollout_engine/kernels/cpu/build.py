@@ -21,7 +21,8 @@ CACHE_VARIABLE = "ROLLOUT_ENGINE_CACHE"
 
 _COMPILER = "g++"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared", "-Wall")
-_TIMEOUT_SECONDS = 120
+_TIMEOUT_SECONDS = 900
+"""Of one compilation: ten seconds where nothing else runs."""
 
 
 def cache_directory(name: str) -> Path:

@@ -58,7 +58,7 @@ def core(tmp_path_factory):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -155,19 +155,14 @@ def test_clients_that_leave_or_vanish_are_noticed(core):
 
 def test_a_silent_core_gives_signs_of_life(core):
     client = core.client()
-    start = time.monotonic()
     for _ in range(4):
         assert isinstance(client.hear(skip=()), Heartbeat)
-    assert time.monotonic() - start < 30
 
 
 def test_an_absent_parent_stops_the_loop_and_then_the_process(core):
     core.parent.close()
     assert isinstance(core.next(), Stop)
-    deadline = time.monotonic() + 5
-    while not core.orphaned:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: core.orphaned)
 
 
 def test_everybody_hears_the_farewell(core):

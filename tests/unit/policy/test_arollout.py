@@ -49,7 +49,7 @@ def test_the_loop_stays_free_while_the_engine_steps(rig):
 
         def before_step():
             loop.call_soon_threadsafe(stepped.set)
-            assert answered.wait(timeout=30), "the loop was blocked during a step"
+            assert answered.wait(timeout=300), "the loop was blocked during a step"
 
         async def other_work():
             await stepped.wait()
@@ -79,11 +79,11 @@ def test_a_cancelled_consumer_aborts_what_is_left(rig):
 
         def before_step():
             stepping.set()
-            release.wait(timeout=30)
+            release.wait(timeout=300)
 
         rig.executor.before_step = before_step
         task = asyncio.create_task(collect(rig.policy.arollout(PROMPTS, THREE_LENGTHS)))
-        await asyncio.to_thread(stepping.wait, 30)
+        await asyncio.to_thread(stepping.wait, 300)
         task.cancel()
         await asyncio.sleep(0)
         release.set()
@@ -107,7 +107,7 @@ def test_a_consumer_cancelled_while_a_reward_waits_does_not_hang(rig):
         await called.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, timeout=30)
+            await asyncio.wait_for(task, timeout=300)
 
     asyncio.run(main())
 

@@ -32,6 +32,8 @@ def test_an_arollout_waits_while_another_task_pauses_and_resumes(rig, mode):
     async def main():
         rig.policy.pause_generation(mode=mode)
         task = asyncio.create_task(collect())
+        while rig.core.num_unfinished_requests < 2:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert not task.done() and rig.core.num_unfinished_requests == 2
         rig.policy.resume_generation()
@@ -46,7 +48,8 @@ def test_leaving_an_arollout_that_waits_for_a_resume_aborts_it(rig):
     async def main():
         rig.policy.pause_generation(mode="keep")
         task = asyncio.create_task(anext(rig.policy.arollout(["one"], PARAMS)))
-        await asyncio.sleep(0.1)
+        while not rig.core.num_unfinished_requests:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

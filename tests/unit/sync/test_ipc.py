@@ -1,6 +1,5 @@
 """The ipc transport's protocol, with memory of the host in place of the device's."""
 
-import time
 from types import SimpleNamespace
 
 import msgspec
@@ -18,11 +17,27 @@ from tests.unit.sync.receiving import Receiving
 WEIGHTS = {f"w{i}": torch.full((100,), float(i)) for i in range(10)} | {"none": torch.empty(0)}
 
 
+class Waiting:
+    """A socket that is not read before `count` messages have come."""
+
+    def __init__(self, socket, count):
+        self._socket, self._first = socket, [socket.recv() for _ in range(count)]
+
+    def poll(self, *arguments):
+        return True if self._first else self._socket.poll(*arguments)
+
+    def recv(self):
+        return self._first.pop(0) if self._first else self._socket.recv()
+
+    def __getattr__(self, name):
+        return getattr(self._socket, name)
+
+
 @pytest.fixture
 def ends(tmp_path):
     directory = tmp_path / "ipc"
-    sender = HandleSender(directory, HostMemory(tmp_path), timeout=5.0, bucket_bytes=1000)
-    receiver = HandleReceiver(directory, HostMemory(tmp_path), timeout=5.0)
+    sender = HandleSender(directory, HostMemory(tmp_path), timeout=60.0, bucket_bytes=1000)
+    receiver = HandleReceiver(directory, HostMemory(tmp_path), timeout=60.0)
     yield sender, receiver
     receiver.close()
     sender.close()
@@ -35,6 +50,12 @@ def push(sender, receiver, source, version=1):
     receiving.join()
     assert receiving.problem is None
     assert {n: t.tolist() for n, t in receiving.tensors.items()} == {n: t.tolist() for n, t in source.items()}
+
+
+def await_request(sender, timeout):
+    """Until an engine's request has come; from here on the sender waits no longer than `timeout`."""
+    assert sender.channel._socket.poll(60_000)
+    sender.channel._timeout = timeout
 
 
 def test_buffers_are_opened_once_and_again_when_they_had_to_grow(ends):
@@ -100,8 +121,8 @@ def test_a_place_where_nothing_can_lie_is_refused(ends, place):
     manifest = sender.offer(source, 1, {})
     make = sender._shared
     sender._shared = lambda transfer, lying: msgspec.structs.replace(make(transfer, lying), lying=[place])
-    sender.channel._timeout = 0.5
     receiving = Receiving(receiver, manifest)
+    await_request(sender, 0.5)
     with pytest.raises(TransferTimeout):
         sender.send()
     receiving.join()
@@ -178,13 +199,14 @@ def test_an_engine_on_another_device_is_refused_with_advice(ends):
 @pytest.mark.parametrize("stop_after", [1, 5, 11])
 def test_an_engine_that_broke_off_may_start_over(ends, stop_after):
     sender, receiver = ends
-    sender.channel._timeout = 0.2
     manifest = sender.offer(WEIGHTS, 1, {})
+    receiver.channel._timeout = 0.5  # for it too, where the sender gives up first
     receiving = Receiving(receiver, manifest, stop_after)
+    await_request(sender, 0.2)
     with pytest.raises(TransferTimeout, match="silent for 0.2 s"):
         sender.send()
     receiving.join()
-    sender.channel._timeout = 5.0
+    sender.channel._timeout = receiver.channel._timeout = 60.0
     push(sender, receiver, WEIGHTS, 2)
 
 
@@ -194,9 +216,9 @@ def test_a_request_that_was_given_up_is_passed_over(ends):
     receiver.channel._timeout = 0.1
     with pytest.raises(TransferTimeout):
         next(receiver.receive(manifest))
-    receiver.channel._timeout = 5.0
+    receiver.channel._timeout = 60.0
     receiving = Receiving(receiver, manifest)
-    time.sleep(0.2)
+    sender.channel._socket = Waiting(sender.channel._socket, count=2)
     sender.send()
     receiving.join()
     assert receiving.problem is None and receiving.tensors.keys() == WEIGHTS.keys()
@@ -224,9 +246,9 @@ def test_a_frame_that_is_no_request_is_counted_and_dropped(ends, frame):
 def test_a_buffer_smaller_than_its_bucket_is_refused(ends, tmp_path):
     sender, receiver = ends
     manifest = sender.offer(WEIGHTS, 1, {})
-    sender.channel._timeout = 0.5
     receiver._memory.open = lambda handle: torch.zeros(10, dtype=torch.uint8)
     receiving = Receiving(receiver, manifest)
+    await_request(sender, 0.5)
     with pytest.raises(TransferTimeout):
         sender.send()
     receiving.join()

@@ -143,13 +143,15 @@ def test_readers_see_whole_versions_while_others_are_published(store):
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for version in range(2, 40):
+    version = 1
+    while version < 40 or len(seen) < 12 and not errors:
+        version += 1
         sync.publish(store, weights(version), version)
     done.set()
     for reader in readers:
         reader.join()
     assert not errors
-    assert len(seen) > 10 and all(values == {version} for version, values in seen)
+    assert all(values == {version} for version, values in seen)
 
 
 def test_versions_move_forward_only(store):

@@ -40,7 +40,7 @@ def test_a_module_sharded_by_fsdp2_is_gathered_whole(tmp_path):
         for rank in range(WORLD_SIZE)
     ]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * WORLD_SIZE
+        assert [rank.wait(timeout=600) for rank in ranks] == [0] * WORLD_SIZE
     finally:
         for rank in ranks:
             rank.kill()
