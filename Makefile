@@ -18,7 +18,7 @@ test-all: setup
 
 # On a machine with a CUDA device; PYTHON is one that has PyTorch, Triton, transformers and the wheels of pyproject.toml.
 test-gpu:
-	$(PYTHON) -m pytest -q -m gpu tests/unit/kernels/triton tests/unit/model/device
+	$(PYTHON) -m pytest -q -m gpu tests/unit/kernels/triton tests/unit/sync tests/unit/model/device
 
 bench-gpu:
 	$(PYTHON) -m tests.benchmarks.gpu

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sync.digests import Digest, tensor_bytes
+from sync.digests import PIECE_BYTES, Digest, tensor_bytes
 from sync.finite import largest_bits
-from sync.looks import LOOK_BYTES, Arrival, Look, Looks, sees
+from sync.looks import Arrival, Look, Looks, sees
 
 Copy: TypeAlias = Callable[[int, int, int, int], int]
 """`copy(out, source, num_bytes, width)`: between two addresses, of elements `width` bytes wide; returns the largest of
@@ -163,8 +163,8 @@ def _copied(out: Tensor, tensor: Tensor, copy: Copy, *, finite: bool) -> Arrival
     """The digest is of the source: it brings each piece into the cache, where `copy` finds it."""
     memory, to, source, width = tensor_bytes(tensor), out.data_ptr(), tensor.data_ptr(), out.itemsize
     digest, largest = Digest(), 0
-    for start in range(0, len(memory), LOOK_BYTES):
-        piece = memory[start : start + LOOK_BYTES]
+    for start in range(0, len(memory), PIECE_BYTES):
+        piece = memory[start : start + PIECE_BYTES]
         digest.update(piece)
         largest = max(largest, copy(to + start, source + start, len(piece), width))
     is_finite = not (finite and out.is_floating_point()) or largest <= largest_bits(out.dtype)

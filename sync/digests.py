@@ -1,6 +1,6 @@
 """The digest of a tensor: xxh3-128 of the xxh3-128 digests of its pieces, one after the other.
 
-    bytes    [ 256 KiB | 256 KiB | 256 KiB | rest ]        row-major; strides do not matter
+    bytes    [ 512 KiB | 512 KiB | 512 KiB | rest ]        row-major; strides do not matter
     pieces      16        16        16       16            bytes each, as xxh3-128 is written: the high half first
     digest   xxh3-128 of those bytes, in hexadecimal       of nothing, where there is no piece
 
@@ -14,9 +14,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-PIECE_BYTES = 256 << 10
-"""Of every piece but the last. A host hashes one for a hundred times as long as it takes to ask for it; small models
-have thousands for a device to hash at once."""
+PIECE_BYTES = 512 << 10
+"""Of every piece but the last. It stays in a core's second cache between its digest and what else is done with it; less
+costs more calls. A small model has thousands for a device to hash at once."""
 DIGEST_FORM = f"xxh3-128 of pieces of {PIECE_BYTES} bytes"
 """What a manifest says of its digests."""
 

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sync.digests import Digest, tensor_bytes
+from sync.digests import PIECE_BYTES, Digest, tensor_bytes
 from sync.finite import is_finite
-
-LOOK_BYTES = 512 << 10
-"""Stays in a core's second cache between the digest and what else is done with it; less at a time costs more calls."""
 
 
 class Arrival(NamedTuple):
@@ -37,8 +34,8 @@ class Look:
 
     def over(self, memory: memoryview, write: Callable[[int, int], None] | None = None) -> None:
         """`memory` follows; `write(start, end)` first fills it from start to end, piece by piece."""
-        for start in range(0, len(memory), LOOK_BYTES):
-            end = min(start + LOOK_BYTES, len(memory))
+        for start in range(0, len(memory), PIECE_BYTES):
+            end = min(start + PIECE_BYTES, len(memory))
             if write is not None:
                 write(start, end)
             piece = memory[start:end]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sync.arrival import copy_by, put, read, take
+from sync.digests import PIECE_BYTES as PIECE
 from sync.digests import tensor_bytes, tensor_digest
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
-PIECE = 512 << 10
 SIZES = [0, 1, 1000, PIECE // 4, PIECE // 4 + 1, 3 * PIECE // 4 + 17]
 """Elements of float32, around the borders of pieces."""
 

@@ -42,6 +42,14 @@ def test_what_arrives_is_what_the_manifest_says(link):
     manifest.check()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_of_a_device_arrive_as_those_of_the_host(link):
+    source = {name: tensor.cuda() for name, tensor in weights().items()}
+    metadata = {"layer.4.weight": ("bfloat16", (500, 41))}
+    assert link.push(source, 7, metadata).digest == link.offer(weights(), 8, metadata).digest
+
+
 def test_tensors_are_received_straight_into_a_shadow(link):
     manifest = link.offer(weights(), version=7)
     answers, error = link.deliver(manifest, "receive_into")

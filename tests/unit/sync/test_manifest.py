@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import torch
 
+from sync.digests import PIECE_BYTES
 from sync.errors import ManifestMismatch
 from sync.manifest import TensorSpec, WeightManifest, describe, first_names, total_digest
 
@@ -64,7 +65,9 @@ def test_a_version_that_is_no_count_is_refused(version):
 @pytest.mark.parametrize("form", ["xxh3-128", "xxh3-128 of pieces of 65536 bytes"])
 def test_digests_of_another_form_are_refused_by_what_they_are(form):
     manifest = msgspec.structs.replace(WeightManifest.of(1, specs()), digest_form=form)
-    with pytest.raises(ManifestMismatch, match=f"another form: expected '.* of 262144 bytes', came '{form}'. Have the"):
+    with pytest.raises(
+        ManifestMismatch, match=f"another form: expected '.* of {PIECE_BYTES} bytes', came '{form}'. Have the"
+    ):
         manifest.check()
 
 

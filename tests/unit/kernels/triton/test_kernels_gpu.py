@@ -13,6 +13,8 @@ from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
+from sync.digests import tensor_digest
+from sync.looks import Looks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -143,3 +145,17 @@ def test_a_model_is_copied_in_one_launch():
     copy = FusedCopy(list(zip(sources, targets, strict=True)))
     copy.run()
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+
+
+def test_what_is_copied_and_looked_at_in_one_pass_is_what_the_host_finds():
+    sizes = [(4096, 4096), (151_936, 64), (1024,), (3,), (500, 41), (0, 7)]
+    sources, outs = [_random(*size) for size in sizes], [_random(*size) for size in sizes]
+    sources[1][77_777, 7] = float("inf")
+    looks = Looks(finite=True)
+    for source, out in zip(sources, outs, strict=True):
+        looks.at(source, out)
+    looks.at(sources[0].t())
+    assert looks.told() == [(tensor_digest(x), x is not sources[1]) for x in sources] + [
+        (tensor_digest(sources[0].t()), True)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(sources, outs, strict=True))
