@@ -34,6 +34,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     shadow of a weight update, find room in the rest."""
     cuda_graphs: bool = True
     """On a device, replay steps in which every sequence decodes as captured graphs."""
+    compile: bool = False
+    """On a device, run layers that our kernels do not run as a whole (`decoder modules` in the start-up line) by
+    `torch.compile`, where a trial at load finds that right and faster. What is compiled rounds otherwise than a
+    trainer: it excludes `deterministic=True`, and a CPU, whose bits are the trainer's, refuses it (decisions/0006)."""
     max_model_len: Positive | None = None
     """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one fits the KV pool."""
     block_size: Positive = 16
@@ -91,6 +95,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_bytes and num_kv_blocks both set: give one of them.")
+        if self.compile and self.deterministic is True:
+            raise ConfigError(
+                "compile=True and deterministic=True are both set: what is compiled rounds otherwise than the trainer. "
+                "Give one of them."
+            )
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} is not allowed: give the URL of an OTLP/HTTP "

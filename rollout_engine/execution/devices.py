@@ -75,6 +75,11 @@ class Device(NamedTuple):
 def device_of(config: EngineConfig) -> Device:
     """The device that `config` names. Raises `ConfigError` where it cannot serve."""
     if config.device != "cuda":
+        if config.compile:
+            raise ConfigError(
+                "compile=True is not possible on a CPU: its kernels compute a step bit for bit as the trainer does, "
+                "and what is compiled would round otherwise. Leave it out, or use device='cuda'."
+            )
         return Device(torch.device("cpu"), on_host.HostModel)
     device = torch.device("cuda", 0)
     obstacle = why_not(device)

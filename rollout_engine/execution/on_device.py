@@ -12,6 +12,8 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.execution.kv_size import bytes_per_block, size_pool
 from rollout_engine.model.device import trial
+from rollout_engine.model.device.compile_trial import compiled_layers
+from rollout_engine.model.device.compiled import CompiledLayers
 from rollout_engine.model.device.graphs import DecodeGraphs
 from rollout_engine.model.device.lane import lane_of
 from rollout_engine.model.device.largest_step import run_largest_step
@@ -47,6 +49,7 @@ class DeviceServing:
         self._fused, self._is_ordered = obstacle is None, is_ordered
         self.packed = PackedWeights(loaded.module)
         model_len = config.max_model_len or loaded.max_model_len
+        self._compiled = self._compiled_layers(_limits(config, model_len)) if config.compile else None
         self.num_blocks = self._num_blocks(config, model_len)
         context = min(model_len, self.num_blocks * config.block_size)
         model = self._model(config, self.num_blocks, context)
@@ -67,7 +70,7 @@ class DeviceServing:
         pool_mib = self.num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
         self.choices = (
             f"device {model.device}, dtype {loaded.dtype}, deterministic {is_ordered}, "
-            f"decoder {'fused' if self._fused else 'modules'}, graphs {'on' if graphs is not None else 'off'}, "
+            f"decoder {self._decoder}, graphs {'on' if graphs is not None else 'off'}, "
             f"KV pool {self.num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB)"
         )
 
@@ -85,10 +88,23 @@ class DeviceServing:
             self._loaded.geometry,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            limits=Limits(config.max_num_batched_tokens, config.max_num_seqs, context),
+            limits=_limits(config, context),
             fused=self._fused,
             is_ordered=self._is_ordered,
+            compiled=self._compiled,
         )
+
+    @property
+    def _decoder(self) -> str:
+        if self._fused:
+            return "fused"
+        return "modules" if self._compiled is None else "modules, layers compiled"
+
+    def _compiled_layers(self, limits: Limits) -> CompiledLayers | None:
+        if self._fused:
+            logger.info("compile=True has nothing to do: the layers run by our own kernels around matrix products.")
+            return None
+        return compiled_layers(self._loaded.module, self._loaded.geometry, limits, vocab_size=self._loaded.vocab_size)
 
     def _num_blocks(self, config: EngineConfig, model_len: int) -> int:
         """As given, or what the largest step leaves of `gpu_memory_utilization`."""
@@ -119,6 +135,10 @@ class DeviceServing:
             )
         logger.info("The largest step was measured in %.1f s: %.0f MiB.", time.perf_counter() - started, peak / 2**20)
         return min(num_blocks, config.max_num_seqs * -(-model_len // config.block_size))
+
+
+def _limits(config: EngineConfig, context: int) -> Limits:
+    return Limits(config.max_num_batched_tokens, config.max_num_seqs, context)
 
 
 class DeviceWeights:

@@ -23,7 +23,15 @@ from rollout_engine.model.geometry import HARMLESS_TENSORS, LayerGeometry
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
-__all__ = ["ATTENTION_NAME", "AttentionStep", "PagedKV", "SequenceChunk", "attending", "rollout_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionStep",
+    "PagedKV",
+    "SequenceChunk",
+    "attending",
+    "current_step",
+    "rollout_attention",
+]
 
 
 class AttentionStep(Protocol):
@@ -44,6 +52,12 @@ def attending(step: AttentionStep) -> Iterator[None]:
         yield
     finally:
         _active.step = None
+
+
+def current_step() -> AttentionStep | None:
+    """Of this thread, inside `attending`."""
+    step: AttentionStep | None = getattr(_active, "step", None)
+    return step
 
 
 class PagedKV:
@@ -145,11 +159,13 @@ def rollout_attention(
     s_aux: Tensor | None = None,
     *,
     dense: Dense | None = None,
+    step: AttentionStep | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None).
 
-    `s_aux` [H] are attention sinks. `dense`: what computes outside a step, where it is not the CPU.
+    `s_aux` [H] are attention sinks. `dense`: what computes outside a step, where it is not the CPU. `step`: who
+    attends, whether this thread is in a step or not.
     """
     if attention_mask is not None or dropout or not getattr(module, "is_causal", True):
         raise ConfigError(
@@ -160,7 +176,7 @@ def rollout_attention(
         raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window or 0, softcap or 0.0)
-    step: AttentionStep | None = getattr(_active, "step", None)
+    step = step or current_step()
     if step is None:
         return DenseAttention.apply(query, key, value, scoring, s_aux, dense), None
     flat = (x[0].transpose(0, 1) for x in (query, key, value))

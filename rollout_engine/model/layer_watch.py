@@ -13,7 +13,7 @@ class LayerWatch:
 
     def __init__(self, module: nn.Module, num_layers: int) -> None:
         self._name = type(module).__name__
-        self._layers = _layers_of(module, num_layers)
+        self._layers = layers_of(module, num_layers)
         self.num_watchers = 0
 
     def watch(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
@@ -40,7 +40,7 @@ def _hook(watcher: Callable[[int, Tensor], None], index: int) -> Callable[[nn.Mo
     return show
 
 
-def _layers_of(module: nn.Module, count: int) -> list[nn.Module]:
+def layers_of(module: nn.Module, count: int) -> list[nn.Module]:
     """The list of `count` decoder layers; empty where there is no such list."""
     lists = (child for child in module.modules() if isinstance(child, nn.ModuleList))
     return next((list(found) for found in lists if len(found) == count), [])

@@ -51,6 +51,7 @@ CONFIG_EXTREMES = {
     "device": ["cpu", "abacus"],
     "gpu_memory_utilization": [0.5, 1e-9, 0.0, 1.0, math.nan],
     "cuda_graphs": [True, False, 1],
+    "compile": [True, False, 1],
     "max_model_len": [1, 24, 2**40, 0],
     "block_size": [1, 64, 48, 128],
     "kv_cache_bytes": [1, 2**20, 2**60, 0],

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels.triton.paged_attention import Limits
 from rollout_engine.model.decoder import NotOurs
+from rollout_engine.model.device.compiled import CompiledLayers
 from rollout_engine.model.device.decoder import DeviceDecoder
 from rollout_engine.model.device.parts import parts_of
 from rollout_engine.model.device.pool import DeviceAttention, DeviceBatch, DevicePool, ModuleStep
@@ -18,7 +19,7 @@ class DeviceModel:
     """A module built with `ATTENTION_NAME`, on a device, and its KV pool.
 
     `fused`: its layers run by our kernels, not as modules. Raises `NotOurs` where they cannot. `is_ordered`: a row's
-    bits do not depend on its batch; fused layers alone can keep that.
+    bits do not depend on its batch; fused layers alone can keep that. `compiled` runs them in place of the module.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class DeviceModel:
         limits: Limits,
         fused: bool,
         is_ordered: bool = False,
+        compiled: CompiledLayers | None = None,
     ) -> None:
         weight = next(module.parameters())
         self.module, self.limits, self.device = module, limits, weight.device
@@ -44,6 +46,7 @@ class DeviceModel:
         if fused:
             parts = parts_of(module, list(geometry), limits.context)
             self.decoder = DeviceDecoder(parts, self.attention, is_ordered=is_ordered)
+        self._compiled = compiled
         self._watch = LayerWatch(module, len(geometry))
 
     @torch.inference_mode()
@@ -57,8 +60,11 @@ class DeviceModel:
         if self.runs_fused:
             assert self.decoder is not None
             return self.decoder.forward(batch, rows, pool)
+        module = self.module
+        if self._compiled is not None and not self._watch.num_watchers:
+            module = self._compiled.module
         with ModuleStep(pool, self.attention, batch).serving():
-            out = self.module(
+            out = module(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +29,14 @@ def obstacle(module: nn.Module, geometry: Sequence[LayerGeometry], *, is_ordered
     The arithmetic is another than the modules', so no bit is compared: a factor, a norm or a rotation that differs
     moves logits by more. Where `is_ordered`, every bit is compared with what a trainer computes.
     """
-    limits = Limits(num_tokens=64, num_sequences=4, context=_NUM_BLOCKS * _BLOCK_SIZE)
-
-    def model(fused: bool) -> DeviceModel:
-        return DeviceModel(
-            module,
-            geometry,
-            num_blocks=_NUM_BLOCKS,
-            block_size=_BLOCK_SIZE,
-            limits=limits,
-            fused=fused,
-            is_ordered=is_ordered and fused,
-        )
-
     try:
-        token_ids = _token_ids(module)
-        ours, theirs = (_served(model(fused), token_ids) for fused in (True, False))
-        difference = _difference(torch.cat(ours), torch.cat(theirs))
-        if not difference <= _TOLERANCES[next(module.parameters()).dtype]:
-            return f"its logits differ from its modules' by {difference:.2g} of their size"
-        if is_ordered and not all(map(torch.equal, ours, _trained(module, token_ids))):
+        ours, theirs = (
+            served(small_model(module, geometry, fused=fused, is_ordered=is_ordered and fused))
+            for fused in (True, False)
+        )
+        if (problem := disagreement(ours, theirs)) is not None:
+            return problem
+        if is_ordered and not all(map(torch.equal, ours, _trained(module))):
             return "its logits are not bit for bit those that its modules give a trainer"
     except NotOurs as reason:
         return str(reason)
@@ -55,6 +44,20 @@ def obstacle(module: nn.Module, geometry: Sequence[LayerGeometry], *, is_ordered
         raise
     except Exception as problem:  # whatever a foreign module does that is not built as its parts suggest
         return f"it fails on its parts ({type(problem).__name__}: {problem})"
+    return None
+
+
+def small_model(module: nn.Module, geometry: Sequence[LayerGeometry], **options: Any) -> DeviceModel:
+    """Of `module`, with a pool for the trial's batches alone."""
+    limits = Limits(num_tokens=64, num_sequences=4, context=_NUM_BLOCKS * _BLOCK_SIZE)
+    return DeviceModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, limits=limits, **options)
+
+
+def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
+    """Between the logits of two ways to compute the same; None where it is rounding."""
+    difference = _difference(torch.cat(ours), torch.cat(theirs))
+    if not difference <= _TOLERANCES[theirs[0].dtype]:
+        return f"its logits differ from its modules' by {difference:.2g} of their size"
     return None
 
 
@@ -66,8 +69,10 @@ def _token_ids(module: nn.Module) -> list[Tensor]:
     return list(tokens.split(lengths))
 
 
-def _served(model: DeviceModel, token_ids: list[Tensor]) -> list[Tensor]:
-    """Logits of each sequence by an engine's steps."""
+@torch.inference_mode()
+def served(model: DeviceModel) -> list[Tensor]:
+    """Logits of each of the trial's sequences by an engine's steps."""
+    token_ids = _token_ids(model.module)
     logits: list[list[Tensor]] = [[], []]
     first = [0, 0]
     for sizes in _SIZES:
@@ -80,8 +85,9 @@ def _served(model: DeviceModel, token_ids: list[Tensor]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def _trained(module: nn.Module, token_ids: list[Tensor]) -> list[Tensor]:
+def _trained(module: nn.Module) -> list[Tensor]:
     """Logits of each sequence by what `exact.enable` makes of the module, over the same weights."""
+    token_ids = _token_ids(module)
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     twin, arithmetic = copy.deepcopy(module, shared), with_kernels()
     twin.set_attn_implementation(arithmetic.attention_name)
