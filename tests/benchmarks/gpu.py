@@ -3,12 +3,13 @@
     python -m tests.benchmarks.gpu [--seconds 520] [--parts copy "Qwen3-0.6B"]
 
 Every part is a process of its own with a time limit, so that one that fails leaves the others their figures; results
-are written after each, to tests/benchmarks/results/<device>/<date>.json.
+are written after each, to tests/benchmarks/results/<device>/<date>.json, and a trace of some steps next to it.
 """
 
 import argparse
 import datetime
 import gc
+import gzip
 import json
 import re
 import subprocess
@@ -24,7 +25,7 @@ import torch
 import transformers
 
 from rollout_engine import LLM, SamplingParams
-from tests.benchmarks import gpu_exact, gpu_weights
+from tests.benchmarks import gpu_exact, gpu_trace, gpu_weights
 from tests.benchmarks.gpu_engine import ENGINE, generate, seconds_of
 from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
 
@@ -107,6 +108,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "limits": limits,
     "Qwen3-0.6B": partial(small_benchmark, "Qwen3-0.6B"),
     "Qwen2.5-0.5B": partial(small_benchmark, "Qwen2.5-0.5B"),
+    "trace": gpu_trace.trace,
     "Qwen3-0.6B, without graphs": partial(small_benchmark, "Qwen3-0.6B", share=False, cuda_graphs=False),
     "Qwen3-0.6B, one step at a time": partial(small_benchmark, "Qwen3-0.6B", share=False, async_scheduling=False),
     "Qwen3-0.6B, deterministic": partial(small_benchmark, "Qwen3-0.6B", share=False, deterministic=True),
@@ -137,11 +139,15 @@ def main() -> None:
         print(json.dumps(PARTS[args.only]()))
         return
     end, found = time.monotonic() + args.seconds, {}
+    path = _path(args.results)
     for part in args.parts:
         left = min(_MOST_SECONDS, end - time.monotonic())
         found[part] = _run(part, left) if left > 5 else {"error": "no time was left for it"}
+        if "events" in found[part]:
+            trace = json.dumps({"traceEvents": found[part].pop("events")}).encode()
+            path.with_suffix(".trace.json.gz").write_bytes(gzip.compress(trace))
         print(part, json.dumps(found[part]), flush=True)
-        path = _save(args.results, found)
+        _save(path, found)
     print(path)
 
 
@@ -158,15 +164,20 @@ def _run(part: str, seconds: float) -> dict[str, Any]:
     return figures
 
 
-def _save(results: Path, found: dict[str, Any]) -> Path:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
-    folder = results / "-".join(re.findall(r"[a-z0-9.]+", name.lower()))
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
+
+
+def _path(results: Path) -> Path:
+    folder = results / "-".join(re.findall(r"[a-z0-9.]+", _device_name().lower()))
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{datetime.date.today().isoformat()}.json"
+    return folder / f"{datetime.date.today().isoformat()}.json"
+
+
+def _save(path: Path, found: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
-    content = {"device": name, "versions": versions, "command": " ".join(sys.argv), "figures": found}
+    content = {"device": _device_name(), "versions": versions, "command": " ".join(sys.argv), "figures": found}
     path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout_engine import LLM, exact  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint, tiny_model  # noqa: E402
-from tests.benchmarks import gpu, gpu_exact, gpu_weights  # noqa: E402
+from tests.benchmarks import gpu, gpu_exact, gpu_weights, traces  # noqa: E402
 
 
 def test_the_requests_are_those_of_the_field():
@@ -61,6 +61,32 @@ def test_a_part_that_fails_leaves_its_error_in_the_results(tmp_path, monkeypatch
     gpu.main()
     (path,) = tmp_path.glob("*/*.json")
     assert "error" in json.loads(path.read_text())["figures"]["limits"]
+
+
+def test_a_trace_lies_beside_the_figures(tmp_path, monkeypatch, capsys):
+    events = [{"ph": "M", "name": "thread_name"}]
+    monkeypatch.setattr(gpu, "_run", lambda part, seconds: {"events": events, "decode": {"busy_share": 0.9}})
+    monkeypatch.setattr("sys.argv", ["gpu", "--parts", "trace", "--results", str(tmp_path)])
+    gpu.main()
+    (figures,) = tmp_path.glob("*/*.json")
+    assert json.loads(figures.read_text())["figures"]["trace"] == {"decode": {"busy_share": 0.9}}
+    assert traces.read(figures.with_suffix(".trace.json.gz")) == events
+
+
+def test_parts_that_hang_end_within_nine_minutes_and_each_is_accounted_for(tmp_path, monkeypatch, capsys):
+    now = [1000.0]
+
+    def hang(part, seconds):
+        now[0] += seconds
+        return {"error": "not done"}
+
+    monkeypatch.setattr(gpu, "_run", hang)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("sys.argv", ["gpu", "--results", str(tmp_path)])
+    gpu.main()
+    assert now[0] - 1000.0 <= 9 * 60 - 15  # torch is imported, too
+    (figures,) = tmp_path.glob("*/*.json")
+    assert json.loads(figures.read_text())["figures"].keys() == gpu.PARTS.keys()
 
 
 @pytest.mark.parametrize("script", ["attention_gpu.py", "kernels_gpu.py"])
