@@ -7,14 +7,17 @@ comes to the host.
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sync.digests import PIECE_BYTES, Digest, tensor_bytes
+from sync.digests import PIECE_BYTES, Digest, tensor_bytes, tensor_digest
 from sync.finite import is_finite
+
+logger = logging.getLogger("sync")
 
 
 class Arrival(NamedTuple):
@@ -96,12 +99,33 @@ class Looks:
 
 def sees(tensor: Tensor) -> bool:
     """Whether the kernel can look at it."""
-    return tensor.device.type == "cuda" and _has_triton()
+    return tensor.device.type == "cuda" and _serves(tensor.device)
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _serves(device: torch.device) -> bool:
+    """Whether the kernel finds on that device what the host finds. Where it does not, the host looks: more slowly."""
+    try:
+        obstacle = _trial(device) if importlib.util.find_spec("triton") else "Triton is not installed"
+    except Exception as problem:  # Triton finds no compiler, or does not know the device
+        obstacle = f"{type(problem).__name__}: {problem}"
+    if obstacle:
+        logger.warning("Weights on %s are brought to the host for their digests: %s.", device, obstacle)
+    return not obstacle
+
+
+def _trial(device: torch.device) -> str:
+    """What is wrong with the kernel there, if anything is."""
+    values = torch.arange(1500.0)
+    values[1234] = float("inf")
+    there = values.to(device)
+    copy = torch.zeros_like(there)
+    looks = _kernel().DeviceLooks()
+    looks.add(there[:1200], copy[:1200])
+    looks.add(there)
+    wanted = [(tensor_digest(values[:1200]), True), (tensor_digest(values), False)]
+    fine = looks.told() == wanted and torch.equal(copy[:1200].cpu(), values[:1200])
+    return "" if fine else "the kernel makes others than the host does"
 
 
 def _kernel() -> Any:

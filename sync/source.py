@@ -66,10 +66,9 @@ class Offer:
         looks = Looks(finite=False)
         for i, (name, tensor) in enumerate(self.tensors):
             cast = self.cast(i)
-            if is_sharded(tensor):
-                cast = cast.cpu()
-                self.tensors[i] = (name, cast)
             looks.at(cast)
+            if is_sharded(tensor):
+                self.tensors[i] = (name, cast.cpu())
         return self._manifest(version, [look.digest for look in looks.told()])
 
     def manifest(self, version: int, write: Callable[[int], str], num_threads: int) -> WeightManifest:

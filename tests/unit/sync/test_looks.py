@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from sync import arrival, digest_kernel, digests, looks  # noqa: E402
 from sync.digests import tensor_digest  # noqa: E402
 from sync.finite import is_finite, markers  # noqa: E402
+from sync.gloo import GlooReceiver, GlooSender  # noqa: E402
 from sync.ipc import HandleReceiver, HandleSender  # noqa: E402
 from sync.looks import Looks  # noqa: E402
 from tests.unit.kernels.triton.conftest import device, language_patched_once, tensors_as_loop_bounds  # noqa: E402, F401
@@ -81,6 +82,29 @@ def test_the_device_is_waited_for_once_for_all(told, small_pieces, monkeypatch):
     assert brought == [24 * (3 + 1 + 1) + 100 + 240 + 5]
 
 
+def test_a_kernel_that_finds_what_the_host_finds_serves(device, caplog):  # noqa: F811
+    assert looks._serves.__wrapped__(torch.device(device)) and not caplog.records
+
+
+class Wrong(digest_kernel.DeviceLooks):
+    def told(self):
+        return [("0" * 32, True), ("0" * 32, False)]
+
+
+class Failing(digest_kernel.DeviceLooks):
+    def launch(self):
+        raise RuntimeError("no compiler")
+
+
+@pytest.mark.parametrize(
+    "kind,why", [(Wrong, "makes others than the host does"), (Failing, "RuntimeError: no compiler")]
+)
+def test_the_host_looks_and_says_so_where_the_kernel_does_not_serve(device, monkeypatch, caplog, kind, why):  # noqa: F811
+    monkeypatch.setattr(digest_kernel, "DeviceLooks", kind)
+    assert not looks._serves.__wrapped__(torch.device(device))
+    assert f"Weights on {device} are brought to the host for their digests: " in caplog.text and why in caplog.text
+
+
 def test_no_tensors_tell_nothing(told):
     assert told() == []
 
@@ -123,12 +147,25 @@ def test_places_and_sources_may_be_of_any_form_on_the_way(told, small_pieces, de
         assert torch.equal(out.cpu(), source.to(dtype))
 
 
+def ipc_ends(folder):
+    meeting = folder / "ipc"
+    sender = HandleSender(meeting, HostMemory(folder), timeout=60.0, bucket_bytes=3000)
+    return sender, HandleReceiver(meeting, HostMemory(folder), timeout=60.0)
+
+
+def broadcast_ends(folder):
+    """The protocol of nccl."""
+    place = {"rendezvous": f"file://{folder}/group", "world_size": 2, "timeout": 60.0, "bucket_bytes": 3000}
+    return GlooSender(**place), GlooReceiver(**place, rank=1)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter takes tensors of the host for a device's")
-def test_weights_of_another_process_of_the_device_never_come_to_the_host(told, small_pieces, tmp_path, monkeypatch):
+@pytest.mark.parametrize("make_ends", [ipc_ends, broadcast_ends])
+def test_weights_of_another_process_never_come_to_the_host(told, small_pieces, tmp_path, monkeypatch, make_ends):
     monkeypatch.setattr(arrival, "sees", lambda tensor: True)
-    sender = HandleSender(tmp_path / "ipc", HostMemory(tmp_path), timeout=60.0, bucket_bytes=3000)
-    receiver = HandleReceiver(tmp_path / "ipc", HostMemory(tmp_path), timeout=60.0)
-    lying = dict(zip("abc", shared(sender._memory, *(torch.randn(size) for size in (700, 3, 600))), strict=True))
+    sender, receiver = make_ends(tmp_path)
+    memory = HostMemory(tmp_path) if make_ends is broadcast_ends else sender._memory
+    lying = dict(zip("abc", shared(memory, *(torch.randn(size) for size in (700, 3, 600))), strict=True))
     packed = {name: torch.randn(size).double() for name, size in (("d", 400), ("e", 500), ("f", 1), ("g", 300))}
     packed["g"][7] = float("nan")
     source = lying | packed
@@ -141,7 +178,9 @@ def test_weights_of_another_process_of_the_device_never_come_to_the_host(told, s
         arrivals = pool.submit(receiver.receive_into, shadow, manifest)
         sender.send()
         assert arrivals.result() == wanted
-    assert {spec.name: spec.digest for spec in manifest.tensors} == {name: told for name, (told, _) in wanted.items()}
+    assert {spec.name: spec.digest for spec in manifest.tensors} == {
+        name: digest for name, (digest, _) in wanted.items()
+    }
     assert all(torch.equal(shadow[name], tensor.float()) for name, tensor in source.items() if name != "g")
     receiver.close()
     sender.close()
