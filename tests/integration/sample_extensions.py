@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -48,8 +49,11 @@ class Sample(WorkerExtension):
         return Range(center, center + 1)
 
     @rpc
-    def nap(self, seconds: float) -> int:
-        time.sleep(seconds)
+    def hold(self, gate: str) -> int:
+        """Says that it has begun, by a file, and ends once there is a file called `gate`."""
+        Path(f"{gate}.begun").touch()
+        while not os.path.exists(gate):
+            time.sleep(0.005)
         return self.count()
 
     @rpc
