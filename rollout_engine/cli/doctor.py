@@ -18,6 +18,7 @@ from rollout_engine import __version__
 from rollout_engine.cli import machine
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import build
+from rollout_engine.model.device import why_not
 from sync.transports import TRANSPORTS
 
 _PACKAGES = ("torch", "transformers", "tensordict", "tokenizers", "safetensors", "msgspec", "numpy")
@@ -42,12 +43,24 @@ def examine() -> dict[str, Any]:
         "machine": machine.describe(),
         "kernels": _kernels(),
         "row_plans": {str(dtype): _row_plan(dtype) for dtype in (torch.float32, torch.bfloat16)},
-        "devices": ["cpu"],
+        "devices": {"cpu": "yes", "cuda": _cuda()},
         "transports": list(TRANSPORTS),
         "extras": _extras(),
         "versions": {"rollout_engine": __version__} | machine.versions(_PACKAGES),
     }
     return found | {"advice": _advice(found)}
+
+
+def _cuda() -> str:
+    """What the first CUDA device would serve with, or why it cannot."""
+    device = torch.device("cuda", 0)
+    if obstacle := why_not(device):
+        return f"no: {obstacle}"
+    found = torch.cuda.get_device_properties(device)
+    return (
+        f"yes: {found.name}, {found.total_memory / 2**30:.0f} GiB. Models built like Llama run by our kernels, their "
+        "decode steps as CUDA graphs (cuda_graphs); the layers of others as modules, or by torch.compile (compile=true)"
+    )
 
 
 def _kernels() -> dict[str, Any]:

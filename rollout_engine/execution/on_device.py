@@ -104,7 +104,7 @@ class DeviceServing:
         if self._fused:
             logger.info("compile=True has nothing to do: the layers run by our own kernels around matrix products.")
             return None
-        return compiled_layers(self._loaded.module, self._loaded.geometry, limits, vocab_size=self._loaded.vocab_size)
+        return compiled_layers(self._loaded.module, self._loaded.geometry, limits)
 
     def _num_blocks(self, config: EngineConfig, model_len: int) -> int:
         """As given, or what the largest step leaves of `gpu_memory_utilization`."""

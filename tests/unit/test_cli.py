@@ -4,10 +4,12 @@ import argparse
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rollout_engine.cli import doctor
 from rollout_engine.cli.ceilings import Dimensions
 from rollout_engine.cli.main import COMMANDS, main
 from rollout_engine.cli.overrides import parse_overrides
@@ -174,6 +176,17 @@ def test_doctor_knows_kernels_plans_and_versions(capsys):
     assert found["transports"] == ["inproc", "gloo", "ipc", "nccl", "shm", "store"]
     assert found["kernels"]["loaded"] or found["kernels"]["problem"]
     assert found["versions"]["torch"]
+
+
+def test_doctor_says_why_a_device_does_not_serve_and_what_one_would_use(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "why_not", lambda device: "torch finds no CUDA device")
+    assert doctor.examine()["devices"] == {"cpu": "yes", "cuda": "no: torch finds no CUDA device"}
+    monkeypatch.setattr(doctor, "why_not", lambda device: None)
+    properties = SimpleNamespace(name="H200", total_memory=141 << 30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    assert run("doctor") == 0
+    printed = capsys.readouterr().out
+    assert "yes: H200, 141 GiB" in printed and "cuda_graphs" in printed and "compile=true" in printed
 
 
 def test_doctor_says_what_to_do_without_a_compiler(capsys, monkeypatch):

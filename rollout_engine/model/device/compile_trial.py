@@ -1,15 +1,15 @@
 """Whether the layers of a module run compiled: both ways over the trial's batches, then timed over the largest step."""
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from rollout_engine.kernels.triton.paged_attention import Limits
 from rollout_engine.model.device.compiled import CompiledLayers
-from rollout_engine.model.device.largest_step import run_largest_step
+from rollout_engine.model.device.largest_step import forward_largest_step
 from rollout_engine.model.device.model import DeviceModel
 from rollout_engine.model.device.trial import disagreement, served, small_model
 from rollout_engine.model.geometry import LayerGeometry
@@ -21,9 +21,7 @@ _BLOCK_SIZE = 16
 _ROUNDS = 3
 
 
-def compiled_layers(
-    module: nn.Module, geometry: Sequence[LayerGeometry], limits: Limits, *, vocab_size: int
-) -> CompiledLayers | None:
+def compiled_layers(module: nn.Module, geometry: Sequence[LayerGeometry], limits: Limits) -> CompiledLayers | None:
     """Of `module`, whose weights are loaded; None, and a line in the log, where it is better served without.
 
     What later steps need is compiled on return: those of one token, for which a compiler makes other code, too.
@@ -35,17 +33,17 @@ def compiled_layers(
             ours, theirs = (served(small_model(module, geometry, fused=False, compiled=c)) for c in (compiled, None))
             if (problem := disagreement(ours, theirs)) is not None:
                 raise ArithmeticError(problem)
-            run_largest_step(_model(module, geometry, Limits(1, 1, limits.context), compiled), vocab_size)
+            forward_largest_step(_model(module, geometry, Limits(1, 1, limits.context), compiled))
             ways = [_model(module, geometry, limits, each) for each in (compiled, None)]
             for model in ways:
-                run_largest_step(model, vocab_size)
+                _seconds(model)
     except Exception as problem:  # of a compiler, the allocator, or a module that is not built for it
         problem = getattr(problem, "inner_exception", problem)  # whose words the compiler's own hide
         why = f"{type(problem).__name__}: {problem}".splitlines()[0]
         logger.warning("compile=True is not possible here, steps run as modules, more slowly: %s", why)
         return None
     seconds = time.perf_counter() - started
-    in_compiled, in_modules = _fastest(ways, vocab_size)
+    in_compiled, in_modules = _fastest(ways)
     what = f"{limits.num_tokens} tokens in {in_compiled * 1e3:.1f} ms compiled, {in_modules * 1e3:.1f} ms as modules"
     chosen = compiled if in_compiled < in_modules else None
     kept = "compiled" if chosen is not None else "modules"
@@ -61,12 +59,15 @@ def _model(
     )
 
 
-def _fastest(ways: Sequence[DeviceModel], vocab_size: int) -> list[float]:
+def _fastest(ways: Sequence[DeviceModel]) -> list[float]:
     """Seconds of the largest step each way, taken in turns."""
-    seconds = [math.inf] * len(ways)
-    for _ in range(_ROUNDS):
-        for index, model in enumerate(ways):
-            started = time.perf_counter()
-            run_largest_step(model, vocab_size)
-            seconds[index] = min(seconds[index], time.perf_counter() - started)
-    return seconds
+    rounds = [[_seconds(model) for model in ways] for _ in range(_ROUNDS)]
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+def _seconds(model: DeviceModel) -> float:
+    started = time.perf_counter()
+    forward_largest_step(model)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.device.draws import DeviceDraws, Draws, columns_of, special_columns
@@ -14,8 +15,8 @@ from rollout_engine.sampling_params import SamplingParams
 
 
 @torch.inference_mode()
-def run_largest_step(model: DeviceModel, vocab_size: int) -> None:
-    """Compute as many tokens, and draw for as many sequences, as `model.limits` allow; KV goes to block 0."""
+def forward_largest_step(model: DeviceModel) -> Tensor:
+    """Compute as many tokens as `model.limits` allow; logits [N, V] of its N sequences. KV goes to block 0."""
     limits, device = model.limits, model.device
     count = min(limits.num_sequences, limits.num_tokens)
     bounds = np.linspace(0, limits.num_tokens, count + 1).astype(np.int32)
@@ -25,7 +26,14 @@ def run_largest_step(model: DeviceModel, vocab_size: int) -> None:
     tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
     attention = Batch(starts, starts.diff(), tables, num_decodes=0)
     batch = DeviceBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention)
-    logits = model.forward(batch, starts[1:].long() - 1)
+    return model.forward(batch, starts[1:].long() - 1)
+
+
+@torch.inference_mode()
+def run_largest_step(model: DeviceModel, vocab_size: int) -> None:
+    """`forward_largest_step`, and a draw for each of its sequences."""
+    logits, device = forward_largest_step(model), model.device
+    count = len(logits)
     params = [SamplingParams(top_p=0.9)] * count
     drawn = SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count)
     columns, special = columns_of(drawn, np.arange(count)), special_columns(drawn, [], np.empty(0, np.int64))

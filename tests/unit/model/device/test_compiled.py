@@ -14,11 +14,12 @@ from rollout_engine.model.construct import construct  # noqa: E402
 from rollout_engine.model.decoder import NotOurs  # noqa: E402
 from rollout_engine.model.device import compile_trial, compiled  # noqa: E402
 from rollout_engine.model.device.compiled import CompiledLayers  # noqa: E402
-from rollout_engine.model.device.largest_step import run_largest_step  # noqa: E402
+from rollout_engine.model.device.largest_step import forward_largest_step  # noqa: E402
 from rollout_engine.model.device.pool import Limits  # noqa: E402
 from rollout_engine.model.device.trial import served, small_model  # noqa: E402
 from rollout_engine.model.geometry import probe_geometry  # noqa: E402
 from rollout_engine.testing.models import tiny_config  # noqa: E402
+from tests.unit.model.device.conftest import OPTIONS  # noqa: E402
 from tests.unit.model.device.test_engine import GREEDY, assert_alike, run, runner_of  # noqa: E402
 
 pytestmark = [
@@ -65,9 +66,9 @@ def chosen(module, geometry, monkeypatch, caplog):
 
     def choose(seconds, compiler=as_captured):
         monkeypatch.setattr(compiled, "_inductor", compiler)
-        monkeypatch.setattr(compile_trial, "_fastest", lambda ways, vocab_size: seconds)
+        monkeypatch.setattr(compile_trial, "_fastest", lambda ways: seconds)
         caplog.set_level(logging.INFO, "rollout_engine")
-        found = compile_trial.compiled_layers(module, geometry, LIMITS, vocab_size=module.config.vocab_size)
+        found = compile_trial.compiled_layers(module, geometry, LIMITS)
         return found, caplog.records[-1].getMessage()
 
     return choose
@@ -114,7 +115,7 @@ def test_both_ways_are_timed(module, geometry, monkeypatch):
     monkeypatch.setattr(compile_trial, "_ROUNDS", 1)
     twin = CompiledLayers(module, len(geometry))
     ways = [compile_trial._model(module, geometry, LIMITS, each) for each in (twin, None)]
-    assert all(0 < seconds < 1e3 for seconds in compile_trial._fastest(ways, module.config.vocab_size))
+    assert all(0 < seconds < 1e3 for seconds in compile_trial._fastest(ways))
 
 
 def broken(graph, inputs):
@@ -149,7 +150,7 @@ def test_a_step_of_another_kind_never_waits_for_the_compiler(module, geometry, m
         served(small_model(module, geometry, fused=False, compiled=twin))
     monkeypatch.setattr(compiled, "_inductor", broken)
     one_token = LIMITS._replace(num_tokens=1)
-    run_largest_step(compile_trial._model(module, geometry, one_token, twin), module.config.vocab_size)
+    forward_largest_step(compile_trial._model(module, geometry, one_token, twin))
     assert twin.num_graphs == 1
     assert "it runs uncompiled" in caplog.text
 
@@ -164,7 +165,7 @@ class TestEngine:
     def engines_of(self, request, engine_on, monkeypatch):
         """An `LLM` that runs compiled layers, whichever way is the faster here, and one on the CPU."""
         monkeypatch.setattr(compiled, "_inductor", request.param)
-        monkeypatch.setattr(compile_trial, "_fastest", lambda ways, vocab_size: (1.0, 2.0))
+        monkeypatch.setattr(compile_trial, "_fastest", lambda ways: (1.0, 2.0))
         seed = int(request.param is as_captured)  # engines of their own, whose weights change together
         return engine_on("device", "gemma2", compile=True, seed=seed), engine_on("cpu", "gemma2", seed=seed)
 
@@ -192,6 +193,22 @@ class TestEngine:
         run(llm, GREEDY, [[7, 8, 9]])
         stop()
         assert seen[:2] == [(0, 3), (1, 3)] and len(seen) == 2 * GREEDY.max_tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_inductor_on_a_device_keeps_the_numbers_of_modules(checkpoints, caplog, monkeypatch):
+    fastest, seen = compile_trial._fastest, []
+    monkeypatch.setattr(compile_trial, "_fastest", lambda ways: seen.append(fastest(ways)) or (0.0, 1.0))
+    found = []
+    for is_compiled in (True, False):
+        options = OPTIONS | {"device": "cuda", "num_kv_blocks": None, "gpu_memory_utilization": 0.3}
+        with LLM(str(checkpoints("gemma2")), compile=is_compiled, **options) as llm:
+            found.append(run(llm, GREEDY))
+            assert (runner_of(llm).model._compiled is not None) == is_compiled
+    assert_alike(*found, bound=1e-3)
+    assert min(seen[0]) > 0
+    assert "uncompiled" not in caplog.text
 
 
 def test_layers_that_are_fused_leave_nothing_to_compile(engine_on, caplog):
