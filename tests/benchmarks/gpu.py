@@ -54,6 +54,7 @@ def small_benchmark(name: str, *, share: bool = True, logprobs: bool = True, **o
     num_tokens = generate(llm, requests, logprobs)
     seconds = time.perf_counter() - start
     found = {"tokens_per_second": num_tokens / seconds, "seconds": seconds, "num_tokens": num_tokens}
+    found["choices"] = llm.llm_engine._executor.worker.info.choices
     llm.shutdown()
     del llm
     gc.collect()
@@ -123,6 +124,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Qwen3-1.7B": partial(small_benchmark, "Qwen3-1.7B"),
     "Qwen3-8B": partial(small_benchmark, "Qwen3-8B"),
     "Llama-3.2-1B": partial(small_benchmark, "Llama-3.2-1B"),
+    "Gemma-2-2B": partial(small_benchmark, "Gemma-2-2B", share=False),
+    "Gemma-2-2B, compile=True": partial(small_benchmark, "Gemma-2-2B", share=False, compile=True),
 }
 _MOST_SECONDS = 120.0
 """Of one part."""

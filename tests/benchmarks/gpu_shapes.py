@@ -35,6 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
         head_dim=64, intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=4096,
     ),
+    "Gemma-2-2B": dict(
+        model_type="gemma2", hidden_size=2304, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=256, intermediate_size=9216, vocab_size=256000, tie_word_embeddings=True, max_position_embeddings=8192,
+    ),
 }  # fmt: skip
 _BYTES = 2
 """Of one number in bfloat16."""
@@ -66,7 +70,9 @@ def write_config(directory: Path, name: str) -> Path:
     shape = dict(SHAPES[name])
     kind = shape.pop("model_type")
     config = AutoConfig.for_model(kind, dtype="bfloat16", bos_token_id=1, eos_token_id=2, pad_token_id=0, **shape)
-    config.architectures = [{"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[kind] + "ForCausalLM"]
+    config.architectures = [
+        {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "gemma2": "Gemma2"}[kind] + "ForCausalLM"
+    ]
     config.save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     return directory

@@ -31,9 +31,12 @@ def test_the_roofline_is_that_of_bytes_and_products():
     assert kv_only == pytest.approx(1045 * 114_688 / 1e9, abs=0.02)
 
 
-def test_configurations_are_read_by_transformers(tmp_path):
-    config = json.loads((write_config(tmp_path, "Llama-3.2-1B") / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("Llama-3.2-1B", "LlamaForCausalLM"), ("Gemma-2-2B", "Gemma2ForCausalLM")]
+)
+def test_configurations_are_read_by_transformers(tmp_path, name, architecture):
+    config = json.loads((write_config(tmp_path, name) / "config.json").read_text())
+    assert config["architectures"] == [architecture]
 
 
 @pytest.mark.parametrize(("name", "count"), [("Qwen3-8B", 8.191e9), ("Qwen3-1.7B", 1.721e9), ("Qwen3-0.6B", 0.596e9)])
