@@ -24,8 +24,9 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=32_768)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared(checkpoint):
+    """One for each file: some push weights, others count on those they know."""
     with AsyncLLM(checkpoint, **OPTIONS) as engine:
         yield engine
 
@@ -37,8 +38,9 @@ def engine(shared):
     asyncio.run(_assert_empty(shared))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llm(checkpoint):
+    """One for each file, too: seeds that nobody gave are drawn by the number of a request."""
     with LLM(checkpoint, **OPTIONS) as llm:
         yield llm
 

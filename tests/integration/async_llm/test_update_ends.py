@@ -31,13 +31,6 @@ def traces(engine):
     return [path for parent in (SHARED, Path(engine.address)) for path in parent.glob(f"{name}-weights-*")]
 
 
-@pytest.fixture(scope="module")
-def shared(checkpoint, options):
-    """An engine of this file's own: the others count on the weights they know."""
-    with AsyncLLM(checkpoint, **options) as engine:
-        yield engine
-
-
 async def begin_without_sending(client, version, meeting, **options):
     """Open an update that waits for a sender that never comes."""
     manifest = make_sender("inproc").offer(tiny_weights(1), version, await client.get_model_metadata())

@@ -22,13 +22,6 @@ def tiny_weights(seed):
 
 
 @pytest.fixture(scope="module")
-def shared(checkpoint, options):
-    """An engine of this file's own: the others count on the weights they know."""
-    with AsyncLLM(checkpoint, **options) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def expected(checkpoint, options):
     """Seed -> digest and sample of an engine in process with those weights."""
     found = {}
