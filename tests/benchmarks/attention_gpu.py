@@ -118,7 +118,9 @@ class Bench:
                 unit=attention.prefix.tiling.unit,
                 tokens_per_item=attention.prefix.tokens_per_item,
             )
-            prefixes = Prefixes(torch.from_numpy(found.items), torch.from_numpy(found.units).to(DEVICE))
+            prefixes = Prefixes(
+                *(torch.from_numpy(column).to(DEVICE) for column in (found.items, found.units, found.num_items))
+            )
         starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
         attention.plan(Batch(starts, lens.to(DEVICE), tables.to(DEVICE), count, prefixes), {0})
         return self._per_layer(attention, heads, count, num_blocks)

@@ -1,6 +1,6 @@
 """What draws came to, as the host reads it, and the tokens where the next step finds them.
 
-outcome, float64 [4, N]      token, log-prob, status, log of the mass that truncation kept
+outcome, float64 [N, 4]      token, log-prob, status, log of the mass that truncation kept
 """
 
 from enum import IntEnum
@@ -36,7 +36,7 @@ _DRAWN = tl.constexpr(float(Status.DRAWN))
 def tell(
     figures: Figures, kept: Kept | None, truncates: Tensor, outcome: Tensor, last_tokens: Tensor, places: Tensor
 ) -> None:
-    """Fill the first columns of `outcome` by `figures` [N], and `last_tokens`, int64, at `places` int64 [N].
+    """Fill the first rows of `outcome` by `figures` [N], and `last_tokens`, int64, at `places` int64 [N].
 
     Rows whose place is negative are padding: their token goes nowhere. `truncates` bool [N]: rows whose mass `kept`
     may have lessened.
@@ -44,7 +44,7 @@ def tell(
     num_rows = len(figures.tokens)
     _tell_kernel[(triton.cdiv(num_rows, _ROWS),)](
         *(*figures, figures.log_total if kept is None else kept.log_total, truncates),
-        *(outcome, last_tokens, places, outcome.stride(0), num_rows),
+        *(outcome, last_tokens, places, num_rows),
         HAS_RULES=kept is not None,
         BLOCK=_ROWS,
         num_warps=4,
@@ -76,7 +76,7 @@ def tell_edited(
         *(logits, temperatures, figures.maximum, figures.log_total, figures.tokens, rows, edited),
         *(edited_figures.maximum, edited_figures.tokens, workspace.active, workspace.num_active, *edges, truncates),
         *(outcome, last_tokens, places),
-        *(logits.stride(0), edited.stride(0), workspace.active.stride(0), outcome.stride(0)),
+        *(logits.stride(0), edited.stride(0), workspace.active.stride(0)),
         *(vocab_size, num_chunks_of(vocab_size)),
         HAS_RULES=kept is not None,
         CHUNKS=_CHUNKS,
@@ -101,7 +101,6 @@ def _tell_kernel(
     outcome_ptr,
     last_tokens_ptr,
     places_ptr,
-    stride,
     num_rows,
     HAS_RULES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -110,19 +109,19 @@ def _tell_kernel(
     inside = row < num_rows
     token = tl.load(tokens_ptr + row, mask=inside, other=0)
     maximum = tl.load(maximum_ptr + row, mask=inside, other=0.0)
-    tl.store(outcome_ptr + row, token.to(tl.float64), mask=inside)
-    tl.store(
-        outcome_ptr + stride + row, tl.load(logprobs_ptr + row, mask=inside, other=0.0).to(tl.float64), mask=inside
-    )
+    outcome_ptr += row * 4
+    tl.store(outcome_ptr, token.to(tl.float64), mask=inside)
+    logprob = tl.load(logprobs_ptr + row, mask=inside, other=0.0)
+    tl.store(outcome_ptr + 1, logprob.to(tl.float64), mask=inside)
     status = tl.where(maximum == maximum, _DRAWN, _UNUSABLE).to(tl.float64)
-    tl.store(outcome_ptr + 2 * stride + row, status, mask=inside)
+    tl.store(outcome_ptr + 2, status, mask=inside)
     mass = status * 0
     if HAS_RULES:
         log_total = tl.load(log_total_ptr + row, mask=inside, other=0.0)
         less = tl.load(kept_log_total_ptr + row, mask=inside, other=0.0) - log_total
         truncates = tl.load(truncates_ptr + row, mask=inside, other=0) != 0
         mass = tl.where(truncates & (less < 0), less, mass)
-    tl.store(outcome_ptr + 3 * stride + row, mass, mask=inside)
+    tl.store(outcome_ptr + 3, mass, mask=inside)
     place = tl.load(places_ptr + row, mask=inside, other=-1)
     tl.store(last_tokens_ptr + place, token, mask=inside & (place >= 0))
 
@@ -149,7 +148,6 @@ def _tell_edited_kernel(
     stride,
     edited_stride,
     chunk_stride,
-    outcome_stride,
     vocab_size,
     num_chunks,
     HAS_RULES: tl.constexpr,
@@ -171,11 +169,11 @@ def _tell_edited_kernel(
         edited_ptr += i * edited_stride
         top, total = _kept_mass(logits_ptr, edited_ptr, lists, edges, 1.0 / temperature, CHUNKS)
         mass = tl.div_rn(top - maximum, temperature).to(tl.float64) + tl.log(total) - log_total
-    outcome_ptr += row
+    outcome_ptr += row * 4
     tl.store(outcome_ptr, token.to(tl.float64))
-    tl.store(outcome_ptr + outcome_stride, logprob.to(tl.float64))
-    tl.store(outcome_ptr + 2 * outcome_stride, tl.where(usable, left, _UNUSABLE).to(tl.float64))
-    tl.store(outcome_ptr + 3 * outcome_stride, tl.where(mass < 0, mass, 0.0))
+    tl.store(outcome_ptr + 1, logprob.to(tl.float64))
+    tl.store(outcome_ptr + 2, tl.where(usable, left, _UNUSABLE).to(tl.float64))
+    tl.store(outcome_ptr + 3, tl.where(mass < 0, mass, 0.0))
     tl.store(tokens_ptr + row, token)
     tl.store(last_tokens_ptr + tl.load(places_ptr + i), token)
 

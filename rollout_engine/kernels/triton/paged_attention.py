@@ -49,10 +49,12 @@ class Limits(NamedTuple):
 
 
 class Prefixes(NamedTuple):
-    """`shared_prefix.SharedPrefixes` on their way to, or on, the device."""
+    """`shared_prefix.SharedPrefixes` on the device."""
 
     items: Tensor
     units: Tensor
+    num_items: Tensor
+    """int32 [1]: so many of `items` mean something."""
 
 
 class Batch(NamedTuple):
@@ -111,7 +113,7 @@ class PagedAttention:
                 lists = self.chunk.list_of(window)
                 lists.fill(starts[count:], lens[count:], first_sequence=count, sliding_window=window)
         if batch.prefixes is not None:
-            self.prefix.list_of(0).put(batch.prefixes.items)
+            self.prefix.list_of(0).put(batch.prefixes.items, batch.prefixes.num_items)
 
     def attend(
         self,

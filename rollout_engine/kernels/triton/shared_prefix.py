@@ -19,6 +19,11 @@ class SharedPrefixes(NamedTuple):
     units: np.ndarray
     """int32 [N]: what of each sequence its neighbours read too; 0 where nobody does."""
 
+    @property
+    def num_items(self) -> np.ndarray:
+        """int32 [1]."""
+        return np.array([len(self.items)], np.int32)
+
 
 def shared_prefixes(
     block_tables: np.ndarray, context_lens: np.ndarray, *, block_size: int, unit: int, tokens_per_item: int

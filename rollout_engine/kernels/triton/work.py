@@ -95,10 +95,10 @@ class WorkList:
         )
         self._share_out()
 
-    def put(self, items: Tensor) -> None:
-        """List these, int32 [P, COLUMNS], the last column free; copied without waiting from pinned memory."""
-        self.items[: len(items)].copy_(items, non_blocking=True)
-        self.num_items.fill_(len(items))
+    def put(self, items: Tensor, num_items: Tensor) -> None:
+        """List the first `num_items`, int32 [1], of `items` int32 [P, COLUMNS], the last column free."""
+        self.items[: len(items)].copy_(items[: len(self.items)])
+        self.num_items.copy_(num_items)
         self._share_out()
 
     def _share_out(self) -> None:

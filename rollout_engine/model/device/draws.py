@@ -6,6 +6,7 @@ way.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -81,7 +82,8 @@ class Draws(NamedTuple):
     batch: SamplingBatch
     """Without positions."""
     columns: DrawColumns[np.ndarray]
-    special: SpecialColumns[np.ndarray]
+    special: SpecialColumns[np.ndarray] | None
+    """None where no row asks for more."""
     on_host: dict[int, LogitEdits]
     """Rows that users' own code edits."""
 
@@ -96,38 +98,41 @@ class Draws(NamedTuple):
         return int(self.batch.num_top.max(initial=0))
 
     @property
-    def to_send(self) -> list[np.ndarray]:
-        """Columns for the device, to be taken there by `taken`."""
-        rows = self.special.edited
-        if not len(rows):
-            return [*self.columns, *self.special]
+    def plain(self) -> DrawColumns[np.ndarray]:
+        """Columns of the draw from the model's own logits."""
+        if self.special is None or not len(self.special.edited):
+            return self.columns
         places = self.columns.places.copy()
-        places[rows] = -1  # an edit reads the last token there before it puts the next
-        return [*self.columns._replace(places=places), *self.special, *self.columns.part(rows)]
+        places[self.special.edited] = -1  # an edit reads the last token there before it puts the next
+        return self.columns._replace(places=places)
+
+    @property
+    def more(self) -> list[np.ndarray]:
+        """Columns of what is special."""
+        if self.special is None:
+            return []
+        edited = self.special.edited
+        return [*self.special, *(self.columns.part(edited) if len(edited) else ())]
 
 
 class DeviceDraws(NamedTuple):
     """The same on the device."""
 
     columns: DrawColumns[Tensor]
-    special: SpecialColumns[Tensor]
+    special: SpecialColumns[Tensor] | None
     edited: DrawColumns[Tensor] | None
     """Of the edited rows."""
     has_rules: bool
     num_top: int
 
     @classmethod
-    def taken(cls, draws: Draws, arrived: Sequence[Tensor]) -> "DeviceDraws":
-        """From what has become of `draws.to_send`."""
-        count, special = len(DrawColumns._fields), len(SpecialColumns._fields)
-        edited = arrived[count + special :]
-        return cls(
-            DrawColumns(*arrived[:count]),
-            SpecialColumns(*arrived[count : count + special]),
-            DrawColumns(*edited) if edited else None,
-            draws.has_rules,
-            draws.num_top,
-        )
+    def of(cls, draws: Draws, plain: Sequence[Tensor], more: Sequence[Tensor] = ()) -> "DeviceDraws":
+        """From what has become of `draws.plain` and, behind it or apart, of `draws.more`."""
+        columns = iter((*plain, *more))
+        taken = DrawColumns(*islice(columns, len(DrawColumns._fields)))
+        special = SpecialColumns(*islice(columns, len(SpecialColumns._fields))) if draws.more else None
+        edited = list(columns)
+        return cls(taken, special, DrawColumns(*edited) if edited else None, draws.has_rules, draws.num_top)
 
 
 class DrawSettings(NamedTuple):
@@ -136,7 +141,7 @@ class DrawSettings(NamedTuple):
     request_ids: list[str]
     batch: SamplingBatch
     columns: DrawColumns[np.ndarray]
-    special: SpecialColumns[np.ndarray]
+    special: SpecialColumns[np.ndarray] | None
     """Where nothing is edited."""
 
     @classmethod
@@ -166,8 +171,11 @@ def columns_of(batch: SamplingBatch, places: np.ndarray) -> DrawColumns[np.ndarr
     )
 
 
-def special_columns(batch: SamplingBatch, edited: Sequence[int], records: np.ndarray) -> SpecialColumns[np.ndarray]:
-    """Of `batch`, some of whose rows are edited on the device."""
-    rows = np.array(edited, np.int64)
-    processed = batch.is_processed
-    return SpecialColumns(rows, records, *(which.nonzero()[0] for which in (batch.is_raw, processed, processed[rows])))
+def special_columns(
+    batch: SamplingBatch, edited: Sequence[int], records: np.ndarray
+) -> SpecialColumns[np.ndarray] | None:
+    """Of `batch`, some of whose rows are edited on the device; None where no row asks for more."""
+    rows, processed = np.array(edited, np.int64), batch.is_processed
+    asked = (which.nonzero()[0] for which in (batch.is_raw, processed, processed[rows]))
+    special = SpecialColumns(rows, records, *asked)
+    return special if any(map(len, special)) else None

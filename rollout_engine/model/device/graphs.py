@@ -1,8 +1,11 @@
 """Steps in which every sequence decodes, captured as CUDA graphs for a ladder of batch sizes and replayed.
 
 A step of n sequences is the smallest graph that holds it. What pads it has no context, writes no KV, and nobody reads
-its logits. Inputs are copied into static memory; attention's work is planned anew before each replay, so one graph
-serves every context length. A graph knows addresses: when memory has moved, all are captured again.
+its logits. A graph shares out attention's work, so that it serves every context length, computes logits, and draws from
+them plainly. A graph knows addresses: when memory has moved, all are captured again.
+
+    host        columns ──upload──> static memory                                           ┌──download──> result
+    device                          prepare ── [plan ── forward ── sample ── tell] ── outcome
 """
 
 import logging
@@ -13,10 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
-from rollout_engine.kernels.triton.work import COLUMNS
+from rollout_engine.model.device.decode_inputs import DecodeInputs, DecodeStep
+from rollout_engine.model.device.draws import DrawColumns
 from rollout_engine.model.device.model import DeviceModel
-from rollout_engine.model.device.pool import DeviceBatch
+from rollout_engine.model.device.sampler import DrawMemory, draw_plainly
+from rollout_engine.model.device.sequences import SequenceRows
 
 logger = logging.getLogger("rollout_engine")
 
@@ -57,21 +61,20 @@ class DecodeGraphs:
     def __init__(
         self,
         model: DeviceModel,
+        rows: SequenceRows,
         max_batch: int,
         *,
+        vocab_size: int,
         shares_prefixes: bool,
         capture: Callable[[Callable[[], Tensor]], Captured] | None = None,
     ) -> None:
-        """`capture` is that of CUDA where it is not given."""
-        device, max_blocks = model.device, -(-model.limits.context // model.kv.block_size)
-        self._model, self._capture = model, capture
+        """`rows` of the sequences; `capture` is that of CUDA where it is not given."""
+        self._model, self._rows, self._capture = model, rows, capture
         self._variants = (False, True) if shares_prefixes else (False,)
         self._sizes = _ladder(max_batch)
-        self._columns = torch.zeros(3, max_batch, dtype=torch.int64, device=device)
-        self._starts = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self._lens = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._units = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(max_batch, max_blocks, dtype=torch.int32, device=device)
+        self._inputs = DecodeInputs(max_batch, model.kv.block_size, rows)
+        self._drawn = DrawMemory.empty(max_batch, vocab_size, model.device)
+        self._last_tokens = rows.last_tokens
         self._graphs: dict[tuple[int, bool], Captured] = {}
         self._is_void = True
 
@@ -84,6 +87,8 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Capture, the largest first, until time or memory are up; what is left out, or fails, runs without a graph."""
         started, before = time.perf_counter(), _free_bytes()
+        self._graphs.clear()
+        self._last_tokens = self._rows.last_tokens
         capture, self._is_void = self._capture or _with_shared_pool(), False
         problems: list[str] = []
         for size in reversed(self._sizes):
@@ -101,46 +106,39 @@ class DecodeGraphs:
         seconds = time.perf_counter() - started
         logger.info("%d of %d graphs captured in %.1f s, %.0f MiB.", len(self._graphs), wanted, seconds, taken / 2**20)
 
-    def run(self, batch: DeviceBatch) -> Tensor | None:
-        """Logits [n, V] of a batch of n sequences that all decode; they last until the next call. None: no graph."""
-        if self._is_void:
+    def run(self, step: DecodeStep) -> tuple[Tensor, DrawMemory] | None:
+        """Logits [n, V], and what has been drawn of n sequences; both last until the next call. None: no graph.
+
+        Where `step.draws` is None, what is drawn means nothing.
+        """
+        if self._is_void or self._last_tokens is not self._rows.last_tokens:
             self.capture_all()
-        attention, count = batch.attention, len(batch.token_ids)
+        count, has_prefixes = len(step.flat.rows), step.prefixes is not None
         size = next((size for size in self._sizes if size >= count), None)
-        graph = self._graphs.get((size, attention.prefixes is not None)) if size else None
+        graph = self._graphs.get((size, has_prefixes)) if size else None
         if graph is None or size is None:
             return None
-        columns = torch.stack([batch.token_ids, batch.positions, batch.slots])
-        self._columns[:, :count] = columns
-        self._columns[2, count:size] = -1
-        self._columns[:2, count:size] = 0
-        self._lens[:count] = attention.context_lens
-        self._lens[count:size] = 0
-        self._tables[:count] = attention.block_tables
-        prefixes = None
-        if attention.prefixes is not None:
-            self._units[:count] = attention.prefixes.units
-            self._units[count:size] = 0
-            prefixes = Prefixes(attention.prefixes.items, self._units[:size])
-        self._model.attention.plan(self._batch(size, prefixes).attention)
-        return graph.replay()[:count]
+        self._inputs.put(step, size)
+        return graph.replay()[:count], self._drawn.rows(count)
 
-    def _batch(self, size: int, prefixes: Prefixes | None) -> DeviceBatch:
-        token_ids, positions, slots = self._columns[:, :size]
-        tables, lens = self._tables[:size], self._lens[:size]
-        return DeviceBatch(token_ids, positions, slots, Batch(self._starts[: size + 1], lens, tables, size, prefixes))
+    def draws(self, count: int) -> DrawColumns[Tensor]:
+        """What was drawn last from `count` sequences."""
+        return self._inputs.draws(count)
 
     def _captured(self, size: int, has_prefixes: bool, capture: Callable[[Callable[[], Tensor]], Captured]) -> Captured:
-        prefixes = None
-        if has_prefixes:
-            items = torch.zeros(0, COLUMNS, dtype=torch.int32, device=self._units.device)
-            prefixes = Prefixes(items, self._units[:size].zero_())
-        self._columns[2].fill_(-1)
-        self._lens.zero_()
-        batch, decoder = self._batch(size, prefixes), self._model.decoder
+        self._inputs.clear()
+        batch, draws = self._inputs.batch(size, has_prefixes=has_prefixes), self._inputs.draws(size)
+        drawn, model, last_tokens = self._drawn.rows(size), self._model, self._last_tokens
+        decoder = model.decoder
         assert decoder is not None, "modules are not captured"
-        self._model.attention.plan(batch.attention)
-        return capture(lambda: decoder.forward(batch, None, self._model.kv))
+
+        def compute() -> Tensor:
+            model.attention.plan(batch.attention)
+            logits = decoder.forward(batch, None, model.kv)
+            draw_plainly(logits, draws, drawn, last_tokens)
+            return logits
+
+        return capture(compute)
 
 
 def _ladder(max_batch: int) -> list[int]:

@@ -38,7 +38,7 @@ def run_largest_step(model: DeviceModel, vocab_size: int) -> None:
     drawn = SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count)
     columns, special = columns_of(drawn, np.arange(count)), special_columns(drawn, [], np.empty(0, np.int64))
     draws = Draws([], drawn, columns, special, on_host={})
-    arrived = DeviceDraws.taken(draws, upload(draws.to_send, device))
+    arrived = DeviceDraws.of(draws, upload(draws.plain, device))
     DeviceSampler(vocab_size, device).draw(logits, arrived, torch.empty(count, dtype=torch.int64, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,6 +9,7 @@ users' own code edits is drawn on the host, which waits.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +19,13 @@ from torch import Tensor
 from rollout_engine.errors import StepMemoryError
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.kernels.triton.sampling import score
-from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
+from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes, shared_prefixes
 from rollout_engine.messages import (
     ModelRunnerOutput,
     PromptLogprobs,
     SchedulerOutput,
 )
+from rollout_engine.model.device.decode_inputs import DecodeStep
 from rollout_engine.model.device.draws import DeviceDraws, Draws, DrawSettings, special_columns
 from rollout_engine.model.device.edits import EditRecords
 from rollout_engine.model.device.graphs import DecodeGraphs
@@ -31,8 +33,8 @@ from rollout_engine.model.device.host_draws import draw_rows
 from rollout_engine.model.device.layout import FlatColumns, decodes_first
 from rollout_engine.model.device.model import DeviceModel
 from rollout_engine.model.device.pool import DeviceBatch
-from rollout_engine.model.device.sampler import DeviceSampler, told
-from rollout_engine.model.device.sequences import SequenceRows
+from rollout_engine.model.device.sampler import DeviceSampler, DrawMemory, told
+from rollout_engine.model.device.sequences import SequenceRows, TableChanges
 from rollout_engine.model.device.upload import Download, upload
 from rollout_engine.model.known_sequences import KnownSequences
 from rollout_engine.model.logits_processors import LogitsProcessor
@@ -51,13 +53,14 @@ class DeviceRunner:
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
         shares_prefixes: bool = True,
-        graphs: DecodeGraphs | None = None,
     ) -> None:
-        self.model, self.graphs = model, graphs
+        self.model = model
+        self.graphs: DecodeGraphs | None = None
+        """Where there are any, steps that only decode are theirs."""
         self._prompts = PromptScorer(score)
         self._sequences = KnownSequences(vocab_size, processors, self._prompts)
         size = model.kv.block_size
-        self._rows = SequenceRows(-(-model.limits.context // size), model.device)
+        self.rows = SequenceRows(-(-model.limits.context // size), model.device)
         self._records = EditRecords(vocab_size, model.limits.context, model.device)
         self._sampler = DeviceSampler(vocab_size, model.device)
         self._settings: DrawSettings | None = None
@@ -72,7 +75,7 @@ class DeviceRunner:
 
     def block_tables(self) -> dict[str, list[int]]:
         """Sequence id -> KV blocks, of every sequence whose state is held."""
-        return self._rows.block_tables()
+        return self.rows.block_tables()
 
     @torch.inference_mode()
     def submit(self, work: SchedulerOutput) -> Result:
@@ -96,68 +99,80 @@ class DeviceRunner:
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
         order = decodes_first(work.scheduled)
         scheduled = [work.scheduled[index] for index in order]
-        rows = self._rows.rows([chunk.request_id for chunk in scheduled])
-        flat = FlatColumns.of(scheduled, self._sequences, rows, self._rows.host_tables, self.model.kv.block_size)
+        rows = self.rows.rows([chunk.request_id for chunk in scheduled])
+        flat = FlatColumns.of(scheduled, self._sequences, rows, self.rows.host_tables, self.model.kv.block_size)
         asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled))
         draws = self._draws(work, asked.positions)
-        columns = [*changes, *flat[:-1], *asked.columns, *draws.to_send]
-        places, blocks, *arrived = upload(columns, self.model.device)
-        self._rows.write(places, blocks)
-        on_device, (logit_rows, drawn_rows), sent = arrived[:7], arrived[7:9], arrived[9:]
-        logits = self._forward(flat, self._batch(flat, on_device), asked.logit_rows, logit_rows)
+        step = _Step(flat, asked, draws, self._prefixes(flat), changes)
+        logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
         prompt_logprobs = self._score_prompts(logits[asked.num_distinct :], order)
         if not work.samples:
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs)
         logits = logits[: asked.num_distinct]
         if asked.num_distinct < len(work.samples):
             logits = logits[drawn_rows]
-        drawn = self._sampler.draw(logits, DeviceDraws.taken(draws, sent), self._rows.last_tokens)
-        pending = _Pending(draws, Download(drawn), prompt_logprobs)
+        outcome = self._sampler.draw(logits, columns, self.rows.last_tokens, drawn)
+        pending = _Pending(draws, Download(outcome), prompt_logprobs)
         if draws.on_host:
             return self._draw_on_host(pending, logits)
         self._pending.append(pending)
         return lambda: pending.settle(self._pending)
 
-    def _note_changes(self, work: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
+    def _note_changes(self, work: SchedulerOutput) -> TableChanges:
         if work.finished or work.new:
             self._settings = None
         self._sequences.note(work)
         for request_id in work.finished:
-            self._rows.forget(request_id)
+            self.rows.forget(request_id)
         self._records.forget([*work.finished, *(new.request_id for new in work.new)])
-        self._rows.add(new.request_id for new in work.new)
-        return self._rows.learn(work.scheduled)
+        self.rows.add(new.request_id for new in work.new)
+        return self.rows.learn(work.scheduled)
 
-    def _forward(self, flat: FlatColumns, batch: DeviceBatch, host_rows: np.ndarray, rows: Tensor) -> Tensor:
-        decodes = flat.num_decodes == len(flat.rows)
-        logits = self.graphs.run(batch) if self.graphs is not None and decodes and self.model.runs_fused else None
-        if logits is None:
-            return self.model.forward(batch, rows)
-        return logits if np.array_equal(host_rows, np.arange(len(logits))) else logits[rows]
+    def _replay(self, step: "_Step") -> "_Computed | None":
+        """By a graph, if there is one: one upload, one launch and the replay; what is special has its own upload."""
+        flat, asked, draws = step.flat, step.asked, step.draws
+        if self.graphs is None or flat.num_decodes < len(flat.rows) or not self.model.runs_fused:
+            return None
+        in_order = asked.takes_all_in_order(len(flat.rows))
+        found = self.graphs.run(DecodeStep(flat, draws.plain if in_order else None, step.prefixes, step.changes))
+        if found is None:
+            return None
+        logits, drawn = found
+        if in_order:
+            more = upload(draws.more, self.model.device) if draws.more else []
+            return _Computed(logits, None, DeviceDraws.of(draws, self.graphs.draws(len(logits)), more), drawn)
+        sent = [asked.logit_rows, asked.drawn_rows, *draws.plain, *draws.more]
+        logit_rows, drawn_rows, *arrived = upload(sent, self.model.device)
+        return _Computed(logits[logit_rows], drawn_rows, DeviceDraws.of(draws, arrived), None)
 
-    def _batch(self, flat: FlatColumns, arrived: Sequence[Tensor]) -> DeviceBatch:
-        token_ids, positions, slots, token_rows, starts, lens, rows = arrived
-        token_ids = torch.where(token_ids < 0, self._rows.last_tokens[token_rows], token_ids)
-        tables = self._rows.tables[rows]
-        attention = Batch(starts, lens, tables, flat.num_decodes, self._prefixes(flat))
-        return DeviceBatch(token_ids, positions, slots, attention)
+    def _compute(self, step: "_Step") -> "_Computed":
+        flat, asked, draws, prefixes = step[:4]
+        shared = [] if prefixes is None else [prefixes.items, prefixes.units, prefixes.num_items]
+        of_draws = [asked.drawn_rows, *draws.plain, *draws.more]
+        columns = [*step.changes, *flat[:-1], asked.logit_rows, *shared, *of_draws]
+        arrived = iter(upload(columns, self.model.device))
+        self.rows.write(next(arrived), next(arrived))
+        token_ids, positions, slots, token_rows, starts, lens, rows = islice(arrived, len(flat) - 1)
+        logit_rows = next(arrived)
+        token_ids = torch.where(token_ids < 0, self.rows.last_tokens[token_rows], token_ids)
+        found = Prefixes(*islice(arrived, len(shared))) if shared else None
+        attention = Batch(starts, lens, self.rows.tables[rows], flat.num_decodes, found)
+        logits = self.model.forward(DeviceBatch(token_ids, positions, slots, attention), logit_rows)
+        return _Computed(logits, next(arrived), DeviceDraws.of(draws, list(arrived)), None)
 
-    def _prefixes(self, flat: FlatColumns) -> Prefixes | None:
+    def _prefixes(self, flat: FlatColumns) -> SharedPrefixes | None:
         count = flat.num_decodes
         if self._prefix_shape is None or count < 2:
             return None
         unit, tokens_per_item = self._prefix_shape
         found = shared_prefixes(
-            self._rows.host_tables[flat.rows[:count]],
+            self.rows.host_tables[flat.rows[:count]],
             flat.context_lens[:count],
             block_size=self.model.kv.block_size,
             unit=unit,
             tokens_per_item=tokens_per_item,
         )
-        if not len(found.items):
-            return None
-        items, units = upload([found.items.reshape(-1), found.units], self.model.device)
-        return Prefixes(items.int().view(found.items.shape), units.int())
+        return found if len(found.items) else None
 
     def _score_prompts(self, logits: Tensor, order: list[int]) -> dict[int, PromptLogprobs]:
         found = self._prompts.score(logits)
@@ -168,7 +183,7 @@ class DeviceRunner:
         request_ids = [task.request_id for task in work.samples]
         sequences = [self._sequences[request_id] for request_id in request_ids]
         if self._settings is None or self._settings.request_ids != request_ids:
-            self._settings = DrawSettings.of(sequences, self._rows.rows(request_ids))
+            self._settings = DrawSettings.of(sequences, self.rows.rows(request_ids))
         batch, columns, special = self._settings[1:]
         edits = self._sequences.edits_of(sequences, positions.tolist())
         on_host = {row: each for row, each in edits.items() if each.need_host}
@@ -184,8 +199,28 @@ class DeviceRunner:
         out = pending.arrive(lambda out: draw_rows(out, draws, logits))
         rows = list(draws.on_host)
         tokens = torch.tensor([max(out.token_ids[row], 0) for row in rows], device=logits.device)
-        self._rows.last_tokens[torch.from_numpy(draws.columns.places[rows]).to(logits.device)] = tokens
+        self.rows.last_tokens[torch.from_numpy(draws.columns.places[rows]).to(logits.device)] = tokens
         return lambda: out
+
+
+class _Step(NamedTuple):
+    """On the host."""
+
+    flat: FlatColumns
+    asked: "_Asked"
+    draws: Draws
+    prefixes: SharedPrefixes | None
+    changes: TableChanges
+
+
+class _Computed(NamedTuple):
+    """Logits of the rows that were asked for, and what is known of draws from them."""
+
+    logits: Tensor
+    drawn_rows: Tensor | None
+    """See `_Asked`; None: all in order."""
+    draws: DeviceDraws
+    drawn: DrawMemory | None
 
 
 class _Asked(NamedTuple):
@@ -213,10 +248,10 @@ class _Asked(NamedTuple):
             num_distinct=len(distinct),
         )
 
-    @property
-    def columns(self) -> tuple[np.ndarray, ...]:
-        """Those that the device needs."""
-        return self[:2]
+    def takes_all_in_order(self, count: int) -> bool:
+        """Whether one token is drawn from each of `count` rows of logits, and nothing else is asked for."""
+        every = np.arange(count)
+        return np.array_equal(self.logit_rows, every) and np.array_equal(self.drawn_rows, every)
 
 
 class _Pending:

@@ -21,11 +21,11 @@ from rollout_engine.kernels.triton.sampling import SamplingWorkspace, empty_figu
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.model.device.draws import DeviceDraws, DrawColumns, Draws
+from rollout_engine.model.device.draws import DeviceDraws, DrawColumns, Draws, SpecialColumns
 from rollout_engine.model.sampler import BAD_LOGITS, NONE_LEFT
 
 _NUM_FIGURES = 4
-"""Rows of `kernels.triton.outcome`; ids of the most likely tokens follow, then their log-probs."""
+"""Columns of `kernels.triton.outcome`; ids of the most likely tokens follow, then their log-probs."""
 _EDITED_NUMEL = 1 << 25
 """Logits that are copied to be edited at a time: 128 MiB."""
 _ERRORS = {Status.UNUSABLE: BAD_LOGITS, Status.NONE_LEFT: NONE_LEFT}
@@ -37,18 +37,18 @@ class DrawMemory(NamedTuple):
     workspace: SamplingWorkspace
     figures: Figures
     outcome: Tensor
-    """float64 [4, N], see `kernels.triton.outcome`."""
+    """float64 [N, 4], see `kernels.triton.outcome`."""
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> "DrawMemory":
         """For `num_rows` x `vocab_size` logits at most."""
-        outcome = torch.empty(_NUM_FIGURES, num_rows, dtype=torch.float64, device=device)
+        outcome = torch.empty(num_rows, _NUM_FIGURES, dtype=torch.float64, device=device)
         return cls(SamplingWorkspace.empty(num_rows, vocab_size, device), empty_figures(num_rows, device), outcome)
 
     def rows(self, count: int) -> "DrawMemory":
         """The first so many."""
         workspace = SamplingWorkspace(*(part[:count] for part in self.workspace))
-        return DrawMemory(workspace, Figures(*(part[:count] for part in self.figures)), self.outcome[:, :count])
+        return DrawMemory(workspace, Figures(*(part[:count] for part in self.figures)), self.outcome[:count])
 
 
 def draw_plainly(logits: Tensor, columns: DrawColumns[Tensor], memory: DrawMemory, last_tokens: Tensor) -> None:
@@ -69,7 +69,7 @@ class DeviceSampler:
         self._edited = torch.empty(0, device=device)
 
     def draw(self, logits: Tensor, draws: DeviceDraws, last_tokens: Tensor, drawn: DrawMemory | None = None) -> Tensor:
-        """Of `logits` [N, V]: what `told` reads on the host, float64 [4 + 2 x most likely, N]. Tokens also go to
+        """Of `logits` [N, V]: what `told` reads on the host, float64 [N, 4 + 2 x most likely]. Tokens also go to
         `last_tokens`, int64, at the places of `draws`.
 
         `drawn`: what `draw_plainly` has come to with the same logits and draws, if it has been called.
@@ -89,34 +89,53 @@ class DeviceSampler:
             truncate(logits, columns.rows, columns.rules, memory.workspace, memory.figures, kept)
             tell(memory.figures, kept, columns.truncates, memory.outcome, last_tokens, columns.places)
         width = min(draws.num_top, logits.shape[1])
-        processed = self._draw_edited(logits, draws, memory, last_tokens, width)
-        top = self._report(logits, draws, memory, kept, width)
-        if len(draws.special.processed_edits):
-            rows = draws.special.edited[draws.special.processed_edits]
-            logprobs, *rest = (column[draws.special.processed_edits] for column in processed)
-            memory.outcome[1, rows] = logprobs.double()
-            for column, values in zip(top, rest, strict=True):
-                column[rows] = values
-        if not width:
-            return memory.outcome
-        return torch.cat([memory.outcome, *(column.t().double() for column in top)])
+        top = _empty_top(count, width, self._device)
+        if draws.special is not None:
+            self._draw_special(logits, draws, draws.special, memory, kept, top, last_tokens)
+        elif width:
+            top_tokens(logits, columns.temperatures, memory.workspace, memory.figures, *top)
+        return torch.cat([memory.outcome, *(column.double() for column in top)], dim=1) if width else memory.outcome
+
+    def _draw_special(
+        self,
+        logits: Tensor,
+        draws: DeviceDraws,
+        special: SpecialColumns[Tensor],
+        memory: DrawMemory,
+        kept: Kept | None,
+        top: tuple[Tensor, Tensor],
+        last_tokens: Tensor,
+    ) -> None:
+        logprobs, *tops = self._draw_edited(logits, draws, special, memory, last_tokens, top[0].shape[1])
+        _report(logits, draws.columns.temperatures, special, memory, kept, top)
+        if len(special.processed_edits):
+            rows = special.edited[special.processed_edits]
+            memory.outcome[rows, 1] = logprobs[special.processed_edits].double()
+            for column, values in zip(top, tops, strict=True):
+                column[rows] = values[special.processed_edits]
 
     def _draw_edited(
-        self, logits: Tensor, draws: DeviceDraws, memory: DrawMemory, last_tokens: Tensor, width: int
+        self,
+        logits: Tensor,
+        draws: DeviceDraws,
+        special: SpecialColumns[Tensor],
+        memory: DrawMemory,
+        last_tokens: Tensor,
+        width: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw the edited rows; processed log-probs float32 [E], and the most likely tokens, where any asks."""
-        columns, num_edits = draws.edited, len(draws.special.edited)
+        columns, num_edits = draws.edited, len(special.edited)
         logprobs, tops = torch.empty(num_edits, device=self._device), _empty_top(num_edits, width, self._device)
         size = max(1, _EDITED_NUMEL // self._vocab_size)
         for start in range(0, num_edits, size):
             assert columns is not None
             index = slice(start, min(start + size, num_edits))
-            part, rows = columns.part(index), draws.special.edited[index]
+            part, rows = columns.part(index), special.edited[index]
             count = index.stop - start
             self._some = _at_least(self._some, count, self._vocab_size, self._device)
             some = self._some.rows(count)
             edited = self._edited_memory(count)[:, : logits.shape[1]]
-            edit(logits, rows, draws.special.records[index], last_tokens, part.places, part.positions, edited)
+            edit(logits, rows, special.records[index], last_tokens, part.places, part.positions, edited)
             sample(edited, part.rows, some.workspace, some.figures)
             kept = None
             if draws.has_rules:
@@ -127,37 +146,12 @@ class DeviceSampler:
                 *(edited, some.figures, some.workspace, kept, part.truncates),
                 *(memory.outcome, last_tokens, part.places),
             )
-            if len(draws.special.processed_edits):
+            if len(special.processed_edits):
                 logprobs[index] = _logprobs(edited, part.temperatures, some.figures, kept)
                 if width:
                     found = (column[index] for column in tops)
                     top_tokens(edited, part.temperatures, some.workspace, some.figures, *found, kept)
         return logprobs, *tops
-
-    def _report(
-        self, logits: Tensor, draws: DeviceDraws, memory: DrawMemory, kept: Kept | None, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """Raw and processed log-probs of rows, edited or not, by the model's own logits; the most likely by all."""
-        special, figures, temperatures = draws.special, memory.figures, draws.columns.temperatures
-        seen = None
-        if len(special.processed) and kept is not None:
-            processed = _logprobs(logits, temperatures, figures, kept)
-            memory.outcome[1, special.processed] = processed[special.processed].double()
-            seen = _whole(figures)
-            for column, values in zip(seen, kept, strict=True):
-                column[special.processed] = values[special.processed]
-        if len(special.raw):
-            some = logits[special.raw]
-            raw = score(some, torch.ones(len(some), device=self._device), figures.tokens[special.raw])
-            memory.outcome[1, special.raw] = raw.logprobs.double()
-            temperatures = temperatures.index_fill(0, special.raw, 1.0)
-            figures = figures._replace(log_total=figures.log_total.index_copy(0, special.raw, raw.log_total))
-            if seen is not None:
-                seen.log_total[special.raw] = raw.log_total
-        ids, logprobs = _empty_top(len(logits), width, self._device)
-        if width:
-            top_tokens(logits, temperatures, memory.workspace, figures, ids, logprobs, seen)
-        return ids, logprobs
 
     def _edited_memory(self, count: int) -> Tensor:
         if len(self._edited) < count:
@@ -166,9 +160,37 @@ class DeviceSampler:
         return self._edited[:count]
 
 
+def _report(
+    logits: Tensor,
+    temperatures: Tensor,
+    special: SpecialColumns[Tensor],
+    memory: DrawMemory,
+    kept: Kept | None,
+    top: tuple[Tensor, Tensor],
+) -> None:
+    """Raw and processed log-probs of rows, edited or not, by the model's own logits; the most likely of all."""
+    figures, seen = memory.figures, None
+    if len(special.processed) and kept is not None:
+        processed = _logprobs(logits, temperatures, figures, kept)
+        memory.outcome[special.processed, 1] = processed[special.processed].double()
+        seen = _whole(figures)
+        for column, values in zip(seen, kept, strict=True):
+            column[special.processed] = values[special.processed]
+    if len(special.raw):
+        some = logits[special.raw]
+        raw = score(some, torch.ones(len(some), device=logits.device), figures.tokens[special.raw])
+        memory.outcome[special.raw, 1] = raw.logprobs.double()
+        temperatures = temperatures.index_fill(0, special.raw, 1.0)
+        figures = figures._replace(log_total=figures.log_total.index_copy(0, special.raw, raw.log_total))
+        if seen is not None:
+            seen.log_total[special.raw] = raw.log_total
+    if top[0].shape[1]:
+        top_tokens(logits, temperatures, memory.workspace, figures, *top, seen)
+
+
 def told(draws: Draws, drawn: Tensor) -> ModelRunnerOutput:
     """What `DeviceSampler.draw` found, on the host."""
-    tokens, logprobs, statuses, mass = drawn[:_NUM_FIGURES].tolist()
+    tokens, logprobs, statuses, mass = drawn[:, :_NUM_FIGURES].t().tolist()
     out = ModelRunnerOutput(
         token_ids=[int(token) for token in tokens],
         logprobs=logprobs if draws.batch.wants_logprobs else None,
@@ -183,7 +205,7 @@ def told(draws: Draws, drawn: Tensor) -> ModelRunnerOutput:
 
 
 def _at_least(memory: DrawMemory, count: int, vocab_size: int, device: torch.device) -> DrawMemory:
-    if memory.outcome.shape[1] >= count:
+    if len(memory.outcome) >= count:
         return memory
     return DrawMemory.empty(1 << (count - 1).bit_length(), vocab_size, device)
 
@@ -207,8 +229,8 @@ def _logprobs(logits: Tensor, temperatures: Tensor, figures: Figures, kept: Kept
 
 def _top(num_top: np.ndarray, drawn: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Ids int32 and log-probs float32 [N, k]; -1 and -inf in rows that cannot be sampled or did not ask."""
-    ids, logprobs = (part.t().numpy() for part in drawn[_NUM_FIGURES:].chunk(2))
-    told = (drawn[2].numpy() == Status.DRAWN) & (num_top > 0)
+    ids, logprobs = (part.numpy() for part in drawn[:, _NUM_FIGURES:].chunk(2, dim=1))
+    told = (drawn[:, 2].numpy() == Status.DRAWN) & (num_top > 0)
     return (
         np.where(told[:, None], ids, -1).astype(np.int32),
         np.where(told[:, None], logprobs, -np.inf).astype(np.float32),

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from rollout_engine.messages import ScheduledSequence
+from rollout_engine.model.device.upload import upload
 
 _ROWS = 64
+_TOKENS = 1 << 16
+"""Rows whose last tokens never move: graphs know their address."""
 
 
 class TableChanges(NamedTuple):
@@ -32,8 +35,8 @@ class SequenceRows:
         self.host_tables = np.zeros((_ROWS, max_blocks), np.int32)
         self.tables = torch.zeros(_ROWS, max_blocks, dtype=torch.int32, device=device)
         """int32 [rows, max_blocks]; what lies beyond a sequence's own blocks means nothing."""
-        self.last_tokens = torch.zeros(_ROWS, dtype=torch.int64, device=device)
-        """int64 [rows]."""
+        self.last_tokens = torch.zeros(_TOKENS, dtype=torch.int64, device=device)
+        """int64, of each row."""
         self._row_of: dict[str, int] = {}
         self._num_blocks: dict[str, int] = {}
         self._free = list(range(_ROWS))[::-1]
@@ -72,6 +75,10 @@ class SequenceRows:
         if len(places):
             self.tables.view(-1)[places] = blocks
 
+    def note(self, changes: TableChanges) -> None:
+        """The same, by an upload of their own."""
+        self.write(*upload(changes, self.tables.device))
+
     def rows(self, request_ids: Sequence[str]) -> np.ndarray:
         """int64, in order."""
         return np.array([self._row_of[request_id] for request_id in request_ids], np.int64)
@@ -84,5 +91,6 @@ class SequenceRows:
         count = len(self.host_tables)
         self.host_tables = np.pad(self.host_tables, ((0, count), (0, 0)))
         self.tables = torch.cat([self.tables, torch.zeros_like(self.tables)])
-        self.last_tokens = torch.cat([self.last_tokens, torch.zeros_like(self.last_tokens)])
+        if len(self.last_tokens) < 2 * count:
+            self.last_tokens = torch.cat([self.last_tokens, torch.zeros_like(self.last_tokens)])
         self._free = list(range(count, 2 * count))[::-1]

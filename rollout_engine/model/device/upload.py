@@ -26,6 +26,32 @@ def upload(columns: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     ]
 
 
+class StaticColumns:
+    """Columns at addresses that stay, so that graphs may read what was sent last."""
+
+    def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], device: torch.device) -> None:
+        """`sizes`: dtype and length of each."""
+        ends = [0]
+        for dtype, size in sizes:
+            ends.append(ends[-1] + -(-dtype.itemsize * size // _ALIGNMENT) * _ALIGNMENT)
+        self._memory, self._sizes, self._starts = torch.zeros(ends[-1], dtype=torch.uint8, device=device), sizes, ends
+        self.columns = self._views(self._memory)
+
+    def send(self, columns: Sequence[tuple[np.ndarray, int, float]]) -> None:
+        """In one copy that nothing waits for: of each its values, how long it is with padding, and what pads it."""
+        packed = torch.empty(self._memory.shape, dtype=torch.uint8, pin_memory=self._memory.is_cuda)
+        for view, (values, size, padding) in zip(self._views(packed), columns, strict=True):
+            host = view.numpy()
+            host[: len(values)] = values
+            host[len(values) : size] = padding
+        self._memory.copy_(packed, non_blocking=True)  # the allocator of pinned memory keeps it until then
+
+    def _views(self, memory: Tensor) -> list[Tensor]:
+        ends = (start + dtype.itemsize * size for (dtype, size), start in zip(self._sizes, self._starts, strict=False))
+        spans = zip(self._sizes, self._starts, ends, strict=False)
+        return [memory[start:end].view(dtype) for (dtype, _), start, end in spans]
+
+
 class Download:
     """A tensor on its way to the host; its own memory may be written again at once."""
 

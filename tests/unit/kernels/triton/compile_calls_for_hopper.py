@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from rollout_engine.kernels.cpu.sampling import Kept, Truncation
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.copies import FusedCopy
+from rollout_engine.kernels.triton.inputs import prepare
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
@@ -70,6 +71,8 @@ def call_everything(dtype: torch.dtype) -> None:
     for out_features, bias in ((1024, None), (6144, None), (4096, empty(4096, dtype=dtype)), (VOCAB_SIZE, None)):
         shared = empty(1, 1024, dtype=dtype).expand(out_features, 1024)
         matmul(hidden, shared, bias, empty(256, out_features, dtype=dtype))
+    tables, lens = empty(256, 2560, dtype=torch.int32), empty(256, dtype=torch.int32)
+    prepare(columns, columns, lens, (columns, lens, 9), columns, tables, tables, 16)
     call_sampling(dtype)
     FusedCopy([(hidden, hidden.clone()), (empty(9)[1:], empty(8))]).run()
     looks = DeviceLooks()

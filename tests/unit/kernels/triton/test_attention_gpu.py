@@ -53,7 +53,9 @@ class Serving:
             unit=self.attention.prefix.tiling.unit,
             tokens_per_item=self.attention.prefix.tokens_per_item,
         )
-        return Prefixes(torch.from_numpy(found.items), torch.from_numpy(found.units).to(DEVICE))
+        return Prefixes(
+            *(torch.from_numpy(column).to(DEVICE) for column in (found.items, found.units, found.num_items))
+        )
 
     def attend(self, out=None):
         out = torch.full_like(self.q, torch.nan) if out is None else out

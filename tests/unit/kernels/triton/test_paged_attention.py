@@ -52,7 +52,9 @@ def run(contexts, *, is_ordered, scoring=SCORING, grouped=False, sinks=None):
             tokens_per_item=attention.prefix.tokens_per_item,
         )
         assert shared.units.tolist() == [2, 2, 2, 0]
-        prefixes = Prefixes(torch.from_numpy(shared.items), torch.from_numpy(shared.units).to(device))
+        prefixes = Prefixes(
+            *(torch.from_numpy(column).to(device) for column in (shared.items, shared.units, shared.num_items))
+        )
     lens = torch.tensor(ENDS, dtype=torch.int32, device=device)
     batch = Batch(starts_of(COUNTS, device), lens, contexts.tables, NUM_DECODES, prefixes)
     attention.plan(batch, {scoring.sliding_window})

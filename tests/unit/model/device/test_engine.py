@@ -48,7 +48,10 @@ class Rerun:
 @contextmanager
 def graphs_by(capture, runner, sizes):
     """Steps of `sizes` sequences that decode are captured by `capture`."""
-    runner.graphs = DecodeGraphs(runner.model, max(sizes), shares_prefixes=True, capture=capture)
+    vocab_size = runner.model.module.config.vocab_size
+    runner.graphs = DecodeGraphs(
+        *(runner.model, runner.rows, max(sizes)), vocab_size=vocab_size, shares_prefixes=True, capture=capture
+    )
     runner.graphs._sizes = sizes
     try:
         yield
@@ -229,6 +232,16 @@ def test_padded_batches_replayed_from_static_memory_change_no_bit(engine_on):
     with graphs_by(lambda compute: captured.append(Rerun(compute)) or captured[-1], runner_of(llm), sizes=[4]):
         assert_alike(run(llm, DRAWN), plain, bound=1e-5)
     assert len(captured) == 2
+
+
+def test_steps_replayed_from_static_memory_draw_all_that_others_draw(engine_on, monkeypatch):
+    """Edits, truncation and other log-probs are drawn after the replay; four of the seven at a time."""
+    llm, replayed = engine_on("device"), []
+    prompts = [[7 + i, 8, 9, 40 + i] for i in range(len(EDITED))]
+    plain = complete(llm, EDITED, prompts)
+    with graphs_by(lambda compute: Rerun(lambda: replayed.append(1) or compute()), runner_of(llm), sizes=[1, 2, 4]):
+        assert_outputs_alike(complete(llm, EDITED, prompts), plain)
+    assert len(replayed) > 4
 
 
 def test_a_graph_that_cannot_be_captured_is_told_of_and_gone_without(engine_on, caplog):
