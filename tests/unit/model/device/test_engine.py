@@ -244,6 +244,17 @@ def test_steps_replayed_from_static_memory_draw_all_that_others_draw(engine_on, 
     assert len(replayed) > 4
 
 
+def test_graphs_follow_last_tokens_that_have_moved(engine_on):
+    llm, captured = engine_on("device"), []
+    plain = run(llm, GREEDY)
+    with graphs_by(lambda compute: captured.append(1) or Rerun(compute), runner_of(llm), sizes=[2]):
+        assert_alike(run(llm, GREEDY), plain)
+        num_captured, rows = len(captured), runner_of(llm).rows
+        rows.last_tokens = rows.last_tokens.clone()
+        assert_alike(run(llm, GREEDY), plain)
+    assert len(captured) == 2 * num_captured
+
+
 def test_a_graph_that_cannot_be_captured_is_told_of_and_gone_without(engine_on, caplog):
     llm, problems = engine_on("device"), {4: torch.OutOfMemoryError("of 12 GiB"), 2: RuntimeError("not permitted")}
     plain, one = run(llm, DRAWN), run(llm, GREEDY, PROMPTS[:1])

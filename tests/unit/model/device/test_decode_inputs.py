@@ -1,0 +1,48 @@
+"""What a step in which every sequence decodes finds in static memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine.messages import NewSequence, ScheduledSequence
+from rollout_engine.model.device import sequences
+from rollout_engine.model.device.decode_inputs import DecodeInputs, DecodeStep
+from rollout_engine.model.device.layout import FlatColumns
+from rollout_engine.model.device.sequences import SequenceRows
+from rollout_engine.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize("num_blocks", [3, 7], ids=["travel with the step", "are too many and travel before it"])
+def test_new_blocks_reach_the_batch_and_stay(device, num_blocks):
+    rows = SequenceRows(8, torch.device(device))
+    rows.add(["other", "a", "b"])
+    inputs = DecodeInputs(4, 4, rows)
+    known = {name: NewSequence(name, [5, 6, 7], 3, SamplingParams(), seed=0) for name in "ab"}
+    where = rows.rows(["a", "b"])
+    rows.last_tokens[torch.from_numpy(where).to(device)] = torch.tensor([70, 71], device=device)
+    blocks = {"a": list(range(20, 20 + num_blocks)), "b": list(range(40, 40 + num_blocks))}
+    for position, new in ((2, True), (3, False)):  # the last of the prompt, then a token that the host does not know
+        step = [ScheduledSequence(name, position, 1, blocks[name] if new else []) for name in "ab"]
+        changes = rows.learn(step)
+        flat = FlatColumns.of(step, known, where, rows.host_tables, 4)
+        inputs.put(DecodeStep(flat, None, None, changes), 3)
+        batch = inputs.batch(3, has_prefixes=False)
+        assert batch.token_ids.tolist() == ([7, 7, 0] if new else [70, 71, 0])
+        assert batch.positions[:2].tolist() == [position] * 2
+        assert batch.slots.tolist() == [20 * 4 + position, 40 * 4 + position, -1]
+        assert batch.attention.context_lens.tolist() == [position + 1, position + 1, 0]
+        assert batch.attention.block_tables[:2, 0].tolist() == [20, 40]
+        assert inputs.draws(3).places.tolist() == [-1, -1, -1]
+        np.testing.assert_array_equal(rows.tables.cpu(), rows.host_tables)
+
+
+def test_last_tokens_keep_their_memory_while_rows_are_added_and_their_values_when_it_is_too_small(device, monkeypatch):
+    monkeypatch.setattr(sequences, "_TOKENS", 128)
+    rows = SequenceRows(2, torch.device(device))
+    first = rows.last_tokens
+    rows.add(str(i) for i in range(128))
+    assert rows.last_tokens is first and len(rows.tables) == 128
+    first[:] = torch.arange(128, device=device)
+    rows.add(["one more"])
+    assert rows.last_tokens[:128].tolist() == list(range(128))
+    assert len(rows.last_tokens) == len(rows.tables) == 256
