@@ -56,22 +56,23 @@ class DeviceServing:
         self.runner = DeviceRunner(
             model, vocab_size=loaded.vocab_size, processors=processors, shares_prefixes=config.enable_prefix_caching
         )
+        graphs = None
         if config.cuda_graphs and self._fused and model.device.type == "cuda":
-            self.runner.graphs = DecodeGraphs(
+            graphs = self.runner.graphs = DecodeGraphs(
                 model,
                 self.runner.rows,
                 config.max_num_seqs,
                 vocab_size=loaded.vocab_size,
                 shares_prefixes=config.enable_prefix_caching,
             )
-            self.runner.graphs.capture_all()
+            graphs.capture_all()
         lane = lane_of(model.device)
         self.moves = DeviceMoves(lane)
         self.crossing = PinnedCrossing(lane) if model.device.type == "cuda" else None
         pool_mib = self.num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
         self.choices = (
             f"device {model.device}, dtype {loaded.dtype}, deterministic {is_ordered}, "
-            f"decoder {self._decoder}, graphs {'on' if self.runner.graphs else 'off'}, "
+            f"decoder {self._decoder}, graphs {'on' if graphs is not None else 'off'}, "
             f"KV pool {self.num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB)"
         )
 

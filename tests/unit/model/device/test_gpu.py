@@ -90,6 +90,23 @@ class TestOnADevice:
         assert run(chunked) == together
         assert [run(with_graphs, prompts=[ids])[0] for ids in PROMPTS] == together
 
+    def test_edited_draws_are_those_of_any_batch_graph_and_order(self, engine):
+        own = {"max_tokens": 40, "logprobs": 2, "ignore_eos": True}
+        params = [
+            SamplingParams(presence_penalty=1.0, repetition_penalty=1.2, seed=1, **own),
+            SamplingParams(allowed_token_ids=list(range(0, 250, 3)), top_p=0.9, seed=2, **own),
+            SamplingParams(frequency_penalty=0.5, top_k=20, logprobs_mode="processed", seed=3, **own),
+            SamplingParams(logit_bias={5: 3.0}, temperature=0.7, logprobs_mode="raw", seed=4, **own),
+            SamplingParams(temperature=0.0, seed=5, **own),
+        ]
+        with_graphs = engine(deterministic=True)
+        together = run(with_graphs, params, PROMPTS[:5])
+        assert (
+            run(engine(deterministic=True, cuda_graphs=False, async_scheduling=False), params, PROMPTS[:5]) == together
+        )
+        alone = [run(with_graphs, *pair) for pair in zip(params, ([ids] for ids in PROMPTS), strict=False)]
+        assert [each for (each,) in alone] == together
+
     def test_drawn_tokens_have_the_logprobs_that_scoring_gives_them(self, engine):
         llm = engine(deterministic=True)
         drawn = run(llm)
