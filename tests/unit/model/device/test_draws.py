@@ -61,7 +61,7 @@ def draw_both(params, device, broken=None, seed=0):
     return ours, sample(logits, batch, {row: edits[row] for row in edited})
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     params=st.lists(any_params, min_size=1, max_size=5),
     broken=st.one_of(st.none(), st.integers(0, 4)),
