@@ -128,9 +128,9 @@ def test_no_pickle_on_the_channel_of_a_weight_transport_is_unpickled(tmp_path, c
     handle = ipc.MemoryHandle(b"s", 1, 0, b"c", 0, b"e", False)
     messages = [
         ipc.Want(1, 2, "digest", "memory"), ipc.Taken(1, 0), ipc.Filled(1, 0), ipc.Refused(1, "no"),
-        ipc.Buckets(1, (handle, handle), 100),
+        ipc.Shared(1, [handle, handle], 100, [ipc.Lying("w", 1, 0)]), ipc.Done(1),
     ]  # fmt: skip
-    either = ipc.Want | ipc.Taken | ipc.Filled | ipc.Refused | ipc.Buckets
+    either = ipc.Want | ipc.Taken | ipc.Filled | ipc.Refused | ipc.Shared | ipc.Done
     ours = ipc.Channel(tmp_path / "meet", binds=True, accepts=either, timeout=60)
     theirs = ipc.Channel(tmp_path / "meet", binds=False, accepts=either, timeout=60)
     sent = 0
