@@ -4,10 +4,11 @@
     python examples/ppo.py --shuffle-rewards     the control: same run, every reward dealt to another answer
     python examples/ppo.py --model DIRECTORY     trains a policy made before, in runs/grpo/policy for example
 
-Each step: the engine samples one answer to each of 256 prompts; the critic, a value head on the trainer's hidden
-states, says what it expected after every token; the trainer takes eight clipped steps (Schulman et al., 2017) on the
-advantages (GAE, Schulman et al., 2016); the new weights go back into the engine. Engine and trainer agree on every
-log-prob bit for bit, so before the first of the eight every ratio is exactly 1.0, and the last column says 0.0.
+Each step: the engine samples one answer to each of 256 prompts; the critic, a network of its own that began as the
+policy with a value head, says what it expected after every token; the trainer takes eight clipped steps (Schulman et
+al., 2017) on the advantages (GAE, Schulman et al., 2016); the new weights go back into the engine. Engine and trainer
+agree on every log-prob bit for bit, so before the first of the eight every ratio is exactly 1.0, and the last column
+says 0.0.
 
 The task, the made policy and the learning curve are those of examples/grpo.py, and imported from it.
 """
@@ -24,7 +25,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from grpo import NUM_UNSEEN, Entry, Task, draw, evaluate, make_items, make_policy
@@ -61,11 +62,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="PPO steps")
     parser.add_argument("--warm-up-steps", type=int, default=600, help="imitation steps of the made policy")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="of the policy")
-    parser.add_argument("--value-learning-rate", type=float, default=1e-3, help="of the critic")
+    parser.add_argument("--value-learning-rate", type=float, default=3e-4, help="of the critic")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shuffle-rewards", action="store_true", help="control: nothing should be learned")
     parser.add_argument("--out", type=Path, default=Path("runs/ppo"))
     return parser.parse_args(arguments)
+
+
+class Critic(nn.Module):
+    """Tokens and mask [B, T] -> expected reward [B, T - 1] before each token but the first; 0 at first."""
+
+    def __init__(self, model: str | Path) -> None:
+        super().__init__()
+        self.trunk = AutoModel.from_pretrained(model, dtype=torch.float32)
+        self.head = nn.Linear(self.trunk.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor, real: Tensor) -> Tensor:
+        hidden = self.trunk(input_ids=tokens, attention_mask=real, use_cache=False).last_hidden_state
+        return self.head(hidden[:, :-1]).squeeze(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,7 +97,7 @@ def train(
     options: argparse.Namespace,
 ) -> Iterator[dict[str, float]]:
     """Yield one row of metrics per step. A row's accuracy is that of the policy before the step's update."""
-    critic = make_critic(trainer.config.hidden_size)
+    critic = Critic(options.model)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=options.learning_rate, weight_decay=0.0)
     value_optimizer = torch.optim.AdamW(critic.parameters(), lr=options.value_learning_rate, weight_decay=0.0)
     draws = random.Random(options.seed)
@@ -117,7 +133,7 @@ def train(
 
 def update(
     trainer: nn.Module,
-    critic: nn.Module,
+    critic: Critic,
     optimizer: torch.optim.Optimizer,
     value_optimizer: torch.optim.Optimizer,
     batch: TensorDict,
@@ -131,8 +147,7 @@ def update(
     if options.shuffle_rewards:
         rewards = rewards[torch.randperm(len(rewards))]
     with torch.no_grad():
-        hidden = trainer.base_model(input_ids=tokens, attention_mask=real, use_cache=False).last_hidden_state[:, :-1]
-        values = critic(hidden).squeeze(-1) * sampled
+        values = critic(tokens, real) * sampled
     advantages = generalized_advantages(rewards, values, sampled)
     returns = advantages + values
     mean, std = advantages[sampled].mean(), advantages[sampled].std()
@@ -145,7 +160,7 @@ def update(
             ratio = (new - old[rows][here]).exp()
             figures.setdefault("max_logprob_diff", (new - old[rows][here]).abs().max().item())  # before any step
             step_on(optimizer, trainer, clipped_loss(ratio, advantages[rows][here]))
-            step_on(value_optimizer, critic, mse_loss(critic(hidden[rows]).squeeze(-1)[here], returns[rows][here]))
+            step_on(value_optimizer, critic, mse_loss(critic(tokens[rows], real[rows])[here], returns[rows][here]))
     moved = ratio.detach()  # of the last minibatch: how far the step went from the policy that sampled
     return figures | {
         "kl": (moved - 1 - moved.log()).mean().item(),
@@ -181,14 +196,6 @@ def step_on(optimizer: torch.optim.Optimizer, module: nn.Module, loss: Tensor) -
     loss.backward()
     clip_grad_norm_(module.parameters(), 1.0)
     optimizer.step()
-
-
-def make_critic(hidden_size: int) -> nn.Module:
-    """Hidden state [..., hidden_size] -> expected reward [..., 1]; 0 at first."""
-    last = nn.Linear(hidden_size, 1)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.Tanh(), last)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

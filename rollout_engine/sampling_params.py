@@ -9,6 +9,7 @@ from rollout_engine._structs import UserStruct
 from rollout_engine.errors import RequestError
 
 MAX_N = 4_096
+MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1_024
@@ -37,7 +38,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Logits are divided by it. 0 is greedy (ties: lowest id). Greedy log-probs count as temperature 1."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches `top_p`; in (0, 1]."""
-    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     """Keep the k most likely tokens (ties: lowest ids); 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least `min_p` times as likely as the most likely one; in [0, 1]."""
@@ -56,7 +57,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     cannot be sampled. Words that tokens spell in another way than the tokenizer does are not noticed."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Most tokens to sample; None: up to the engine's `max_model_len`."""
-    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     """Stop ids cannot be sampled, and stop strings do not count, before this many tokens."""
     stop: list[str] | None = None
     """Strings that end the completion; cut from the text unless `include_stop_str_in_output`."""
@@ -80,7 +81,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Leave special tokens out of the text (they stay in the ids)."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the completion in its text."""
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
     """Keep only the last so many prompt tokens."""
     extra_args: dict[str, Any] | None = None
     """Arguments for the engine's logits processors: numbers, strings, None, lists and dicts of them."""
@@ -155,7 +156,7 @@ def _check_extra_args(extra_args: dict[str, Any] | None) -> None:
     bound = f"plain data of at most {MAX_EXTRA_ARGS_BYTES} bytes as MessagePack"
     try:
         size = len(msgspec.msgpack.encode(extra_args)) if _is_plain(extra_args) else -1
-    except OverflowError:  # an int of more than 64 bits
+    except (OverflowError, UnicodeEncodeError):  # an int of more than 64 bits, half a surrogate pair
         size = -1
     _require("extra_args", extra_args, 0 <= size <= MAX_EXTRA_ARGS_BYTES, bound)
 

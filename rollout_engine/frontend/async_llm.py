@@ -206,7 +206,8 @@ class AsyncLLM:
         """Replace the live weights between two steps, wholly or not at all; see `LLMEngine.update_weights`.
 
         `source` is read in a thread and its tensors must keep their values until this returns; a path is read by the
-        core. `transport` is how the weights reach the core: "shm" (shared memory, the default), "store" or "gloo".
+        core. `transport` is how the weights reach the core: "shm" (shared memory, the default), "store", "gloo", or
+        "ipc" where they are on the CUDA device that the core uses too.
         """
         options = UpdateOptions.checked(
             mode=mode,

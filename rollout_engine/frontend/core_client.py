@@ -17,13 +17,14 @@ from typing import Any
 
 import zmq
 
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.errors import EngineDeadError, RequestError
 from rollout_engine.frontend.lifeline import CoreProcess, address_in
 from rollout_engine.frontend.waker import Waker
 from rollout_engine.frontend.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
+    AddRequest,
     Call,
     Decoder,
     Encoder,
@@ -36,9 +37,11 @@ from rollout_engine.frontend.wire import (
     Refused,
     Rejected,
     Reply,
+    RpcCall,
     ToClient,
     Welcome,
     WireError,
+    failure_of,
     pack,
     unpack,
 )
@@ -131,9 +134,13 @@ class CoreClient:
     def call(self, name: str, kind: Any = None, **arguments: Any) -> Future[Any]:
         """Call a registered utility; the future gives its result as `kind`, or raises what it raised.
 
-        Raises `TypeError`, before a byte is sent, for an argument that has no place on the wire.
+        Raises, before a byte is sent, `TypeError` for an argument that has no place on the wire, `RequestError` for a
+        number or a text that has none.
         """
-        packed = pack(arguments)
+        try:
+            packed = pack(arguments)
+        except (OverflowError, UnicodeEncodeError) as problem:
+            raise _unsendable(name, problem) from None
         return self.ask(name, lambda reply: unpack(reply.result, kind), lambda number: Call(number, name, packed))
 
     def ask(self, name: str, read: Callable[[Reply], Any], make: Callable[[int], Any]) -> Future[Any]:
@@ -208,10 +215,29 @@ class CoreClient:
 
     def _send_outbox(self) -> None:
         while self._outbox:
-            first, *others = frames = self._encoder.encode(self._outbox.popleft())
+            message = self._outbox.popleft()
+            try:
+                first, *others = frames = self._encoder.encode(message)
+            except (TypeError, ValueError, OverflowError) as problem:
+                self._give_up(message, problem)
+                continue
             self._socket.send(first, zmq.SNDMORE if others else 0)
             for i, frame in enumerate(others, start=2):
                 self._socket.send(frame, zmq.SNDMORE if i < len(frames) else 0, copy=False)
+
+    def _give_up(self, message: Any, problem: Exception) -> None:
+        """A message that cannot be sent: who wanted that is told, and nobody else."""
+        match message:
+            case AddRequest(request):
+                self._on_message(Refused(request.request_id, failure_of(_unsendable("generate", problem))))
+            case Call(number, name) | RpcCall(number, name):
+                self._resolve(Reply(number, failure=failure_of(_unsendable(name, problem))))
+            case Abort([_, _, *_] as request_ids):
+                self._outbox.extendleft(Abort([request_id]) for request_id in request_ids)
+            case Abort():
+                pass  # of a request that could not be sent either
+            case _:
+                raise problem
 
     def _receive(self) -> str | None:
         """Everything that has arrived. Returns the core's farewell, or what was wrong."""
@@ -286,6 +312,10 @@ class CoreClient:
         if not self._welcome.done():
             self._welcome.set_exception(error)
         self._on_death(error)
+
+
+def _unsendable(name: str, problem: Exception) -> RequestError:
+    return RequestError(f"{name}: an argument cannot be sent to the engine's process: {problem}.", field="arguments")
 
 
 def _ignore(_: Any) -> None:

@@ -80,6 +80,8 @@ class InputProcessor:
 
     def admit(self, checked: CheckedPrompt, request_id: str, *, priority: int = 0) -> EngineCoreRequest:
         """The core's request. Without its own seed it gets one from the engine's and the number of those before."""
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise RequestError.for_field("priority", priority, "an int in [-2**63, 2**63)")
         params = checked.params
         seed = mix(self._seed, self._num_admitted) if params.seed is None else params.seed
         self._num_admitted += 1
@@ -102,7 +104,7 @@ class InputProcessor:
         self, prompts: Sequence[Any], completions: Sequence[Any], temperature: float
     ) -> list[tuple[list[int], list[int]]]:
         """(prompt, completion) ids of sequences to score: prompts not empty, both together within `max_model_len`."""
-        if not (math.isfinite(temperature) and temperature >= 0):
+        if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError.for_field("temperature", temperature, "a finite number >= 0")
         if len(prompts) != len(completions):
             bound = f"one for each of the {len(prompts)} prompts"
@@ -134,6 +136,7 @@ class InputProcessor:
         return self._prepared[1]
 
     def _check_params(self, params: SamplingParams) -> None:
+        params.check_again()
         for field in ("stop", "bad_words"):
             if getattr(params, field) and self.codec is None:
                 bound = "absent with skip_tokenizer_init=True"

@@ -323,8 +323,6 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def _queue(
         self, request_id: str, checked: CheckedPrompt, priority: int, trace_headers: TraceHeaders | None = None
     ) -> None:
-        if not isinstance(priority, int):
-            raise RequestError.for_field("priority", priority, "an int")
         request = self._inputs.admit(checked, request_id, priority=priority)
         self._core.add_request(request)
         self._outputs.add(request, checked.text, trace_headers)

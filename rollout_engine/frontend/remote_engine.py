@@ -179,8 +179,6 @@ class RemoteEngine:
         priority: int,
         trace_headers: TraceHeaders | None = None,
     ) -> Stream:
-        if type(priority) is not int:
-            raise RequestError.for_field("priority", priority, "an int")
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise RequestError.for_field("request_id", request_id, "a non-empty string")
         self._require_alive()

@@ -81,7 +81,7 @@ def ask(
     """Send a call. Raises `RPCError`, before a byte is sent, for arguments that cannot travel."""
     try:
         body, arrays = pack([args, kwargs])
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, OverflowError) as problem:
         raise RPCError(f"{method}: {problem}.", method=method) from None
     deadline = None if timeout is None else time.monotonic() + timeout
     return client.ask(
@@ -102,7 +102,7 @@ def answer(call: RpcCall, workers: Callable[[str, list[Any], dict[str, Any]], li
             raise RPCError(f"{call.method}: the call has no arguments.", method=call.method)
     try:
         body, arrays = pack(results)
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, OverflowError) as problem:
         raise RPCError(f"{call.method} ran, but its result cannot travel: {problem}.", method=call.method) from None
     return Reply(call.number, body, arrays=arrays)
 

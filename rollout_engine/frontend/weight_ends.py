@@ -1,7 +1,8 @@
 """The two ends of each weight transport between a client and a core on one machine: how they find each other.
 
-Bytes travel through a directory of the pair's own, mode 0700: in shared memory where there is room, else inside the
-core's directory. The core derives its name, so that it can remove what a killed client leaves.
+They meet in a directory of the pair's own, mode 0700, through which bytes travel, or for "ipc" handles of the device's
+memory: in shared memory where there is room, else inside the core's directory. The core derives its name, so that it
+can remove what a killed client leaves.
 """
 
 import os
@@ -21,7 +22,7 @@ from sync.manifest import TensorSpec
 from sync.transports import TRANSPORTS, make_receiver, make_sender
 
 DEFAULT = "shm"
-_REMOTE = ("shm", "store", "gloo")
+_REMOTE = ("shm", "store", "gloo", "ipc")
 
 
 class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +45,8 @@ class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return make_receiver(self.transport, **self._options(sending=False))
 
     def _options(self, *, sending: bool) -> Mapping[str, Any]:
+        if self.transport == "ipc":
+            return {"directory": self.directory, "timeout": self.timeout}
         if self.transport != "gloo":
             return {"directory": self.directory, "num_threads": torch.get_num_threads()}
         group = {"rendezvous": f"file://{self.directory}/group-{self.number}", "world_size": 2, "timeout": self.timeout}

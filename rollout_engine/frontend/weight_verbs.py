@@ -44,7 +44,8 @@ class WeightVerbs(ABC):
                 no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
                 "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
             transport: how the weights reach the engine. In process there is one way, "inproc"; to an engine in a
-                process of its own "shm" (shared memory, the default), "store" or "gloo". A path needs none.
+                process of its own "shm" (shared memory, the default), "store", "gloo", or "ipc" where both use one CUDA
+                device. A path needs none.
             reset_version: allow any `version`, for a trainer that restarted.
             allow_nonfinite: take NaN and infinities, which are refused otherwise.
             timeout: seconds that the weights may take to arrive, and requests in flight to finish.

@@ -1,5 +1,6 @@
 """The engine on a CUDA device: graphs, memory, bits."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import sync  # noqa: E402
-from rollout_engine import LLM, ConfigError, SamplingParams, exact  # noqa: E402
+from rollout_engine import LLM, AsyncLLM, ConfigError, SamplingParams, exact  # noqa: E402
 from rollout_engine.testing.models import tiny_checkpoint  # noqa: E402
 from sync.manifest import WeightManifest  # noqa: E402
 from sync.store import StoreReceiver  # noqa: E402
@@ -180,6 +181,26 @@ class TestOnADevice:
                 llm.reset_prefix_cache()
                 assert (run(llm) == before) == (version == 2)
         assert trainer.returncode == 0
+
+    def test_a_trainer_pushes_to_a_core_on_its_device(self, checkpoint):
+        """With its weights where they are, and cast: those have to be packed."""
+        weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to("cuda").state_dict()
+        halved = {name: value * 0.5 if "norm" in name else value for name, value in weights.items()}
+
+        async def tokens(engine):
+            return [output.outputs[0].token_ids async for output in engine.generate(PROMPTS[0], DRAWN)][-1]
+
+        async def push_three(engine):
+            before = await tokens(engine)
+            for version, source in enumerate((halved, weights, {k: v.float() for k, v in halved.items()}), start=1):
+                report = await engine.update_weights(source, transport="ipc", kv="recompute")
+                assert (report.version, engine.policy_version) == (version, version)
+                assert await engine.collective_rpc("get_weight_digest") == [report.digest]
+                await engine.reset_prefix_cache()
+                assert (await tokens(engine) == before) == (version == 2)
+
+        with AsyncLLM(checkpoint, **(OPTIONS | {"deterministic": True})) as engine:
+            asyncio.run(push_three(engine))
 
     def test_graphs_follow_new_weights(self, engine):
         llm = engine(deterministic=True)
