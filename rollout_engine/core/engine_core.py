@@ -260,7 +260,8 @@ class EngineCore:
         """Recount everything from scratch; AssertionError says what is off."""
         self._scheduler.check_integrity()
         self._requests.check_integrity(may_hold=not self.lifecycle.admits, num_queued=self._scheduler.num_queued)
-        assert self.num_in_flight or not self.lifecycle.draining, "nothing drains"
+        ends_to_tell = self._untold or self._ended  # a pause that waited for them is complete once they are told
+        assert self.num_in_flight or ends_to_tell or not self.lifecycle.draining, "nothing drains"
         num_results = len(self._steps) + len(self._untold)
         assert num_results <= self._config.async_scheduling, f"{num_results} results wait to be told"
 

@@ -383,3 +383,16 @@ def test_every_verb_of_a_dead_engine_says_so(rig):
             getattr(rig.core, verb)()
     with pytest.raises(LifecycleError, match="add_request: .* DEAD"):
         rig.add("a")
+
+
+def test_a_pause_that_waits_is_complete_once_the_ends_that_a_reset_came_upon_are_told(make_rig):
+    rig = make_rig()
+    rig.add("a", max_tokens=6)
+    rig.step()
+    rig.pause("wait")
+    while rig.core.lifecycle.draining:
+        rig.core.reset_prefix_cache(reset_running_requests=False)
+        rig.core.check_integrity()
+        assert rig.core.can_progress()
+        rig.step()
+    assert rig.ends["a", 0].finish_reason == "length" and not rig.core.has_unfinished_requests()
