@@ -93,6 +93,7 @@ def check_inductor(module):
     return twin.num_graphs
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_numbers_of_modules_from_one_graph_and_leaves_no_process(module):
     before = set(psutil.Process().children(recursive=True))
     assert check_inductor(module) == 1

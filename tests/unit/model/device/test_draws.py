@@ -82,6 +82,7 @@ def test_any_mix_of_rows_is_drawn_and_told_as_on_the_cpu(device, params, broken,
         np.testing.assert_allclose(ours.top_logprobs[1], theirs.top_logprobs[1], rtol=SLACK, atol=SLACK)
 
 
+@pytest.mark.slow
 def test_edited_rows_are_copied_a_bounded_number_at_a_time(device, monkeypatch):
     asked = {"presence_penalty": 1.0, "top_k": 5, "logprobs": 2, "logprobs_mode": "processed"}
     params = [SamplingParams(**asked), SamplingParams(logprobs=0), *[SamplingParams(**asked)] * 4]

@@ -140,6 +140,7 @@ def test_any_mix_of_edits_and_log_probs_is_drawn_on_the_device_as_on_the_cpu(eng
         assert_outputs_alike(complete(engine_on("device"), EDITED, prompts), theirs)
 
 
+@pytest.mark.slow
 def test_edits_know_every_token_after_preemption_too(engine_on, monkeypatch):
     """Blocks for about two of four sequences at their ends."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.5, max_tokens=20, logprobs=0, ignore_eos=True)
@@ -234,6 +235,7 @@ def test_padded_batches_replayed_from_static_memory_change_no_bit(engine_on):
     assert len(captured) == 2
 
 
+@pytest.mark.slow
 def test_steps_replayed_from_static_memory_draw_all_that_others_draw(engine_on, monkeypatch):
     """Edits, truncation and other log-probs are drawn after the replay; four of the seven at a time."""
     llm, replayed = engine_on("device"), []
