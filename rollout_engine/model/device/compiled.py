@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from transformers import AttentionInterface
 
 from rollout_engine.kernels.scoring import Scoring
@@ -106,7 +106,7 @@ def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-@torch.library.custom_op("rollout_engine::attend", mutates_args=())
+@library.custom_op("rollout_engine::attend", mutates_args=())
 def _attend(
     layer: Tensor,
     q: Tensor,
