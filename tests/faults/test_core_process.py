@@ -59,11 +59,11 @@ def test_a_killed_core_and_a_stopped_one_fail_their_own_requests_and_no_others(c
         async def run():
             doomed, others = await run_endless(killed, 16), await run_endless(stopped, 16)
             os.kill(killed_pid, signal.SIGKILL)
-            assert "status -9" in await all_dead(killed, doomed, limit=60.0)
+            assert "status -9" in await all_dead(killed, doomed, limit=10.0)
             assert not any(task.done() for task in others)
             os.kill(stopped_pid, signal.SIGSTOP)
             stopped.remote.client._hang_seconds = 1.0  # only now: a busy machine may leave a core no time for as long
-            assert "no sign of life" in await all_dead(stopped, others, limit=60.0)
+            assert "no sign of life" in await all_dead(stopped, others, limit=30.0)
 
         asyncio.run(run())
         wait_gone(killed_pid, killed.address, 60)
@@ -95,6 +95,7 @@ def test_a_core_does_not_outlive_its_parent(checkpoint, number):
 
 
 def test_what_prevents_the_start_is_told_as_in_process(tmp_path, checkpoint):
+    start = time.monotonic()
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match="does-not-exist"):
         AsyncLLM(tmp_path / "does-not-exist", skip_tokenizer_init=True)
@@ -103,6 +104,7 @@ def test_what_prevents_the_start_is_told_as_in_process(tmp_path, checkpoint):
     with pytest.raises(EngineDeadError, match="not ready within"):
         AsyncLLM.from_config(EngineConfig(model=str(checkpoint), **OPTIONS), start_seconds=0.01)
     assert set(psutil.Process().children()) == before
+    assert time.monotonic() - start < 60
 
 
 def test_nobody_lives_in_an_empty_directory(tmp_path):

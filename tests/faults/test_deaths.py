@@ -21,7 +21,7 @@ def test_every_caller_hears_of_a_killed_core_in_time(checkpoint):
     leftovers = Leftovers()
     death = kill_core(checkpoint, at_output=100, num_callers=32, number=signal.SIGKILL, hang_seconds=600.0)
     assert len(death.seconds) == 32 and "status -9" in death.message
-    assert max(death.seconds) < 60  # none waited to be told that it hangs; the soak measures it
+    assert max(death.seconds) < 10  # none waited to be told that it hangs; the soak measures it
     leftovers.assert_none()
 
 

@@ -118,4 +118,4 @@ def test_a_collector_that_is_not_there_costs_no_request(checkpoint):
         (output,) = llm.generate(["hello"], PARAMS, use_tqdm=False)
         start = time.monotonic()
     assert len(output.outputs[0].token_ids) == 4
-    assert time.monotonic() - start < 60  # seconds: three for the collector, the rest for a busy machine
+    assert time.monotonic() - start < 6  # seconds: three for the collector, the rest for a busy machine
