@@ -1,5 +1,8 @@
 """A prompt is computed once: for its n samples, and for the next request that shares it."""
 
+import statistics
+import time
+
 import pytest
 
 from rollout_engine import LLM, SamplingParams
@@ -28,3 +31,21 @@ def test_a_known_prompt_is_at_its_first_token_after_a_block(directory):
             llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
             spent.append((stats.num_steps - before[0], stats.num_prompt_tokens_computed - before[1]))
         assert spent == [(4, 4 * 1024), (1, 4 * 16)]
+
+
+def test_a_known_prompt_reaches_its_first_token_ten_times_sooner(directory):
+    with LLM(directory, log_stats=False, max_num_batched_tokens=1024) as llm:
+        params = SamplingParams(max_tokens=1)
+        llm.generate([[9] * 1024], params, use_tqdm=False)
+        ratios = []
+        for trial in range(3):
+            prompts = [[3 + (7 * i + 13 * trial + k * k) % 250 for k in range(1024)] for i in range(4)]
+            cold, warm = (_seconds(llm, prompts, params) for _ in range(2))
+            ratios.append(cold / warm)
+        assert statistics.median(ratios) >= 10, ratios
+
+
+def _seconds(llm, prompts, params):
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
