@@ -5,19 +5,35 @@ A plain function runs where it is called. The coroutine of an async one runs on 
 """
 
 import asyncio
+import logging
 import math
 import numbers
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
+from copy import deepcopy
 from inspect import isawaitable
 from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
 
 from rollout_engine.errors import RewardError
 from rollout_engine.outputs import RequestOutput
 
+logger = logging.getLogger("rollout_engine")
+
+END_SECONDS = 5.0
+"""How long a coroutine may take to end once it is cancelled."""
+
 RewardFunction: TypeAlias = Callable[..., Iterable[float] | Awaitable[Iterable[float]]]
-"""`reward_fn(prompts, completions, completion_ids, **columns)`: lists of the group's size in, one number each out."""
+"""`reward_fn(prompts, completions, completion_ids, **columns)`: lists of the group's size in, one number each out.
+
+The lists, and lists, dicts, sets, arrays and tensors in them, are copies: what a function writes there reaches nobody.
+"""
+
+_COPIED = (list, dict, set, bytearray, np.ndarray, Tensor)
+"""What a reward function might write to. Objects of the user's own classes are passed as they are."""
 
 
 class RewardCaller:
@@ -38,10 +54,10 @@ class RewardCaller:
         num, rewards = len(output.outputs), Future[list[float]]()
         try:
             answer = self._reward_fn(
-                [prompt] * num,
+                _copies(prompt, num),
                 [sample.text for sample in output.outputs],
-                [sample.token_ids for sample in output.outputs],
-                **{name: [value] * num for name, value in columns.items()},
+                [sample.token_ids.copy() for sample in output.outputs],
+                **{name: _copies(value, num) for name, value in columns.items()},
             )
             if isawaitable(answer):
                 return asyncio.run_coroutine_threadsafe(_checked_later(answer, num, group), self._running_loop())
@@ -53,7 +69,9 @@ class RewardCaller:
     def close(self) -> None:
         """End the private loop, cancelling what still runs on it."""
         if self._private is not None:
-            self._private.close()
+            self._private.close(
+                f"the reward function {getattr(self._reward_fn, '__qualname__', self._reward_fn)!s:.80}"
+            )
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -71,9 +89,12 @@ class _LoopThread:
         self._thread.start()
         started.wait()
 
-    def close(self) -> None:
+    def close(self, what: str) -> None:
+        """Cancel what runs. A coroutine that blocks the loop goes on in its thread; a warning names it by `what`."""
         self.loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join()
+        self._thread.join(END_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("%s blocks its event loop and was left running: `await` what it waits for", what)
 
     async def _main(self, started: threading.Event) -> None:
         self.loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
@@ -81,12 +102,17 @@ class _LoopThread:
         await self._ended.wait()
 
 
+def _copies(value: Any, num: int) -> list[Any]:
+    """One copy of `value` for each of `num` samples."""
+    return [deepcopy(value) if isinstance(value, _COPIED) else value for _ in range(num)]
+
+
 async def _checked_later(answer: Awaitable[Any], num: int, group: int) -> list[float]:
     try:
         return _checked(await answer, num, group)
     except RewardError:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:  # an exit would end the loop under the other groups
         raise _as_reward_error(problem, group) from problem
 
 
@@ -107,7 +133,7 @@ def _number(value: Any, group: int, index: int) -> float:
     return float(plain)
 
 
-def _as_reward_error(problem: Exception, group: int) -> RewardError:
+def _as_reward_error(problem: BaseException, group: int) -> RewardError:
     if isinstance(problem, RewardError):
         return problem
     error = RewardError(f"prompts[{group}]: the reward function raised {type(problem).__name__}: {problem}")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.errors import EngineGenerateError
-from rollout_engine.frontend.blocking_engine import SharedStreams
+from rollout_engine.frontend.blocking_engine import Inbox, SharedStreams
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.outputs import RequestOutput
@@ -36,23 +36,23 @@ class SharedEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._stepping = threading.Lock()
-        self._owners: dict[str, list[RequestOutput]] = {}
+        self._owners: dict[str, Inbox] = {}
 
-    def add(self, prompts: list[Any], params: list[SamplingParams], inbox: list[RequestOutput]) -> list[str]:
+    def add(self, prompts: list[Any], params: list[SamplingParams], inbox: Inbox) -> list[str]:
         """Queue requests whose finished results go to `inbox`; all of them, or none and a `RequestError`."""
         with self._stepping:
             request_ids = self.engine.add_requests(prompts, params)
             self._owners.update(dict.fromkeys(request_ids, inbox))
         return request_ids
 
-    def step_for(self, inbox: list[RequestOutput]) -> None:
+    def step_for(self, inbox: Inbox) -> None:
         """One engine step, unless another rollout's step has filled `inbox` while we waited for our turn.
 
         While the engine is paused or asleep it takes a moment and computes nothing.
         """
         self.engine.wait_until_steppable(PAUSED_POLL_SECONDS)
         with self._stepping:
-            if inbox:
+            if inbox.results:
                 return
             outputs = self.engine.step()
             foreign = [output for output in outputs if output.request_id not in self._owners]
@@ -60,9 +60,9 @@ class SharedEngine:
                 self.engine.hand_back(foreign)
             for output in outputs:
                 if output.finished and output.request_id in self._owners:
-                    self._owners.pop(output.request_id).append(output)
+                    self._owners.pop(output.request_id).results.append(output)
             own = (request_id for request_id, owner in self._owners.items() if owner is inbox)
-            if not inbox and not any(self.engine.is_unfinished(request_id) for request_id in own):
+            if not inbox.results and not any(self.engine.is_unfinished(request_id) for request_id in own):
                 raise EngineGenerateError("Results of a rollout were taken by another caller of the engine's step().")
 
     def abort(self, request_ids: list[str]) -> None:
@@ -89,7 +89,7 @@ class RolloutRun:
         self._engine, self._plan = engine, plan
         self._caller = RewardCaller(reward_fn, loop) if reward_fn is not None else None
         self._running: dict[str, int] = {}
-        self._inbox: list[RequestOutput] = []
+        self._inbox = Inbox()
         self._rewarding: list[tuple[int, RequestOutput, Future[list[float]]]] = []
         self._started = self._cancelled = False
 
@@ -112,8 +112,8 @@ class RolloutRun:
         if self._running:
             self._engine.step_for(self._inbox)
         complete = []
-        while self._inbox:
-            output = self._inbox.pop()
+        while self._inbox.results:
+            output = self._inbox.results.pop()
             index = self._running.pop(output.request_id)
             _check_samples(index, output)
             if self._caller is None:

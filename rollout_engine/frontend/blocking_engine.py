@@ -149,32 +149,38 @@ class RemoteCalls:
         raise LifecycleError(f"apply_model: functions do not cross processes; {advice}.")
 
 
+class Inbox:
+    """Finished results of one rollout, which alone takes them out; made by it, and gone with it."""
+
+    def __init__(self) -> None:
+        self.results: list[RequestOutput] = []
+        self.arrived: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        """Requests in another process with something to take."""
+
+
 class SharedStreams:
     """Requests of several rollouts on one engine, every result to the rollout that asked for it."""
 
     def __init__(self, remote: RemoteEngine) -> None:
         self._remote = remote
         self._streams: dict[str, Stream] = {}
-        self._arrived: dict[int, queue.SimpleQueue[Stream]] = {}
 
-    def add(self, prompts: list[Any], params: list[SamplingParams], inbox: list[RequestOutput]) -> list[str]:
+    def add(self, prompts: list[Any], params: list[SamplingParams], inbox: Inbox) -> list[str]:
         """Queue requests whose finished results go to `inbox`; all of them, or none and a `RequestError`."""
-        arrived = self._arrived.setdefault(id(inbox), queue.SimpleQueue())
-        streams = self._remote.add_requests(prompts, params, arrived.put)
+        streams = self._remote.add_requests(prompts, params, inbox.arrived.put)
         self._streams.update((stream.request_id, stream) for stream in streams)
         return [stream.request_id for stream in streams]
 
-    def step_for(self, inbox: list[RequestOutput]) -> None:
+    def step_for(self, inbox: Inbox) -> None:
         """Wait a moment for results of `inbox`'s requests. Raises what ended one of them."""
-        arrived = self._arrived[id(inbox)]
         try:
-            stream = arrived.get(timeout=_POLL_SECONDS)
+            stream = inbox.arrived.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             return
         output = self._remote.take(stream)
         if output is not None and output.finished:
             del self._streams[stream.request_id]
-            inbox.append(output)
+            inbox.results.append(output)
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests without a result."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_engine import rewards
 from rollout_engine.errors import RewardError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.rewards import RewardCaller
@@ -60,6 +61,29 @@ def test_the_function_sees_lists_of_the_groups_size():
         "ids": [[0, 9], [1, 9]],
         "answer": [42, 42],
     }
+
+
+def test_what_a_function_writes_to_its_arguments_reaches_nobody():
+    finished, prompt, gold = group(), [{"role": "user", "content": "hi"}], {"answer": [1], "mask": np.ones(2)}
+
+    def reward(prompts, completions, completion_ids, gold):
+        prompts[0][0]["content"] = completions[0] = "overwritten"
+        completion_ids[0][:] = [7]
+        gold[0]["answer"].append(2)
+        gold[0]["mask"][:] = 0
+        assert (prompts[1], completions[1], completion_ids[1]) == (
+            [{"role": "user", "content": "hi"}],
+            "text 1",
+            [1, 9],
+        )
+        assert gold[1]["answer"] == [1] and gold[1]["mask"].tolist() == [1, 1], "samples share a copy"
+        return [0.0, 0.0]
+
+    caller = RewardCaller(reward)
+    caller.start(0, prompt, finished, {"gold": gold}).result(timeout=300)
+    assert [(sample.text, sample.token_ids) for sample in finished.outputs] == [("text 0", [0, 9]), ("text 1", [1, 9])]
+    assert prompt == [{"role": "user", "content": "hi"}]
+    assert gold["answer"] == [1] and gold["mask"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("how", [now, later])
@@ -141,3 +165,35 @@ def test_plain_functions_need_no_loop():
     caller.start(0, "p", group(), {}).result()
     assert not [thread for thread in threading.enumerate() if thread.name == "rewards"]
     caller.close()
+
+
+def test_a_coroutine_that_exits_fails_its_group_and_no_other():
+    async def reward(prompts, completions, completion_ids):
+        if completions[0] == "leave":
+            raise SystemExit(3)
+        return [1.0]
+
+    caller, bad = RewardCaller(reward), group(1)
+    bad.outputs[0].text = "leave"
+    with pytest.raises(RewardError, match=r"prompts\[0\]: the reward function raised SystemExit: 3"):
+        caller.start(0, "the prompt", bad, {}).result(timeout=300)
+    assert caller.start(1, "the prompt", group(1), {}).result(timeout=300) == [1.0]
+    caller.close()
+
+
+def test_a_coroutine_that_blocks_its_loop_holds_no_end(monkeypatch, caplog):
+    monkeypatch.setattr(rewards, "END_SECONDS", 0.0)
+    begun, released = threading.Event(), threading.Event()
+
+    async def judge(prompts, completions, completion_ids):
+        begun.set()
+        released.wait()
+
+    caller = RewardCaller(judge)
+    caller.start(0, "the prompt", group(), {})
+    begun.wait()
+    caller.close()
+    assert "judge blocks its event loop and was left running" in caplog.text
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rewards"]
+    released.set()
+    thread.join()
