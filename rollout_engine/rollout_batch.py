@@ -59,7 +59,8 @@ def rollout_batch(
         rewards: per prompt, one per sample.
         layout: "padded", or "packed" (nothing padded: all sequences end to end in one row).
 
-    A seed is a 64-bit pattern; `int(seed) % 2**64` is the number that replays the sequence with n=1.
+    `SamplingParams(seed=int(batch["seed"][row]), n=1)` replays a sequence: seeds have 64 bits, and int64 holds the
+    upper half of them as negative numbers, which mean the same.
     Raises `RequestError` for an unknown layout and for results without log-probs.
     """
     check_layout(layout)

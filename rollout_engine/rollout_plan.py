@@ -10,7 +10,7 @@ from rollout_engine.errors import RequestError
 from rollout_engine.frontend.prompts import as_batch
 from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingParams
-from rollout_engine.seeds import mix
+from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
 
 Columns = Mapping[str, Sequence[Any]]
 """Name -> one value per prompt."""
@@ -36,7 +36,7 @@ class RolloutPlan(NamedTuple):
     ) -> "RolloutPlan":
         """Arguments as in `RolloutPolicy.rollout`. Raises `RequestError` for whatever does not fit together."""
         listed = _as_list(prompts)
-        _check_int("seed", seed, 0, 2**64 - 1)
+        _check_int("seed", seed, MIN_SEED, MAX_SEED)
         _check_int("num_samples", num_samples, 1, MAX_N)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(listed)

@@ -7,6 +7,7 @@ import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import RequestError
+from rollout_engine.seeds import MAX_SEED, MIN_SEED
 
 MAX_N = 4_096
 MAX_COUNT = 2**31 - 1
@@ -65,8 +66,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Token ids that end the completion, besides the checkpoint's own end ids."""
     ignore_eos: bool = False
     """Go on past the checkpoint's end ids."""
-    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Sequence seed, below 2**64; sample 0 uses it, sample i a mix of it and i. None: derived from the engine's."""
+    seed: int | None = None
+    """Sequence seed of 64 bits; sample 0 uses it, sample i a mix of it and i. None: derived from the engine's. A
+    negative one is the same seed read as a signed number, as a batch's "seed" column holds it: -1 is 2**64 - 1."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """None: none. 0: of the sampled tokens. k: also the k most likely tokens' at each position."""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -92,7 +94,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
-        _require("seed", self.seed, self.seed is None or self.seed < 2**64, "below 2**64")
+        _require("seed", self.seed, self.seed is None or MIN_SEED <= self.seed <= MAX_SEED, "in [-2**63, 2**64)")
         _require(
             "repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]"
         )

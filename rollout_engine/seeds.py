@@ -4,6 +4,9 @@
 about half of the 64 bits, so neighbouring prompts and samples draw unrelated streams.
 """
 
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+"""Seeds that users may give: 64 bits, read as an unsigned or as a signed number."""
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -14,6 +17,11 @@ def mix(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def unsigned(seed: int) -> int:
+    """The seed in [0, 2**64) that has the same 64 bits: int64 tensors hold large seeds as negative numbers."""
+    return seed & _MASK
 
 
 def child_seed(seed: int, index: int) -> int:

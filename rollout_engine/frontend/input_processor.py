@@ -9,7 +9,7 @@ from rollout_engine.frontend.prompts import Prompt, as_batch, as_fields, as_toke
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
+from rollout_engine.seeds import mix, unsigned
 
 
 class CheckedPrompt(NamedTuple):
@@ -83,7 +83,7 @@ class InputProcessor:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError.for_field("priority", priority, "an int in [-2**63, 2**63)")
         params = checked.params
-        seed = mix(self._seed, self._num_admitted) if params.seed is None else params.seed
+        seed = mix(self._seed, self._num_admitted) if params.seed is None else unsigned(params.seed)
         self._num_admitted += 1
         first_sequence = self._num_sequences
         self._num_sequences += params.n

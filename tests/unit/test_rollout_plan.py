@@ -77,7 +77,7 @@ def test_rows_of_columns():
         (dict(prompts="x", num_samples=0), "num_samples"),
         (dict(prompts="x", params=SamplingParams(prompt_logprobs=0)), "prompt_logprobs"),
         (dict(prompts="x", num_samples="4"), "num_samples"),
-        (dict(prompts="x", seed=-1), "seed"),
+        (dict(prompts="x", seed=-(2**63) - 1), "seed"),
         (dict(prompts="x", seed=2**64), "seed"),
         (dict(prompts="x", seed=1.5), "seed"),
         (dict(prompts="x", seed=True), "seed"),

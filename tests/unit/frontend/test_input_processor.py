@@ -186,6 +186,11 @@ def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs):
     assert [request.seed for request in admitted] == [mix(7, 0), 5, mix(7, 2)]
 
 
+def test_a_negative_seed_is_the_unsigned_one_of_the_same_bits(inputs):
+    admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed)), f"r{seed}") for seed in (-1, -(2**63))]
+    assert [request.seed for request in admitted] == [2**64 - 1, 2**63]
+
+
 def test_refused_requests_do_not_move_the_seeds(inputs):
     with pytest.raises(RequestError):
         inputs.check("", None)

@@ -228,3 +228,13 @@ def test_scores_stand_under_the_sampled_tokens(rig, layout):
     else:
         positions = torch.cat([torch.arange(n) for n in batch["cu_seqlens"].diff().tolist()])[None]
     assert torch.equal(scores[assistant], -2.0 * positions[assistant])
+
+
+def test_every_seed_of_a_batch_replays_its_row_as_it_stands(rig):
+    batch = rig.rollout(num_samples=16)
+    assert (batch["seed"] < 0).any() and (batch["seed"] > 0).any()
+    prompts = [text for text in batch["text", "prompt"]]
+    params = [SamplingParams(seed=int(seed), n=1, max_tokens=6) for seed in batch["seed"]]
+    replayed = rig.rollout(prompts, params)
+    assert torch.equal(replayed["tokens", "full"], batch["tokens", "full"])
+    assert torch.equal(replayed["seed"], batch["seed"])
