@@ -6,7 +6,48 @@ Names are imported when they are first used (PEP 562), so `import rollout_engine
 """
 
 import importlib
-from typing import Any
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # editors and type checkers read these; a test compares them with `_NAMES`
+    from rollout_engine import exact as exact
+    from rollout_engine import testing as testing
+    from rollout_engine.config import EngineConfig as EngineConfig
+    from rollout_engine.errors import ChecksumError as ChecksumError
+    from rollout_engine.errors import ConfigError as ConfigError
+    from rollout_engine.errors import DirtyWeightsError as DirtyWeightsError
+    from rollout_engine.errors import DrainTimeoutError as DrainTimeoutError
+    from rollout_engine.errors import EngineDeadError as EngineDeadError
+    from rollout_engine.errors import EngineGenerateError as EngineGenerateError
+    from rollout_engine.errors import LifecycleError as LifecycleError
+    from rollout_engine.errors import ManifestMismatchError as ManifestMismatchError
+    from rollout_engine.errors import RequestError as RequestError
+    from rollout_engine.errors import RetryableError as RetryableError
+    from rollout_engine.errors import RewardError as RewardError
+    from rollout_engine.errors import RolloutEngineError as RolloutEngineError
+    from rollout_engine.errors import RPCError as RPCError
+    from rollout_engine.errors import RPCTimeoutError as RPCTimeoutError
+    from rollout_engine.errors import StaleVersionError as StaleVersionError
+    from rollout_engine.errors import StepMemoryError as StepMemoryError
+    from rollout_engine.errors import TransferTimeoutError as TransferTimeoutError
+    from rollout_engine.errors import WeightUpdateError as WeightUpdateError
+    from rollout_engine.frontend.async_llm import AsyncLLM as AsyncLLM
+    from rollout_engine.frontend.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from rollout_engine.frontend.llm import LLM as LLM
+    from rollout_engine.frontend.llm_engine import LLMEngine as LLMEngine
+    from rollout_engine.frontend.stat_loggers import PrometheusLogger as PrometheusLogger
+    from rollout_engine.metrics import EngineMetrics as EngineMetrics
+    from rollout_engine.metrics import StatLogger as StatLogger
+    from rollout_engine.model.logits_processors import LogitsProcessor as LogitsProcessor
+    from rollout_engine.model.logits_processors import SequenceView as SequenceView
+    from rollout_engine.outputs import CompletionOutput as CompletionOutput
+    from rollout_engine.outputs import RequestOutput as RequestOutput
+    from rollout_engine.outputs import UpdateReport as UpdateReport
+    from rollout_engine.outputs import VersionSpan as VersionSpan
+    from rollout_engine.policy import RolloutPolicy as RolloutPolicy
+    from rollout_engine.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
@@ -48,13 +89,38 @@ _MODULES = ("exact", "testing")
 __all__ = ["__version__", *_MODULES, *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"rollout_engine.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rollout_engine' has no attribute '{name}'")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+def _check_platform() -> None:
+    if sys.platform == "win32":
+        raise ImportError("rollout-engine runs on Linux and macOS, not on Windows: use WSL 2 there, which is a Linux.")
+
+
+def _check_own_packages() -> None:
+    """Raise `ImportError` where a file of the user's is found in place of a package of this distribution."""
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    for name in ("sync", "worker_ext"):
+        found = sys.modules.get(name) or importlib.util.find_spec(name)
+        path = getattr(found, "__file__", None) or getattr(found, "origin", None)
+        if path is None:
+            raise ImportError(f"rollout-engine's package '{name}' is not in {root}: install rollout-engine again.")
+        if os.path.dirname(os.path.realpath(path)) != os.path.join(root, name):
+            raise ImportError(
+                f"{path} hides rollout-engine's own package '{name}': rename it, or start the program from another "
+                "folder."
+            )
+
+
+_check_platform()
+_check_own_packages()
+
+if not TYPE_CHECKING:  # a type checker that sees this takes every name, and finds no misspelt one
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return importlib.import_module(f"rollout_engine.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'rollout_engine' has no attribute '{name}'")
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -3,9 +3,9 @@
 import re
 import sys
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from .conftest import PACKAGES, ROOT
+
 IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
@@ -14,7 +14,8 @@ IMPORT_NAMES = {
     "pyzmq": "zmq",
     "reasoning-gym": "reasoning_gym",
 }
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 TOOLS = {"pytest-xdist", "mypy", "ruff"}
 
 
@@ -52,6 +53,21 @@ def test_every_dependency_is_pinned_once():
 def test_every_folder_of_code_is_a_package(package_sources):
     folders = {source.path.parent for source in package_sources}
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_files_that_are_no_code_are_packaged():
+    package_data = PYPROJECT["tool"]["setuptools"]["package-data"]
+    assert {name for name, patterns in package_data.items() if "py.typed" in patterns} == set(PACKAGES)
+    others = [
+        path
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc", ".md") and path.name != "py.typed"
+    ]
+    assert others
+    for path in others:
+        folder = ".".join(path.parent.relative_to(ROOT).parts)
+        assert any(path.match(pattern) for pattern in package_data.get(folder, ())), path
 
 
 def test_ci_only_calls_make_test():

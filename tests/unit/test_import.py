@@ -1,0 +1,46 @@
+"""Importing the package: what keeps it from working is said in one sentence."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def error_of(program, cwd, *flags):
+    """The last line that a program in a folder of its own prints on its standard error."""
+    path = cwd / "program.py"
+    path.write_text(program)
+    done = subprocess.run([sys.executable, *flags, path], cwd=cwd, capture_output=True, text=True)
+    return done.stderr.splitlines()[-1] if done.stderr else ""
+
+
+@pytest.mark.parametrize("shadow", ["sync.py", "worker_ext.py", "sync/__init__.py", "worker_ext/__init__.py"])
+@pytest.mark.parametrize("program", ["from rollout_engine import EngineConfig", "import rollout_engine.errors"])
+def test_a_file_that_hides_a_package_of_ours_is_named_with_the_cure(tmp_path, shadow, program):
+    path = tmp_path / shadow
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("import os\n")
+    package = shadow.partition("/")[0].removesuffix(".py")
+    assert error_of(program, tmp_path) == (
+        f"ImportError: {path} hides rollout-engine's own package '{package}': rename it, or start the program from "
+        "another folder."
+    )
+
+
+def test_a_module_of_that_name_that_is_already_loaded_is_named_too(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "sync.py").write_text("")
+    program = "import sys; sys.path.insert(0, 'elsewhere'); import sync; sys.path.pop(0); import rollout_engine"
+    assert "sync.py hides rollout-engine's own package 'sync'" in error_of(program, tmp_path)
+
+
+def test_a_folder_of_that_name_without_code_hides_nothing(tmp_path):
+    (tmp_path / "sync").mkdir()
+    assert error_of("from rollout_engine import SamplingParams", tmp_path) == ""
+
+
+def test_windows_is_refused_in_one_sentence(tmp_path):
+    program = "import sys; sys.platform = 'win32'; import rollout_engine"
+    assert error_of(program, tmp_path) == (
+        "ImportError: rollout-engine runs on Linux and macOS, not on Windows: use WSL 2 there, which is a Linux."
+    )
