@@ -57,7 +57,7 @@ class DrainTimeoutError(LifecycleError, TimeoutError):
 
 
 class RetryableError(RolloutEngineError):
-    """The request was not taken, through no fault of its own: send it again later, or elsewhere."""
+    """The request was not taken, or was aborted, through no fault of its own: send it again later, or elsewhere."""
 
 
 class WeightUpdateError(RolloutEngineError, sync_errors.SyncError):

@@ -112,7 +112,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         Works inside a running event loop too (it blocks that loop). Whatever is raised, the requests of this rollout
         are aborted first and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as
         soon as one sequence fails (a group with a hole is no use to a trainer), `RewardError` naming the prompt.
-        `LifecycleError` while paused or asleep; paused by another thread once it has begun, it waits for the resume.
+        `LifecycleError` while paused or asleep; paused by another thread once it has begun, it waits for the resume,
+        or raises `RetryableError` where that pause (sleep, update) aborts a group: none is returned cut short.
         """
         check_layout(layout)
         self.engine.require_running("rollout")
@@ -144,7 +145,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
 
         The engine steps in a worker thread, so the loop stays free; async rewards run on the caller's loop. Leaving the
         iteration early aborts what is left. Nothing is queued before the first group is asked for. While paused or
-        asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`.
+        asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`. A group that an
+        abort cuts short is not yielded: `RetryableError` is raised.
         """
         check_layout(layout)
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import EngineGenerateError
+from rollout_engine.errors import EngineGenerateError, RetryableError
 from rollout_engine.frontend.blocking_engine import Inbox, SharedStreams
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS
 from rollout_engine.frontend.llm_engine import LLMEngine
@@ -103,7 +103,7 @@ class RolloutRun:
 
         The first call queues the requests and raises `RequestError`, naming the prompt, when the engine refuses one.
         Once only rewards are outstanding, waits for the next of them. Raises `EngineGenerateError` for a failed
-        sequence and `RewardError` for a failed reward.
+        sequence, `RetryableError` for an aborted one, and `RewardError` for a failed reward.
         """
         if not self._started:
             request_ids = self._engine.add(self._plan.prompts, self._plan.params, self._inbox)
@@ -153,3 +153,7 @@ def _check_samples(index: int, output: RequestOutput) -> None:
     for sample in output.outputs:
         if sample.finish_reason == "error":
             raise EngineGenerateError(f"prompts[{index}], sample {sample.index}: {sample.error}")
+        if sample.finish_reason == "abort":
+            what = f"aborted after {len(sample.token_ids)} tokens by a pause, sleep or update with mode='abort'"
+            advice = "call rollout again once the engine runs; mode='keep' or mode='wait' would not have cut it"
+            raise RetryableError(f"prompts[{index}], sample {sample.index} was {what}, or by abort_request: {advice}.")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout_engine.errors import LifecycleError
+from rollout_engine.errors import LifecycleError, RetryableError
 from rollout_engine.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
@@ -56,3 +56,35 @@ def test_leaving_an_arollout_that_waits_for_a_resume_aborts_it(rig):
 
     asyncio.run(main())
     rig.policy.resume_generation()
+
+
+CUT = r"prompts\[0\], sample 0 was aborted after [1-9] tokens by a pause, .* call rollout again once the engine runs"
+
+
+def test_a_rollout_cut_by_an_abort_raises_and_returns_no_group(rig, monkeypatch):
+    steps = iter(range(5))
+
+    def pause_before_the_last_step(timeout):
+        if next(steps) == 4:
+            rig.policy.pause_generation(mode="abort")
+
+    monkeypatch.setattr(rig.engine, "wait_until_steppable", pause_before_the_last_step)
+    with pytest.raises(RetryableError, match=CUT):
+        rig.rollout("one", PARAMS, num_samples=2)
+    rig.policy.resume_generation()
+    monkeypatch.undo()
+
+
+def test_an_arollout_yields_whole_groups_and_raises_for_one_cut_by_an_abort(rig):
+    async def main():
+        params = [SamplingParams(max_tokens=k, ignore_eos=True) for k in (30, 2)]
+        stream = rig.policy.arollout(["one", "three"], params)
+        whole = await anext(stream)
+        rig.policy.pause_generation(mode="abort")
+        with pytest.raises(RetryableError, match=CUT):
+            await anext(stream)
+        rig.policy.resume_generation()
+        return whole
+
+    whole = asyncio.run(main())
+    assert whole["group_id"].tolist() == [1] and list(whole["finish_reason"]) == ["length"]
