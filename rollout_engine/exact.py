@@ -18,6 +18,7 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
 from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
 from rollout_engine.model.fusion import repack
+from rollout_engine.model.rotary import refuse_long_batches
 
 
 def enable(model: nn.Module) -> nn.Module:
@@ -42,6 +43,7 @@ def enable(model: nn.Module) -> nn.Module:
         )
     if _enabled(model) is None:
         model.register_forward_pre_hook(_check_call, with_kwargs=True)
+        refuse_long_batches(model)
         model._rollout_engine_exact = _Enabled(arithmetic, _device_of(model).type)
     return model
 

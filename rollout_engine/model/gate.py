@@ -19,6 +19,7 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.model import verdicts
 from rollout_engine.model.construct import construct
 from rollout_engine.model.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.rotary import rotary_limit
 from rollout_engine.model.self_check import check_numerics
 
 logger = logging.getLogger(__name__)
@@ -57,18 +58,9 @@ def admit(module: PreTrainedModel) -> list[LayerGeometry]:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Longest sequence with batch-independent positions; None: the configuration names none.
-
-    Frequencies of "dynamic" and "longrope" rotary embeddings change for every token of a batch once its longest
-    sequence passes the original length: up to there they are constant.
-    """
-    longest = getattr(config, "max_position_embeddings", None)
-    limits = [longest] if longest else []
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *ropes.values()]:
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            limits.append(rope["original_max_position_embeddings"])
-    return min(limits, default=None)
+    """Longest sequence with batch-independent positions; None: the configuration names none."""
+    limits = (getattr(config, "max_position_embeddings", None), rotary_limit(config))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _check_static(config: PretrainedConfig) -> None:

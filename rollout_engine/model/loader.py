@@ -57,8 +57,10 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype, hf_config, entries, device)
     module = build_module(hf_config, dtype, ATTENTION_NAME)
-    max_model_len = _served_length(module.config, config.max_model_len)
+    limit = position_limit(module.config)
+    _check_length(module.config, limit, config.max_model_len)
     geometry = admit(module)
+    max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU:
         place_on(module, device)
     fuse_projections(module)
@@ -142,21 +144,37 @@ def _has_native_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def _served_length(hf_config: PretrainedConfig, asked: int | None) -> int:
-    """Most positions served: the checkpoint's own, or `asked` where it names none."""
-    limit = position_limit(hf_config)
+def _check_length(hf_config: PretrainedConfig, limit: int | None, asked: int | None) -> None:
+    """Raise `ConfigError` unless `asked` positions are within `limit`, of `position_limit`."""
     if limit is None:
-        if asked is None:
-            raise ConfigError("The checkpoint's configuration names no longest sequence: set max_model_len.")
-        return asked
+        return
     if asked is not None and asked > limit:
         raise ConfigError(
             f"max_model_len={asked} is not allowed: this checkpoint serves exactly up to {limit} positions, its "
             "original length. Lower it, or leave it out."
         )
     if asked is None and limit < hf_config.max_position_embeddings:
-        logger.warning("Positions past %d are not served: there, rotary frequencies would follow the batch.", limit)
-    return limit
+        logger.warning(
+            "Positions past %d are not served, though the checkpoint names %d: there, the rotary frequencies of all "
+            "tokens depend on the longest row of their batch.",
+            limit,
+            hf_config.max_position_embeddings,
+        )
+
+
+def _served_length(limit: int | None, asked: int | None) -> int:
+    """Most positions served: the checkpoint's own, or `asked` where it names none. Asked last: only of what is served.
+
+    Raises `ConfigError` where both are silent.
+    """
+    if limit is not None:
+        return limit
+    if asked is None:
+        raise ConfigError(
+            "The checkpoint's configuration does not say how long a sequence may be (it has no "
+            "max_position_embeddings): pass max_model_len, for example max_model_len=2048."
+        )
+    return asked
 
 
 def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:

@@ -43,9 +43,15 @@ _verdicts: dict[_Key, bool] = {}
 
 
 def unproven_operations(module: nn.Module) -> list[str]:
-    """Names of the operations, by one forward of two tokens of a causal LM that is already row-invariant."""
-    with torch.no_grad(), without_products(module), _Watch() as watch:
-        module(input_ids=torch.tensor([[0, 1]], device=next(module.parameters()).device), use_cache=False)
+    """Names of the operations, by a forward of two tokens of a causal LM that is already row-invariant.
+
+    It is the second forward: the first may compute constants and keep them, such as "longrope" rotary frequencies.
+    """
+    tokens = torch.tensor([[0, 1]], device=next(module.parameters()).device)
+    with torch.no_grad(), without_products(module):
+        module(input_ids=tokens, use_cache=False)
+        with _Watch() as watch:
+            module(input_ids=tokens, use_cache=False)
     threads = torch.get_num_threads()
     try:
         return [name for name, key, *call in watch.tried if not _keeps_rows(key, *call, threads)] + watch.others
@@ -90,22 +96,27 @@ def _keeps_rows(
 ) -> bool:
     """Whether rows of `func(x, ...)` for x [..., R, D] are the same bits in windows of any height; tried once.
 
-    Tried in float32, where rounding does not hide the last bits, and in the dtype seen.
+    Tried in float32, where rounding does not hide the last bits, and in the dtype seen. What cannot be tried, because
+    its first argument is no tensor or it does not work on the last dimension alone, is not proven.
     """
     if key not in _verdicts:
-        first, *rest = args
-        size = first.shape[-1] if first.dim() else 1
-        shape = [1] * (first.dim() - 2) + [-(-_MANY_ELEMENTS // size), size]  # a dimension's number stays what it is
-        x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(first.device)
-        precise = [r.float() if isinstance(r, Tensor) and r.is_floating_point() else r for r in rest]
         try:
-            _verdicts[key] = _same_in_windows(lambda part: func(part, *precise, **kwargs), x, threads) and (
-                first.dtype == torch.float32
-                or _same_in_windows(lambda part: func(part, *rest, **kwargs), x.to(first.dtype), threads)
-            )
-        except Exception:  # it does not work on the last dimension alone
+            _verdicts[key] = _passes(func, args, kwargs, threads)
+        except Exception:  # of any kind: the operation is given what it was not written for
             _verdicts[key] = False
     return _verdicts[key]
+
+
+def _passes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], threads: int) -> bool:
+    first, *rest = args
+    size = first.shape[-1] if first.dim() else 1
+    shape = [1] * (first.dim() - 2) + [-(-_MANY_ELEMENTS // size), size]  # a dimension's number stays what it is
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(first.device)
+    precise = [r.float() if isinstance(r, Tensor) and r.is_floating_point() else r for r in rest]
+    return _same_in_windows(lambda part: func(part, *precise, **kwargs), x, threads) and (
+        first.dtype == torch.float32
+        or _same_in_windows(lambda part: func(part, *rest, **kwargs), x.to(first.dtype), threads)
+    )
 
 
 def _same_in_windows(compute: Callable[[Tensor], Any], x: Tensor, threads: int) -> bool:

@@ -120,3 +120,19 @@ def test_a_model_that_moves_after_it_was_enabled_is_refused():
     for call in (lambda: trainer(torch.tensor([[1, 2]], device="meta")), lambda: exact.enable(trainer)):
         with pytest.raises(ConfigError, match="is on meta but was made exact on cpu"):
             call()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_batch_whose_length_would_change_its_rotary_frequencies_is_refused(kind):
+    factors = dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8) if kind == "longrope" else dict(factor=4.0)
+    rope = dict(rope_type=kind, rope_theta=10000.0, original_max_position_embeddings=32, **factors)
+    longest = 128 if kind == "longrope" else 32
+    trainer = exact.enable(tiny_model("llama", rope_parameters=rope, max_position_embeddings=longest))
+    ids = torch.randint(3, 259, (2, 40))
+    for wrong in (dict(input_ids=ids), dict(input_ids=ids[:, :4], position_ids=torch.arange(30, 34).expand(2, 4))):
+        with pytest.raises(ValueError, match="has (40|34) positions.*at most 32"):
+            trainer(**wrong)
+    padded = (torch.arange(40) < 32).expand(2, 40)
+    with torch.no_grad():
+        whole, cut = exact.token_logprobs(trainer, ids, padded), exact.token_logprobs(trainer, ids[:, :32])
+    assert torch.equal(whole[:, :31], cut)

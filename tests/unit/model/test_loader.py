@@ -325,3 +325,17 @@ def test_an_unserved_architecture_is_refused_before_its_weights_are_read(tmp_pat
     monkeypatch.setattr(loader.WeightTable, "load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="diffllama.*cannot be served exactly"):
         load(tmp_path)
+
+
+def test_a_length_is_asked_for_only_where_nothing_else_is_in_the_way(tmp_path, monkeypatch):
+    tiny_checkpoint(tmp_path)
+    monkeypatch.setattr(loader, "position_limit", lambda config: None)
+    with pytest.raises(ConfigError, match="does not say how long a sequence may be.*pass max_model_len, for example"):
+        load(tmp_path)
+    assert load(tmp_path, max_model_len=99).max_model_len == 99
+
+
+def test_an_unserved_architecture_is_not_asked_for_a_length(tmp_path):
+    tiny_model("bloom", n_head=4, n_layer=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'bloom'.*cannot be served exactly"):
+        load(tmp_path)

@@ -72,3 +72,17 @@ def test_threads_and_torchs_generator_are_left_as_they_were():
     unproven_operations(net)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
+
+
+def test_what_a_first_forward_computes_and_keeps_is_no_part_of_a_row():
+    def function(net, x):
+        if not hasattr(net, "kept"):
+            net.kept = 10_000.0 ** torch.arange(0, 1, 1 / 40)
+        return x * net.kept
+
+    assert found(function) == []
+
+
+@pytest.mark.parametrize("first", [lambda x: torch.pow(10_000.0, x), lambda x: torch.pow(10_000.0, x[:, :0])])
+def test_what_cannot_be_tried_is_found(first):
+    assert found(lambda net, x: first(x)) == ["pow"]
