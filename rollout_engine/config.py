@@ -1,16 +1,43 @@
 """Engine options: frozen, documented under each field, checked once, closed to strangers."""
 
+import os
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import ConfigError
+from rollout_engine.peer_options import ENGINE_PEERS
 
 KV_TILE = 64
 """Tokens of context that attention reads at a time; `block_size` divides it (DESIGN.md section 7)."""
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+def _read_path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _read_dtype(value: Any) -> Any:
+    """The name of a dtype, torch's and numpy's own included, short names written out."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    name = value if isinstance(value, str) else getattr(value, "name", getattr(value, "__name__", str(value)))
+    name = str(name).removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+def _read_device(value: Any) -> Any:
+    """The name of a device; `torch.device` included. The first of a kind needs no number."""
+    name = value if isinstance(value, str) else str(value) if type(value).__name__ == "device" else value
+    return name.removesuffix(":0") if isinstance(name, str) else name
+
+
+def _read_names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
 
 
 class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,13 +47,23 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     error_class = ConfigError
+    peers = ENGINE_PEERS
+    readings = {
+        "model": _read_path,
+        "tokenizer": _read_path,
+        "dtype": _read_dtype,
+        "device": _read_device,
+        "logits_processors": _read_names,
+        "worker_extensions": _read_names,
+    }
 
     model: str
     """Directory of a checkpoint, or a hub id."""
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; None: the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16."""
+    """Of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16. Also torch's own
+    (`torch.bfloat16`) and the short names "bf16", "fp16", "half", "fp32", "float"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. "auto": on the CPU. "cuda": on the first CUDA device, by the Triton kernels."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9

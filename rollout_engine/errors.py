@@ -22,6 +22,9 @@ from contextlib import contextmanager
 
 from sync import errors as sync_errors
 
+_CLOSE = 0.75
+"""Similarity (difflib, 0 to 1) from which one name is taken for a misspelling of another."""
+
 
 class RolloutEngineError(Exception):
     """Root of all errors raised by this library."""
@@ -40,12 +43,8 @@ class RequestError(RolloutEngineError, ValueError):
 
     @classmethod
     def for_field(cls, field: str, value: object, bound: str, hint: str = "") -> "RequestError":
-        """The one way to word a refused field: ``top_p=0 is not allowed: must be in (0, 1].``"""
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        message = f"{field}={shown} is not allowed: must be {bound}." + (f" {hint}" if hint else "")
-        return cls(message, field=field, value=value, bound=bound)
+        """A refused field, worded by `refused`."""
+        return cls(refused(field, value, bound, hint), field=field, value=value, bound=bound)
 
 
 class LifecycleError(RolloutEngineError):
@@ -134,9 +133,22 @@ def as_weight_errors() -> Iterator[None]:
         raise _FROM_SYNC.get(type(error), WeightUpdateError)(str(error)) from error
 
 
+def refused(field: str, value: object, bound: str, hint: str = "") -> str:
+    """The one way to word a refused field: ``top_p=0 is not allowed: must be in (0, 1].``"""
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return f"{field}={shown} is not allowed: must be {bound}." + (f" {hint}" if hint else "")
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Message for a name that does not exist, with the closest one that does."""
+    """Message for a name that does not exist: the one that was probably meant, else all that exist."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f" Did you mean '{close[0]}'?" if close else f" Known: {', '.join(names)}."
-    return f"Unknown {kind} '{name}'.{hint}"
+    hint = did_you_mean(name, names) or f"Known: {', '.join(names)}."
+    return f"Unknown {kind} '{name}'. {hint}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``Did you mean 'temperature'?`` where one of `known` is close to `name`, else ""."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=_CLOSE)
+    return f"Did you mean '{close[0]}'?" if close else ""

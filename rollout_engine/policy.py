@@ -34,7 +34,7 @@ from rollout_engine.rewards import RewardFunction
 from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
 from rollout_engine.rollout_plan import Columns, RolloutPlan
 from rollout_engine.rollout_run import Group, RolloutRun, SharedEngine
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import SamplingLike
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
@@ -86,7 +86,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def rollout(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         num_samples: int | None = None,
         columns: Columns | None = None,
@@ -133,7 +133,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     async def arollout(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         num_samples: int | None = None,
         columns: Columns | None = None,

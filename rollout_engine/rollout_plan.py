@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
+from rollout_engine._structs import plain
 from rollout_engine.errors import RequestError
+from rollout_engine.frontend.input_processor import at_index
 from rollout_engine.frontend.prompts import as_batch
 from rollout_engine.rollout_batch import RESERVED_KEYS
-from rollout_engine.sampling_params import MAX_N, SamplingParams
+from rollout_engine.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
 
 Columns = Mapping[str, Sequence[Any]]
@@ -29,17 +30,17 @@ class RolloutPlan(NamedTuple):
     def of(
         cls,
         prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingLike | Sequence[SamplingLike] | None = None,
         num_samples: int | None = None,
         columns: Columns | None = None,
         seed: int | None = None,
     ) -> "RolloutPlan":
         """Arguments as in `RolloutPolicy.rollout`. Raises `RequestError` for whatever does not fit together."""
         listed = _as_list(prompts)
-        _check_int("seed", seed, MIN_SEED, MAX_SEED)
-        _check_int("num_samples", num_samples, 1, MAX_N)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(listed)
+        seed = _as_int("seed", seed, MIN_SEED, MAX_SEED)
+        num_samples = _as_int("num_samples", num_samples, 1, MAX_N)
+        if not isinstance(params, list | tuple):
+            params = [as_sampling_params(params)] * len(listed)
         _same_length("sampling_params", params, listed)
         _check_columns(columns or {}, listed)
         return cls(listed, [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)], columns or {})
@@ -60,8 +61,10 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _for_rollout(params: Any, num_samples: int | None, seed: int | None, index: int) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise RequestError.for_field(f"sampling_params[{index}]", params, "SamplingParams")
+    try:
+        params = as_sampling_params(params)
+    except RequestError as error:
+        raise at_index("sampling_params", index, error) from error
     if num_samples is not None and params.n not in (1, num_samples):
         raise RequestError.for_field("num_samples", num_samples, f"equal to n={params.n}, or one of the two left out")
     if seed is not None and params.seed is not None:
@@ -74,12 +77,14 @@ def _for_rollout(params: Any, num_samples: int | None, seed: int | None, index: 
         changes["n"] = num_samples
     if seed is not None:
         changes["seed"] = mix(seed, index)
-    return SamplingParams(**(msgspec.structs.asdict(params) | changes))
+    return params.clone(**changes)
 
 
-def _check_int(field: str, value: Any, low: int, high: int) -> None:
-    if value is not None and (type(value) is not int or not low <= value <= high):
+def _as_int(field: str, value: Any, low: int, high: int) -> int | None:
+    number = plain(value)
+    if number is not None and (type(number) is not int or not low <= number <= high):
         raise RequestError.for_field(field, value, f"an int in [{low}, {high}]")
+    return number
 
 
 def _check_columns(columns: Any, prompts: list[Any]) -> None:

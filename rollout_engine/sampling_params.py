@@ -1,12 +1,13 @@
 """What one request asks of the sampler, checked once at the door."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import RequestError
+from rollout_engine.peer_options import SAMPLING_PEERS
 from rollout_engine.seeds import MAX_SEED, MIN_SEED
 
 MAX_N = 4_096
@@ -32,6 +33,13 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     error_class = RequestError
+    peers = SAMPLING_PEERS
+    readings = {
+        "stop": lambda value: [value] if isinstance(value, str) else value,
+        "bad_words": lambda value: [value] if isinstance(value, str) else value,
+        "stop_token_ids": lambda value: [value] if type(value) is int else value,
+        "top_k": lambda value: 0 if type(value) is int and value == -1 else value,
+    }
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
     """Samples of one prompt. The prompt is computed once."""
@@ -40,7 +48,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches `top_p`; in (0, 1]."""
     top_k: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
-    """Keep the k most likely tokens (ties: lowest ids); 0 keeps all."""
+    """Keep the k most likely tokens (ties: lowest ids); 0 (or -1) keeps all."""
     min_p: float = 0.0
     """Keep tokens at least `min_p` times as likely as the most likely one; in [0, 1]."""
     repetition_penalty: float = 1.0
@@ -61,7 +69,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     """Stop ids cannot be sampled, and stop strings do not count, before this many tokens."""
     stop: list[str] | None = None
-    """Strings that end the completion; cut from the text unless `include_stop_str_in_output`."""
+    """Strings (or one string) that end the completion; cut from the text unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the completion, besides the checkpoint's own end ids."""
     ignore_eos: bool = False
@@ -131,6 +139,19 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     def penalises(self) -> bool:
         """Whether logits depend on which tokens came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+SamplingLike: TypeAlias = SamplingParams | dict[str, Any]
+"""Sampling params as users may give them: a dict holds their fields."""
+
+
+def as_sampling_params(value: Any) -> SamplingParams:
+    """What stands for `SamplingParams`: themselves, a dict of their fields, None. Raises `RequestError`."""
+    if value is None or isinstance(value, dict):
+        return SamplingParams(**{str(name): each for name, each in (value or {}).items()})
+    if not isinstance(value, SamplingParams):
+        raise RequestError.for_field("sampling_params", value, "SamplingParams, a dict of their fields, or None")
+    return value
 
 
 def _require(field: str, value: object, ok: bool, bound: str) -> None:

@@ -22,7 +22,7 @@ from rollout_engine.frontend.worker_calls import checked_call, timed_out
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import SamplingLike
 from sync.base import WeightSource
 
 HANG_SECONDS = 5.0
@@ -86,7 +86,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingLike | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,

@@ -8,7 +8,7 @@ from rollout_engine.errors import RequestError
 from rollout_engine.frontend.prompts import Prompt, as_batch, as_fields, as_token_ids
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix, unsigned
 
 
@@ -48,20 +48,19 @@ class InputProcessor:
         self._num_admitted = self._num_sequences = 0
 
     def check_batch(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingLike | Sequence[SamplingLike] | None
     ) -> list[CheckedPrompt]:
         """Check one prompt or a list of them, with one params or one each. Raises `RequestError` naming the index."""
         batch = as_batch(prompts)
+        params = params if isinstance(params, list | tuple) else as_sampling_params(params)
         if batch is None:
             return [self.check(prompts, _one_each(params, 1)[0])]
         each = _one_each(params, len(batch))
         return [self._check_at(i, prompt, each[i]) for i, prompt in enumerate(batch)]
 
-    def check(self, prompt: Any, params: SamplingParams | None) -> CheckedPrompt:
-        """Raise `RequestError` unless this prompt can be served with `params` (None: the defaults)."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError.for_field("sampling_params", params, "SamplingParams")
+    def check(self, prompt: Any, params: SamplingLike | None) -> CheckedPrompt:
+        """Raise `RequestError` unless this prompt can be served with `params` (a dict of them; None: the defaults)."""
+        params = as_sampling_params(params)
         bad_words = self._prepare(params)
         fields = as_fields(prompt)
         text, token_ids = self._encode(fields)

@@ -23,7 +23,7 @@ from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import SamplingLike, SamplingParams
 from sync.base import WeightSource
 
 Conversation = list[dict[str, Any]]
@@ -70,15 +70,16 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order. Calls from several threads take turns.
 
-        `sampling_params`: one for all prompts, or a list with one each; None: the defaults. All prompts are checked
-        before any is queued (`RequestError` names the index). Whatever interrupts it ends its requests. Requests added
-        through `llm_engine` go on meanwhile; their results wait for its next `step()`.
+        `sampling_params`: one for all prompts, or a list with one each; a dict of their fields will do; None: the
+        defaults. All prompts are checked before any is queued (`RequestError` names the index). Whatever interrupts it
+        ends its requests. Requests added through `llm_engine` go on meanwhile; their results wait for its next
+        `step()`.
 
         Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
@@ -95,7 +96,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         tools: list[Any] | None = None,
         use_tqdm: bool = True,
@@ -180,8 +181,8 @@ def _final_only(params: Any) -> Any:
     """The same params without outputs on the way, which nobody would see."""
     if isinstance(params, list | tuple):
         return [_final_only(each) for each in params]
-    if params is None:
-        params = SamplingParams()
+    if params is None or isinstance(params, dict):
+        return {**(params or {}), "output_kind": "final_only"}
     if not isinstance(params, SamplingParams):
         return params  # refused, with its index, by the input processor
     return msgspec.structs.replace(params, output_kind="final_only")

@@ -33,7 +33,7 @@ from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
 from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateOptions
 from rollout_engine.metrics import CoreStats, EngineMetrics, RequestStats, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import SamplingLike
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
@@ -125,7 +125,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingLike | None = None,
         *,
         priority: int = 0,
         trace_headers: TraceHeaders | None = None,
@@ -144,7 +144,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def add_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         priority: int = 0,
     ) -> list[str]:

@@ -30,7 +30,7 @@ from rollout_engine.frontend.wire import AddRequest, Ready
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.seeds import mix
 from sync.base import WeightSource
 
@@ -109,7 +109,7 @@ class RemoteEngine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingLike | None,
         request_id: str | None,
         wake: Callable[[Stream], None],
         *,
@@ -124,7 +124,7 @@ class RemoteEngine:
         return self._queue(self.inputs.check(prompt, params), request_id, wake, priority, trace_headers)
 
     def add_requests(
-        self, prompts: Sequence[Any], params: Sequence[SamplingParams], wake: Callable[[Stream], None]
+        self, prompts: Sequence[Any], params: Sequence[SamplingLike], wake: Callable[[Stream], None]
     ) -> list[Stream]:
         """Queue a batch, all checked before any is queued: `RequestError` names the index."""
         checked = self.inputs.check_batch(list(prompts), list(params))

@@ -10,7 +10,17 @@ import pytest
 
 FLOOR_2 = tuple(
     f"rollout_engine.{name}"
-    for name in ("_structs", "config", "errors", "messages", "metrics", "outputs", "sampling_params", "seeds")
+    for name in (
+        "_structs",
+        "config",
+        "errors",
+        "messages",
+        "metrics",
+        "outputs",
+        "peer_options",
+        "sampling_params",
+        "seeds",
+    )
 )
 FLOOR_8 = tuple(
     f"rollout_engine.{name}"

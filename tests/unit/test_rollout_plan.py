@@ -57,6 +57,17 @@ def test_each_prompt_may_have_its_own_params():
     assert [p.n for p in plan.params] == [2, 3]
 
 
+def test_dicts_and_numpy_numbers_are_taken():
+    plan = RolloutPlan.of(["x", "y"], [{"temperature": 0.5}, None], num_samples=np.int64(3), seed=np.int64(9))
+    assert [(p.temperature, p.n, p.seed) for p in plan.params] == [(0.5, 3, mix(9, 0)), (1.0, 3, mix(9, 1))]
+    assert RolloutPlan.of(["x", "y"], {"n": 2}).params[1].n == 2
+
+
+def test_a_bad_dict_of_params_is_named_by_its_index():
+    with pytest.raises(RequestError, match=r"^sampling_params\[1\]: temperature=-1"):
+        RolloutPlan.of(["x", "y"], [{}, {"temperature": -1}])
+
+
 def test_rows_of_columns():
     assert RolloutPlan.of(["x", "y"], columns={"answer": (1, 2), "kind": ["a", "b"]}).row(1) == {
         "answer": 2,
@@ -70,8 +81,9 @@ def test_rows_of_columns():
         (dict(prompts=[]), "prompts"),
         (dict(prompts=7), "prompt"),
         (dict(prompts="x", params=[SamplingParams()] * 2), "sampling_params"),
-        (dict(prompts="x", params=["hot"]), "sampling_params[0]"),
-        (dict(prompts="x", params={"n": 2}), "sampling_params[0]"),
+        (dict(prompts="x", params=["hot"]), "sampling_params"),
+        (dict(prompts="x", params="hot"), "sampling_params"),
+        (dict(prompts="x", params={"nn": 2}), "nn"),
         (dict(prompts="x", params=SamplingParams(n=2), num_samples=3), "num_samples"),
         (dict(prompts="x", num_samples=MAX_N + 1), "num_samples"),
         (dict(prompts="x", num_samples=0), "num_samples"),

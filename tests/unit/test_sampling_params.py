@@ -65,7 +65,7 @@ def test_more_top_logprobs_than_64_are_refused(field):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("logit_bias", {"5": 1.0}), ("bad_words", "word"), ("allowed_token_ids", [1.5]), ("extra_args", [])],
+    [("logit_bias", {"5": 1.0}), ("bad_words", 5), ("allowed_token_ids", [1.5]), ("extra_args", [])],
 )
 def test_a_value_of_another_type_is_refused(field, value):
     with pytest.raises(RequestError) as caught:

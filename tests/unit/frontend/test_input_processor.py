@@ -119,8 +119,15 @@ def test_bad_requests_name_field_value_and_bound(inputs, prompt, params, field, 
 
 
 def test_params_of_the_wrong_type_are_refused(inputs):
-    with pytest.raises(RequestError, match="sampling_params=.* must be SamplingParams"):
-        inputs.check("x", {"temperature": 1.0})
+    with pytest.raises(RequestError, match="sampling_params='hot' .* must be SamplingParams, a dict"):
+        inputs.check("x", "hot")
+
+
+def test_a_dict_of_fields_stands_for_sampling_params(inputs):
+    assert inputs.check("x", {"temperature": 0.5}).params == SamplingParams(temperature=0.5)
+    assert [c.params.n for c in inputs.check_batch(["a", "b"], [{"n": 2}, None])] == [2, 1]
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: temperature=-1"):
+        inputs.check_batch(["a", "b"], [{}, {"temperature": -1}])
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])

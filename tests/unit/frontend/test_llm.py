@@ -38,6 +38,14 @@ def test_results_are_whole_whatever_the_output_kind(make_llm, kind):
     assert [len(sample.token_ids) for sample in output.outputs] == [5, 5]
 
 
+def test_dicts_stand_for_sampling_params_and_only_whole_results_come(make_llm):
+    params = {"max_tokens": 2, "ignore_eos": True, "output_kind": "delta"}
+    llm = make_llm()
+    assert [len(output.outputs[0].token_ids) for output in llm.generate(["a", "b"], params, use_tqdm=False)] == [2, 2]
+    (output,) = llm.generate(["a"], [params], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+
+
 def test_chat_takes_one_conversation_or_many(make_llm):
     llm = make_llm()
     one = llm.chat(HI, SHORT, use_tqdm=False)
@@ -51,8 +59,8 @@ def test_a_bad_prompt_refuses_the_batch_and_leaves_the_engine_usable(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match=r"prompts\[1\]: prompt='' is not allowed"):
         llm.generate(["a", ""], SHORT, use_tqdm=False)
-    with pytest.raises(RequestError, match=r"prompts\[0\]: sampling_params={} is not allowed"):
-        llm.generate(["a"], [{}], use_tqdm=False)
+    with pytest.raises(RequestError, match=r"prompts\[0\]: sampling_params='hot' is not allowed"):
+        llm.generate(["a"], ["hot"], use_tqdm=False)
     assert llm.get_num_unfinished_requests() == 0
     assert len(llm.generate(["a"], SHORT, use_tqdm=False)) == 1
 

@@ -1,0 +1,168 @@
+"""Names that other libraries use for options, and what does the same here.
+
+Only names that do not exist here are looked up, so a name leaves these tables when it becomes an option.
+"""
+
+from collections.abc import Mapping
+
+_GREEDY = "temperature=0 is greedy, any other temperature samples"
+_NO_BEAMS = "there is no beam search; n=k gives k samples, and cumulative_logprob ranks them"
+_NO_GRAMMAR = "output is not constrained by a grammar; EngineConfig(logits_processors=...) can mask logits"
+_NO_PARALLEL = "a model runs on one device of one machine; leave it out"
+_NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
+_NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
+_NO_LORA = "adapters are not served; merge them first (merge_and_unload) and give or push the merged weights"
+_ALWAYS_ON = "it is always on; leave it out"
+_NO_QUANTIZATION = "weights are float32, bfloat16 or float16 (dtype=...), never quantized"
+
+_VLLM_ENGINE = {
+    "attention_backend": "attention runs by our own kernels; leave it out",
+    "compilation_config": "see compile=... and cuda_graphs=...",
+    "cpu_offload_gb": "weights stay where the model runs; leave it out",
+    "data_parallel_size": _NO_PARALLEL,
+    "disable_cascade_attn": "there is no cascade attention; leave it out",
+    "disable_custom_all_reduce": _NO_PARALLEL,
+    "disable_log_requests": "requests are not logged; leave it out",
+    "disable_log_stats": "give log_stats=False",
+    "distributed_executor_backend": _NO_PARALLEL,
+    "download_dir": "set the environment variable HF_HOME, or give a directory as model",
+    "enable_chunked_prefill": f"{_ALWAYS_ON}; max_num_batched_tokens bounds a chunk",
+    "enable_lora": _NO_LORA,
+    "enable_sleep_mode": _ALWAYS_ON,
+    "enforce_eager": "on a CPU nothing is captured or compiled; on a device give cuda_graphs=False",
+    "generation_config": "end ids come from the checkpoint's generation_config.json, sampling settings never do",
+    "hf_overrides": "edit config.json in a copy of the checkpoint",
+    "hf_token": "set the environment variable HF_TOKEN",
+    "kv_cache_dtype": "keys and values have the model's dtype; leave it out",
+    "kv_cache_memory_bytes": "give kv_cache_bytes",
+    "limit_mm_per_prompt": "prompts are text or token ids only; leave it out",
+    "logprobs_mode": "it belongs to one request: SamplingParams(logprobs_mode=...)",
+    "max_logprobs": "SamplingParams(logprobs=...) is bounded by itself; leave it out",
+    "max_lora_rank": _NO_LORA,
+    "max_loras": _NO_LORA,
+    "max_seq_len_to_capture": "leave it out",
+    "mm_processor_kwargs": "prompts are text or token ids only; leave it out",
+    "model_impl": "models are transformers' own modules; leave it out",
+    "num_gpu_blocks_override": "give num_kv_blocks",
+    "override_generation_config": "give these settings in SamplingParams",
+    "pipeline_parallel_size": _NO_PARALLEL,
+    "preemption_mode": "preempted requests are always recomputed; leave it out",
+    "quantization": _NO_QUANTIZATION,
+    "revision": _NO_REVISION,
+    "runner": "generation is what there is; leave it out",
+    "scheduling_policy": "requests always run by priority, then by arrival: generate(..., priority=...)",
+    "served_model_name": "leave it out",
+    "speculative_config": "there is no speculative decoding; leave it out",
+    "swap_space": "preempted requests are recomputed, not swapped out; leave it out",
+    "task": "generation is what there is; leave it out",
+    "tensor_parallel_size": _NO_PARALLEL,
+    "tokenizer_mode": "the tokenizer that transformers loads is used; leave it out",
+    "tokenizer_revision": _NO_REVISION,
+    "trust_remote_code": _NO_REMOTE_CODE,
+    "weight_transfer_config": "update_weights(...) needs no set-up; leave it out",
+    "worker_cls": "give worker_extensions",
+    "worker_extension_cls": "give worker_extensions",
+}
+_HUGGING_FACE_ENGINE = {
+    "attn_implementation": "attention runs by our own kernels; leave it out",
+    "cache_dir": "set the environment variable HF_HOME, or give a directory as model",
+    "device_map": "give device='cpu' or device='cuda'",
+    "load_in_4bit": _NO_QUANTIZATION,
+    "load_in_8bit": _NO_QUANTIZATION,
+    "low_cpu_mem_usage": _ALWAYS_ON,
+    "pretrained_model_name_or_path": "give model",
+    "quantization_config": _NO_QUANTIZATION,
+    "torch_dtype": "give dtype",
+}
+_SGLANG_ENGINE = {
+    "chunked_prefill_size": "give max_num_batched_tokens",
+    "context_length": "give max_model_len",
+    "disable_cuda_graph": "give cuda_graphs=False",
+    "disable_radix_cache": "give enable_prefix_caching=False",
+    "dp_size": _NO_PARALLEL,
+    "enable_deterministic_inference": "give deterministic=True",
+    "max_running_requests": "give max_num_seqs",
+    "mem_fraction_static": "give gpu_memory_utilization",
+    "model_path": "give model",
+    "page_size": "give block_size",
+    "random_seed": "give seed",
+    "tokenizer_path": "give tokenizer",
+    "tp_size": _NO_PARALLEL,
+}
+_VLLM_SAMPLING = {
+    "best_of": "give n and keep the best by cumulative_logprob",
+    "early_stopping": _NO_BEAMS,
+    "flat_logprobs": "log-probs are always flat arrays, float32 [tokens]; leave it out",
+    "guided_decoding": _NO_GRAMMAR,
+    "length_penalty": _NO_BEAMS,
+    "logits_processors": "give EngineConfig(logits_processors=...) and their arguments as extra_args",
+    "prompt_logprob_token_ids": "prompt_logprobs=k gives the k most likely; score(...) gives those of one completion",
+    "repetition_detection": "give stop, or end requests yourself with abort",
+    "skip_reading_prefix_cache": "prompt_logprobs bypasses the cache by itself; leave it out",
+    "structured_outputs": _NO_GRAMMAR,
+    "thinking_token_budget": "give max_tokens, and continue with continue_final_message",
+    "use_beam_search": _NO_BEAMS,
+}
+_HUGGING_FACE_SAMPLING = {
+    "bad_words_ids": "give bad_words, as strings",
+    "begin_suppress_tokens": "give logit_bias",
+    "do_sample": _GREEDY,
+    "eos_token_id": "end ids are the checkpoint's own; add others as stop_token_ids",
+    "epsilon_cutoff": "give min_p or top_p",
+    "eta_cutoff": "give min_p or top_p",
+    "forced_eos_token_id": "a completion cut by max_tokens has finish_reason 'length'; append the token yourself",
+    "logits_processor": "give EngineConfig(logits_processors=...) and their arguments as extra_args",
+    "max_length": "it counts the prompt: give max_tokens, the new tokens only",
+    "max_new_tokens": "give max_tokens",
+    "min_length": "it counts the prompt: give min_tokens, the new tokens only",
+    "min_new_tokens": "give min_tokens",
+    "no_repeat_ngram_size": "give repetition_penalty, presence_penalty or frequency_penalty",
+    "num_beams": _NO_BEAMS,
+    "num_return_sequences": "give n",
+    "output_logits": "give logprobs",
+    "output_scores": "give logprobs",
+    "pad_token_id": "outputs are not padded; a rollout pads with the tokenizer's own",
+    "return_dict_in_generate": "outputs are always objects; leave it out",
+    "stop_strings": "give stop",
+    "stopping_criteria": "give stop or stop_token_ids, or end requests yourself with abort",
+    "streamer": "AsyncLLM.generate streams",
+    "suppress_tokens": "give logit_bias or bad_words",
+    "typical_p": "give min_p or top_p",
+    "use_cache": _ALWAYS_ON,
+}
+_OPENAI_SAMPLING = {
+    "max_completion_tokens": "give max_tokens",
+    "response_format": _NO_GRAMMAR,
+    "stream": "AsyncLLM.generate streams; output_kind says what",
+    "top_logprobs": "give logprobs, the number of most likely tokens",
+}
+_SGLANG_SAMPLING = {
+    "ebnf": _NO_GRAMMAR,
+    "json_schema": _NO_GRAMMAR,
+    "no_stop_trim": "give include_stop_str_in_output=True",
+    "regex": _NO_GRAMMAR,
+    "return_logprob": "give logprobs=0",
+    "sampling_seed": "give seed",
+}
+
+ENGINE_PEERS: Mapping[str, Mapping[str, str]] = {
+    "vLLM's": _VLLM_ENGINE,
+    "Hugging Face's": _HUGGING_FACE_ENGINE,
+    "SGLang's": _SGLANG_ENGINE,
+}
+"""Whose -> option of their engines -> what to do here instead."""
+SAMPLING_PEERS: Mapping[str, Mapping[str, str]] = {
+    "vLLM's": _VLLM_SAMPLING,
+    "Hugging Face's": _HUGGING_FACE_SAMPLING,
+    "OpenAI's": _OPENAI_SAMPLING,
+    "SGLang's": _SGLANG_SAMPLING,
+}
+"""Whose -> setting of one request of theirs -> what to do here instead."""
+
+
+def peer_option(peers: Mapping[str, Mapping[str, str]], name: str) -> str | None:
+    """The message for an option that another library has; None where `name` is in none of the tables."""
+    for whose, options in peers.items():
+        if name in options:
+            return f"'{name}' is an option of {whose} that does not exist here: {options[name]}."
+    return None

@@ -1,0 +1,143 @@
+"""What people type for an option means what they meant, or is refused with what would do."""
+
+import pathlib
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine import ConfigError, EngineConfig, RequestError, SamplingParams
+from rollout_engine.errors import unknown_name
+from rollout_engine.peer_options import ENGINE_PEERS, SAMPLING_PEERS
+
+
+def config(**options):
+    return EngineConfig(**({"model": "m"} | options))
+
+
+@pytest.mark.parametrize(
+    "field, typed, meant",
+    [
+        ("stop", "text", ["text"]),
+        ("stop", ("a", "b"), ["a", "b"]),
+        ("bad_words", "word", ["word"]),
+        ("stop_token_ids", 5, [5]),
+        ("stop_token_ids", range(3), [0, 1, 2]),
+        ("stop_token_ids", np.array([1, 2]), [1, 2]),
+        ("stop_token_ids", torch.tensor([3]), [3]),
+        ("allowed_token_ids", [np.int64(4), 5], [4, 5]),
+        ("logit_bias", {np.int64(5): np.float32(0.5)}, {5: 0.5}),
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", torch.tensor(0.5), 0.5),
+        ("top_p", np.float64(0.5), 0.5),
+        ("max_tokens", np.int64(3), 3),
+        ("seed", np.uint64(2**63 + 3), 2**63 + 3),
+        ("ignore_eos", np.bool_(True), True),
+        ("top_k", -1, 0),
+        ("top_k", np.int32(-1), 0),
+        ("extra_args", {"a": [np.float32(0.5)]}, {"a": [0.5]}),
+    ],
+)
+def test_a_sampling_setting_means_what_was_meant(field, typed, meant):
+    params = SamplingParams(**{field: typed})
+    assert getattr(params, field) == meant
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    "field, typed, meant",
+    [
+        ("dtype", torch.bfloat16, "bfloat16"),
+        ("dtype", torch.float32, "float32"),
+        ("dtype", "torch.float16", "float16"),
+        ("dtype", "bf16", "bfloat16"),
+        ("dtype", "fp16", "float16"),
+        ("dtype", "half", "float16"),
+        ("dtype", "fp32", "float32"),
+        ("dtype", "float", "float32"),
+        ("dtype", np.float32, "float32"),
+        ("dtype", np.dtype("float16"), "float16"),
+        ("device", torch.device("cpu"), "cpu"),
+        ("device", torch.device("cuda", 0), "cuda"),
+        ("device", "cuda:0", "cuda"),
+        ("max_num_seqs", np.int32(5), 5),
+        ("log_interval", np.float32(0.5), 0.5),
+        ("deterministic", np.bool_(True), True),
+        ("model", pathlib.Path("a", "b"), str(pathlib.Path("a", "b"))),
+        ("worker_extensions", "package.module:Class", ("package.module:Class",)),
+        ("logits_processors", "package.module:Class", ("package.module:Class",)),
+    ],
+)
+def test_an_engine_option_means_what_was_meant(field, typed, meant):
+    assert getattr(config(**{field: typed}), field) == meant
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (config, {"dtype": "bf17"}, "dtype='bf17' is not allowed: must be one of 'auto', 'float32', 'bfloat16', 'flo"),
+        (config, {"dtype": 16}, "dtype=16 is not allowed: must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
+        (config, {"dtype": torch.int8}, "dtype='int8' is not allowed: must be one of"),
+        (config, {"device": "cuda:1"}, "device='cuda:1' is not allowed: must be one of 'auto', 'cpu', 'cuda'"),
+        (config, {"deterministic": "yes"}, "deterministic='yes' is not allowed: must be one of True, False, 'auto'"),
+        (config, {"max_num_seqs": 1.5}, "max_num_seqs=1.5 is not allowed: must be an int, not float."),
+        (config, {"max_num_seqs": None}, "max_num_seqs=None is not allowed: must be an int, not None."),
+        (config, {"gpu_memory_utilization": 2}, "gpu_memory_utilization=2 is not allowed: must be a number < 1.0."),
+        (config, {"worker_extensions": [3]}, "worker_extensions[0]=3 is not allowed: must be a str, not int."),
+        (EngineConfig, {}, "EngineConfig: give model=..., it has no default."),
+        (SamplingParams, {"logprobs_mode": "x"}, "must be one of 'tempered', 'raw', 'processed'."),
+        (SamplingParams, {"max_tokens": "3"}, "max_tokens='3' is not allowed: must be an int or None, not str."),
+        (SamplingParams, {"max_tokens": 0}, "max_tokens=0 is not allowed: must be an int >= 1."),
+        (SamplingParams, {"stop": ["x", 1]}, "stop[1]=1 is not allowed: must be a str, not int."),
+        (SamplingParams, {"stop": 3}, "stop=3 is not allowed: must be a list or None, not int."),
+        (SamplingParams, {"logit_bias": {"5": 1.0}}, "must be a dict whose keys are each an int."),
+        (SamplingParams, {"logit_bias": {5: "x"}}, "must be a dict whose values are each a number."),
+        (SamplingParams, {"top_k": -2}, "top_k=-2 is not allowed: must be an int >= 0."),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_with_what_is_allowed(make, options, message):
+    with pytest.raises((ConfigError, RequestError)) as caught:
+        make(**options)
+    assert message in str(caught.value)
+
+
+def test_a_name_is_suggested_only_where_it_is_close():
+    assert unknown_name("option", "temprature", ["temperature", "top_p"]) == (
+        "Unknown option 'temprature'. Did you mean 'temperature'?"
+    )
+    assert (
+        unknown_name("option", "heat", ["temperature", "top_p"]) == "Unknown option 'heat'. Known: temperature, top_p."
+    )
+
+
+@pytest.mark.parametrize(
+    "make, name, words",
+    [
+        (config, "enforce_eager", "'enforce_eager' is an option of vLLM's that does not exist here: .*cuda_graphs"),
+        (config, "torch_dtype", "Hugging Face's .* give dtype"),
+        (config, "mem_fraction_static", "SGLang's .* give gpu_memory_utilization"),
+        (SamplingParams, "max_new_tokens", "Hugging Face's .* give max_tokens"),
+        (SamplingParams, "best_of", "vLLM's .* give n"),
+        (SamplingParams, "max_completion_tokens", "OpenAI's .* give max_tokens"),
+        (SamplingParams, "max_model_len", "not an option of SamplingParams: give it to EngineConfig"),
+        (config, "temperature", "not an option of EngineConfig: give it to SamplingParams"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_library_or_class_is_known_for_what_it_is(make, name, words):
+    with pytest.raises((ConfigError, RequestError), match=words):
+        make(**{name: 1})
+
+
+@pytest.mark.parametrize("kind, peers", [(EngineConfig, ENGINE_PEERS), (SamplingParams, SAMPLING_PEERS)])
+def test_names_of_other_libraries_are_not_options_here(kind, peers):
+    assert not set(kind.__struct_fields__) & {name for names in peers.values() for name in names}
+
+
+def test_a_clone_has_the_changes_and_is_checked():
+    params = SamplingParams(temperature=0.5, stop=["x"])
+    assert params.clone() == params
+    assert params.clone(n=np.int64(4), stop="y") == SamplingParams(temperature=0.5, stop=["y"], n=4)
+    with pytest.raises(RequestError, match="temperature=-1"):
+        params.clone(temperature=-1)
+    assert config(seed=3).clone(dtype="bf16") == config(seed=3, dtype="bfloat16")
