@@ -1,7 +1,6 @@
 """The policy as a trainer sees it: it rolls out, scores, and takes new weights."""
 
 import asyncio
-import itertools
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from tqdm import tqdm
 
+from rollout_engine.batches.layout import places
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError
 from rollout_engine.frontend.async_llm import AsyncLLM
@@ -171,9 +171,9 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         as the weights are the same and the engine is deterministic.
         """
         tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
-        places = _sequences(batch)
-        sampled = [assistant[place].nonzero().flatten() for place in places]
-        scored = [(place, int(at[0])) for place, at in zip(places, sampled, strict=True) if len(at)]
+        full = places(batch).full
+        sampled = [assistant[place].nonzero().flatten() for place in full]
+        scored = [(place, int(at[0])) for place, at in zip(full, sampled, strict=True) if len(at)]
         ids = [tokens[place].tolist() for place, _ in scored]
         results = self.engine.score(
             [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
@@ -245,15 +245,6 @@ def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:
     except LifecycleError:
         return 0
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-
-
-def _sequences(batch: TensorDict) -> list[Any]:
-    """Where each sequence's real tokens lie in "full": (row, slice)."""
-    if "cu_seqlens" in batch.keys():
-        ends = batch["cu_seqlens"].tolist()
-        return [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]
-    lengths = batch["masks", "all_attention_mask"].sum(1).tolist()
-    return [(row, slice(0, length)) for row, length in enumerate(lengths)]
 
 
 def _bar(plan: RolloutPlan, use_tqdm: bool) -> Any:

@@ -8,13 +8,17 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("tokens", "full")                        [B, T]   [1, N]       int64
     ("masks", "all_attention_mask")           [B, T]   [1, N]       bool; real tokens of full
     ("masks", "all_assistant_mask")           [B, T]   [1, N]       bool; tokens the policy sampled
+    ("masks", "prompt")                       [B, P]   [1, sum P]   bool; real tokens of prompt
     ("masks", "response")                     [B, R]   [1, sum R]   bool; real tokens of response
     ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; 0 outside the mask
     "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only where top-k, top-p or min-p cut
     "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
     "group_id", "sample_index", "seed"        [B]                   int64
+    "num_prompt_tokens"                       [B]                   int64; where the response begins in full
+    "truncated"                               [B, 1]                bool; cut off, by max_tokens or an abort
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
-    ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards
+    ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
+                                                                    ended by itself (finish_reason "stop")
     "cu_seqlens"                                       [B + 1]      int32; where each sequence of full starts
 
 Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the packed one [].
@@ -26,16 +30,17 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack
 from torch import Tensor
 
+from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
 
 Layout = Literal["padded", "packed"]
 RESERVED_KEYS = frozenset(
-    "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed finish_reason "
-    "text next cu_seqlens".split()
+    "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
+    "num_prompt_tokens truncated finish_reason text next cu_seqlens".split()
 )
 """Top-level keys that no column may take."""
 
@@ -48,7 +53,7 @@ def rollout_batch(
     columns: Mapping[str, Sequence[Any]] | None = None,
     rewards: Sequence[Sequence[float]] | None = None,
     layout: Layout = "padded",
-) -> TensorDict:
+) -> RolloutBatch:
     """One TensorDict from finished results, keys as in the table above.
 
     Args:
@@ -68,14 +73,18 @@ def rollout_batch(
     rows = _repeated(range(len(outputs)), outputs)
     prompts = _repeated([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
     responses = [np.array(sample.token_ids, np.int64) for sample in samples]
-    masks = _masks(np.array([*map(len, prompts)], np.int64), np.array([*map(len, responses)], np.int64), layout)
+    num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
+    masks = _masks(num_prompt, num_response, layout)
 
     batch_size = [len(samples)] if layout == "padded" else []
-    batch = TensorDict(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
+    batch = RolloutBatch(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
     groups = np.arange(len(outputs)) if group_ids is None else np.array(group_ids, np.int64)
     batch["group_id"] = _tensor(groups[rows])
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
+    batch["num_prompt_tokens"] = _tensor(num_prompt)
+    done = torch.tensor([sample.finish_reason == "stop" for sample in samples], dtype=torch.bool).unsqueeze(-1)
+    batch["truncated"] = ~done
     batch["finish_reason"] = NonTensorStack(*(sample.finish_reason for sample in samples))
     batch["text", "prompt"] = NonTensorStack(*(outputs[row].prompt for row in rows))
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
@@ -83,9 +92,9 @@ def rollout_batch(
         batch[name] = NonTensorStack(*(values[row] for row in rows))
     if rewards is not None:
         batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
-        batch["next", "done"] = torch.ones(len(samples), 1, dtype=torch.bool)
+        batch["next", "done"] = done
     if layout == "packed":
-        ends = np.cumsum([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=np.int32)
+        ends = np.cumsum(num_prompt + num_response, dtype=np.int32)
         batch["cu_seqlens"] = _tensor(np.concatenate([np.zeros(1, np.int32), ends]))
     return batch
 
@@ -137,6 +146,7 @@ def _token_keys(
         "masks": {
             "all_attention_mask": _tensor(masks.full),
             "all_assistant_mask": _tensor(masks.assistant),
+            "prompt": _tensor(masks.prompt),
             "response": _tensor(masks.response),
         },
         "log_probs": {

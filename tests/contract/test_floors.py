@@ -24,7 +24,7 @@ FLOOR_2 = tuple(
 )
 FLOOR_8 = tuple(
     f"rollout_engine.{name}"
-    for name in ("policy", "rewards", "rollout_batch", "rollout_plan", "rollout_run", "testing")
+    for name in ("batches", "policy", "rewards", "rollout_batch", "rollout_plan", "rollout_run", "testing")
 )
 FLOOR_9 = ("rollout_engine.__main__", "rollout_engine.cli")
 EVERYTHING = ("rollout_engine", "sync", "worker_ext")

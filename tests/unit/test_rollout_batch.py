@@ -13,7 +13,7 @@ from rollout_engine.rollout_batch import RESERVED_KEYS, rollout_batch
 PAD = 99
 
 
-def completion(index, tokens, *, spans=None, kept=False, seed=0, logprobs=True):
+def completion(index, tokens, *, spans=None, kept=False, seed=0, logprobs=True, finish_reason="stop"):
     values = -np.arange(1, len(tokens) + 1, dtype=np.float32)
     return CompletionOutput(
         index=index,
@@ -23,7 +23,7 @@ def completion(index, tokens, *, spans=None, kept=False, seed=0, logprobs=True):
         top_logprobs=None,
         cumulative_logprob=float(values.sum()),
         kept_logprob_mass=values / 10 if kept else None,
-        finish_reason="stop",
+        finish_reason=finish_reason,
         stop_reason=None,
         version_spans=spans if spans is not None else [VersionSpan(0, len(tokens), 4, 4)],
         seed=seed,
@@ -75,6 +75,8 @@ def test_padded_tokens_and_masks():
         [0, 0, 0, 1, 1],
         [0, 0, 0, 0, 0],
     ]
+    assert batch["masks", "prompt"].int().tolist() == [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]]
+    assert batch["num_prompt_tokens"].tolist() == [2, 2, 3, 3]
     assert batch["masks", "response"].int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]
 
 
@@ -105,11 +107,13 @@ def test_seeds_are_bit_patterns_of_the_unsigned_number():
 def test_dtypes():
     batch = rollout_batch(two_groups(), pad_token_id=PAD, rewards=[[1, 0], [0.5, 2]])
     int64 = [("tokens", "prompt"), ("tokens", "response"), ("tokens", "full"), "policy_version", "kv_min_version"]
-    assert {batch[key].dtype for key in [*int64, "group_id", "sample_index", "seed"]} == {torch.int64}
+    assert {batch[key].dtype for key in [*int64, "group_id", "sample_index", "seed", "num_prompt_tokens"]} == {
+        torch.int64
+    }
     assert {batch["masks", key].dtype for key in batch["masks"].keys()} == {torch.bool}
     assert {batch["log_probs", key].dtype for key in ("response", "full")} == {torch.float32}
     assert batch["next", "reward"].dtype == torch.float32
-    assert batch["next", "done"].dtype == torch.bool
+    assert batch["next", "done"].dtype == batch["truncated"].dtype == torch.bool
 
 
 def test_rewards_are_columns_of_one():
@@ -117,6 +121,17 @@ def test_rewards_are_columns_of_one():
     assert batch["next", "reward"].tolist() == [[1], [0], [0.5], [2]]
     assert batch["next", "done"].tolist() == [[True]] * 4
     assert "next" not in rollout_batch(two_groups(), pad_token_id=PAD).keys()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_done_is_what_ended_by_itself_and_truncated_is_what_was_cut(layout):
+    reasons = ["stop", "length", "abort", "stop"]
+    samples = [completion(i, [i], finish_reason=reason) for i, reason in enumerate(reasons)]
+    batch = rollout_batch([result("a", [1], samples)], pad_token_id=PAD, rewards=[[0.0] * 4], layout=layout)
+    assert batch["next", "done"].tolist() == [[True], [False], [False], [True]]
+    assert batch["truncated"].tolist() == [[False], [True], [True], [False]]
+    without = rollout_batch([result("a", [1], samples)], pad_token_id=PAD, layout=layout)
+    assert torch.equal(without["truncated"], batch["truncated"])
 
 
 def test_kept_mass_is_there_only_when_something_was_cut():

@@ -84,7 +84,8 @@ def test_columns_reach_the_reward_function_and_the_batch(rig):
     assert calls == {p: (2, 2, [a] * 2, [k] * 2) for p, a, k in zip(PROMPTS, "ABC", (1, 2, 3), strict=True)}
     assert list(batch["answer"]) == ["A", "A", "B", "B", "C", "C"]
     assert batch["next", "reward"].flatten().tolist() == [float(len(text)) for text in batch["text", "response"]]
-    assert batch["next", "done"].all()
+    assert torch.equal(batch["next", "done"], ~batch["truncated"])
+    assert [not cut for cut in batch["truncated"]] == [reason == "stop" for reason in batch["finish_reason"]]
 
 
 def test_each_group_is_rewarded_while_others_still_run(rig):

@@ -1,0 +1,130 @@
+"""Where each sequence lies in a rollout's TensorDict, for both layouts of `rollout_engine.rollout_batch`.
+
+Every key with one value per token follows one of three spans:
+
+    span         its tokens                   padded, one row per sequence   packed, all sequences in one row
+    "prompt"     the prompt                   [B, P], to the right           [1, sum P], end to end
+    "response"   what came after the prompt   [B, R], to the left            [1, sum R], end to end
+    "full"       both                         [B, T], to the left            [1, N], cut at cu_seqlens
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from tensordict import TensorDictBase, is_leaf_nontensor
+from torch import Tensor
+
+from rollout_engine.errors import RequestError
+
+Span: TypeAlias = Literal["prompt", "response", "full"]
+Key: TypeAlias = str | tuple[str, ...]
+Place: TypeAlias = tuple[int, slice]
+"""Row and columns of one sequence's tokens."""
+
+SPANS: tuple[Span, ...] = ("prompt", "response", "full")
+SPAN_OF_KEY: dict[Key, Span] = {
+    ("tokens", "prompt"): "prompt",
+    ("masks", "prompt"): "prompt",
+    ("tokens", "response"): "response",
+    ("masks", "response"): "response",
+    ("log_probs", "response"): "response",
+    "kept_logprob_mass": "response",
+    ("tokens", "full"): "full",
+    ("masks", "all_attention_mask"): "full",
+    ("masks", "all_assistant_mask"): "full",
+    ("log_probs", "full"): "full",
+    "policy_version": "full",
+    "kv_min_version": "full",
+}
+"""The keys of a rollout that hold one value per token."""
+
+
+class Places(NamedTuple):
+    """Per span, where the tokens of each sequence lie, in the order of the batch."""
+
+    prompt: list[Place]
+    response: list[Place]
+    full: list[Place]
+
+
+def is_packed(batch: TensorDictBase) -> bool:
+    """Whether the layout is "packed"."""
+    return "cu_seqlens" in batch.keys()
+
+
+def num_sequences(batch: TensorDictBase) -> int:
+    """B, in either layout."""
+    return len(batch["cu_seqlens"]) - 1 if is_packed(batch) else batch.batch_size[0]
+
+
+def check_batch(batch: object, field: str = "batch") -> TensorDictBase:
+    """`batch`, if it is a rollout in one of the two layouts. Raises `RequestError`, which calls it `field`."""
+    if not isinstance(batch, TensorDictBase):
+        raise RequestError.for_field(field, batch, "a TensorDict as RolloutPolicy.rollout returns it")
+    if ("tokens", "full") not in batch.keys(include_nested=True):
+        keys = sorted(map(str, batch.keys()))
+        raise RequestError.for_field(f"{field}.keys()", keys, "those that RolloutPolicy.rollout returns")
+    if not is_packed(batch) and batch.batch_dims != 1:
+        hint = "Undo what reshaped or stacked it; one sequence alone is batch[i : i + 1]."
+        raise RequestError.for_field(f"{field}.batch_size", list(batch.batch_size), "[number of sequences]", hint)
+    return batch
+
+
+def leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
+    """(key, value) of everything that is no TensorDict of others: tensors, and stacks of Python objects."""
+    for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+        parent = batch if isinstance(key, str) else batch.get(key[:-1])
+        yield key, parent.get(key if isinstance(key, str) else key[-1])
+
+
+def span_lengths(batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """(tokens of each prompt, tokens of each response), int64 [B]."""
+    num_prompt = batch["num_prompt_tokens"]
+    if is_packed(batch):
+        return num_prompt, batch["cu_seqlens"].long().diff() - num_prompt
+    return num_prompt, batch["masks", "response"].sum(1)
+
+
+def places(batch: TensorDictBase) -> Places:
+    """Where the tokens of every sequence lie."""
+    num_prompt, num_response = (lengths.tolist() for lengths in span_lengths(batch))
+    num_full = [p + r for p, r in zip(num_prompt, num_response, strict=True)]
+    if is_packed(batch):
+        return Places(*map(_end_to_end, (num_prompt, num_response, num_full)))
+    width = width_of(batch, "prompt")
+    return Places(
+        [(row, slice(width - n, width)) for row, n in enumerate(num_prompt)],
+        [(row, slice(0, n)) for row, n in enumerate(num_response)],
+        [(row, slice(0, n)) for row, n in enumerate(num_full)],
+    )
+
+
+def width_of(batch: TensorDictBase, span: Span) -> int:
+    """Columns of the keys of `span`: P, R or T padded, the sum over sequences packed."""
+    return int(batch["tokens", span].shape[1])
+
+
+def packed_span(key: Key, value: Any, batch: TensorDictBase) -> Span | None:
+    """The span of `key` in a packed batch; None for one entry per sequence.
+
+    Of keys that are not a rollout's own, the shape decides: [1, n, ...] with n the tokens of a span, or [B, ...].
+    Raises `RequestError` where it is neither.
+    """
+    if key in SPAN_OF_KEY:
+        return SPAN_OF_KEY[key]
+    shape = tuple(value.shape)
+    if isinstance(value, Tensor) and len(shape) > 1 and shape[0] == 1 < shape[1]:
+        for span in SPANS:
+            if shape[1] == width_of(batch, span):
+                return span
+    if shape[:1] == (num_sequences(batch),):
+        return None
+    tokens = ", ".join(f"[1, {width_of(batch, span)}, ...]" for span in SPANS)
+    bound = f"one of {tokens} (prompt, response, full) or [{num_sequences(batch)}, ...]"
+    raise RequestError.for_field(f"batch[{key!r}].shape", list(shape), bound, "Take it out with batch.exclude(key).")
+
+
+def _end_to_end(lengths: list[int]) -> list[Place]:
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    return [(0, slice(start, end)) for start, end in zip(ends[:-1], ends[1:], strict=True)]

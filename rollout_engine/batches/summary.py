@@ -1,0 +1,118 @@
+"""The TensorDict of a rollout, printed on one screen.
+
+>>> batch
+RolloutBatch, padded: 8 sequences, 2 groups, 97 sampled tokens (1 to 16 each), policy version 0
+  ended by: stop 5, length 3
+  reward: mean 0.25, from 0 to 1
+  first: '2 + 2 =' -> ' 4'
+  tokens         prompt [8, 9] int64, response [8, 16] int64, full [8, 25] int64
+  ...
+"""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from tensordict.base import _register_tensor_class
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from rollout_engine.batches.layout import is_packed, leaves, num_sequences
+
+WIDTH, MAX_KEYS, MAX_TEXT = 110, 24, 40
+
+
+class RolloutBatch(TensorDict):
+    """A TensorDict like any other, which prints itself in one screen: what is in it, not only its shapes.
+
+    Indexing, `to`, `reshape`, `stack` and the like give a `RolloutBatch` again; `to_tensordict()` gives a plain one.
+    `memmap` and `save` write a plain TensorDict, which loads where this library is not installed.
+    """
+
+    def __repr__(self) -> str:
+        try:
+            head = [_counts(self), *_facts(self)] if _is_whole(self) else None
+        except RuntimeError:  # tensors without values: on the meta device, or inside vmap
+            head = None
+        head = head or [f", batch size {list(self.batch_size)}"]
+        text = "\n".join([type(self).__name__ + head[0], *head[1:], *_keys(self)])
+        return text.replace("\n", "\n  ")
+
+    def memmap(self, *args: Any, **kwargs: Any) -> Any:
+        """A plain TensorDict of memory-mapped tensors; arguments as for every TensorDict."""
+        return _plain(self).memmap(*args, **kwargs)
+
+    def memmap_like(self, *args: Any, **kwargs: Any) -> Any:
+        """A plain TensorDict of empty memory-mapped tensors; arguments as for every TensorDict."""
+        return _plain(self).memmap_like(*args, **kwargs)
+
+
+def _plain(batch: TensorDictBase) -> TensorDict:
+    return TensorDict(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)
+
+
+_register_tensor_class(RolloutBatch)  # `memmap_` writes this class's name
+register_pytree_node(
+    RolloutBatch,
+    lambda batch: ([_plain(batch)], None),
+    lambda children, _: RolloutBatch(dict(children[0].items()), batch_size=children[0].batch_size),
+    serialized_type_name="rollout_engine.batches.summary.RolloutBatch",
+)
+
+
+def _is_whole(batch: RolloutBatch) -> bool:
+    """Whether it is a batch of sequences still: not reshaped, not one row alone, not without the keys that count."""
+    is_listed = is_packed(batch) or batch.batch_dims == 1
+    return is_listed and {"tokens", "masks", "policy_version", "group_id"} <= set(batch.keys())
+
+
+def _counts(batch: RolloutBatch) -> str:
+    """What the first line says after the name."""
+    counts = [f"sequences {num_sequences(batch)}", f"groups {len(batch['group_id'].unique())}"]
+    sampled = batch["masks", "all_assistant_mask"]
+    counts.append(f"sampled tokens {int(sampled.sum())}")
+    versions = batch["policy_version"][sampled].unique().tolist()
+    if versions:
+        counts.append("policy version " + " to ".join(map(str, sorted({versions[0], versions[-1]}))))
+    return f", {'packed' if is_packed(batch) else 'padded'}: {', '.join(counts)}"
+
+
+def _facts(batch: RolloutBatch) -> Iterator[str]:
+    """Ends, rewards and the first sample, as far as the batch has them."""
+    keys = batch.keys(include_nested=True)
+    if "finish_reason" in keys:
+        ends = Counter(map(str, batch["finish_reason"]))
+        yield "ended by: " + ", ".join(f"{reason} {times}" for reason, times in ends.most_common())
+    if ("next", "reward") in keys and batch["next", "reward"].numel():
+        rewards = batch["next", "reward"].float()
+        yield f"reward: mean {rewards.mean():.4g}, from {rewards.min():.4g} to {rewards.max():.4g}"
+    if ("text", "response") in keys and num_sequences(batch):
+        yield f"first: {_short(batch['text', 'prompt'][0])} -> {_short(batch['text', 'response'][0])}"
+
+
+def _keys(batch: RolloutBatch) -> Iterator[str]:
+    """A line for each key of the first level: the shapes and dtypes below it."""
+    below: dict[str, list[str]] = {}
+    for key, value in leaves(batch):
+        top, *rest = (key,) if isinstance(key, str) else key
+        what = f"{list(value.shape)} {_dtype(value)}"
+        below.setdefault(top, []).append(f"{'.'.join(rest)} {what}" if rest else what)
+    shown = list(below.items())[:MAX_KEYS]
+    column = max((len(name) for name, _ in shown), default=0) + 2
+    for name, parts in shown:
+        unbroken = ", ".join(part.replace(" ", "_") for part in parts)
+        lines = textwrap.wrap(unbroken, WIDTH - column, break_long_words=False, break_on_hyphens=False)
+        yield f"{name:{column}}" + ("\n" + " " * column).join(lines).replace("_", " ")
+    if len(below) > MAX_KEYS:
+        yield f"and {len(below) - MAX_KEYS} keys more"
+
+
+def _dtype(value: Any) -> str:
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else "objects"
+
+
+def _short(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
