@@ -5,11 +5,11 @@
 
 `logprobs[:, i]` belongs to token `i + 1` and equals the engine's `batch["log_probs", "full"][:, i + 1]` bit for bit,
 wherever a token's whole context was computed under the trainer's current weights. On-policy ratios are exactly 1.0.
-A model on the CPU computes as engines on the CPU do, one on a CUDA device as engines with `device="cuda",
-deterministic=True`.
+Packed rows (several sequences end to end) are told apart by `cu_seqlens` or by positions that start again at 0. A model
+on the CPU computes as engines on the CPU do, one on a CUDA device as engines with `device="cuda", deterministic=True`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
 from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
+from rollout_engine.model.call_checks import install_checks, refuse_moved
 from rollout_engine.model.fusion import repack
+from rollout_engine.model.packed_rows import positions_from, starts_of
 from rollout_engine.model.rotary import refuse_long_batches
 
 
@@ -25,15 +27,22 @@ def enable(model: nn.Module) -> nn.Module:
     """Make a Hugging Face causal LM compute what the engine computes; in place, and returned.
 
     Linears, norms, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and
-    `save_pretrained` are unaffected. Batches must be right-padded (`token_logprobs` accepts any padding). Call it again
-    after replacing modules; calling it twice is harmless. Dropout must be off, and the model on the device on which it
-    will stay. Raises `ConfigError` for a model that cannot be exact.
+    `save_pretrained` are unaffected, and every write to a parameter counts from the next forward on, however it was
+    made. Batches must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing
+    modules; calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is
+    wrapped (DDP, FSDP, adapters). Dropout, autocast and `torch.compile` are refused at the first forward that uses
+    them. Raises `ConfigError` for a model that cannot be exact.
     """
     if not hasattr(model, "set_attn_implementation"):
-        raise ConfigError(f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}.")
-    _refuse_rounded_rotary(model)
-    _refuse_moved(model)
-    arithmetic = arithmetic_of(_device_of(model))
+        raise ConfigError(
+            f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}. Enable the model before it is "
+            "wrapped."
+        )
+    _refuse_dtypes(model)
+    device, enabled = _device_of(model), _enabled(model)
+    if enabled is not None:
+        refuse_moved(device, enabled.device_type)
+    arithmetic = arithmetic_of(device)
     model.set_attn_implementation(arithmetic.attention_name)
     arithmetic.make_row_invariant(model)
     if unproven := arithmetic.unproven_parts(model):
@@ -41,44 +50,73 @@ def enable(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on the "
             f"batch, such as {unproven[0]}."
         )
-    if _enabled(model) is None:
-        model.register_forward_pre_hook(_check_call, with_kwargs=True)
-        refuse_long_batches(model)
-        model._rollout_engine_exact = _Enabled(arithmetic, _device_of(model).type)
+    if enabled is None:
+        install_checks(model.base_model, device)
+        refuse_long_batches(model.base_model)
+        model._rollout_engine_exact = _Enabled(arithmetic, device.type)
     return model
 
 
 def refresh(model: nn.Module) -> None:
-    """Rebuild packed weights after writes autograd cannot see (`parameter.data.copy_`). Optimizers need no call."""
+    """Pack all weights now rather than in the next forward, which does so by itself wherever values have changed."""
     repack(model)
 
 
 def token_logprobs(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, *, temperature: float = 1.0
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """Log-prob of each next token: input_ids int64 [B, T] -> float32 [B, T - 1], differentiable.
+    """Log-prob of each next token: input_ids int [B, T] -> float32 [B, T - 1], differentiable.
 
-    Entry `[:, i]` is log softmax(logits_i / temperature)[token i + 1]; 0 where token i or i + 1 is padding.
-    `attention_mask` [B, T] may pad on either side or between tokens. temperature 0 counts as 1, as in the engine.
+    Entry `[:, i]` is log softmax(logits_i / temperature)[token i + 1]; 0 where token i or i + 1 is padding, and where
+    token i + 1 begins a sequence. temperature 0 counts as 1, as in the engine.
+
+    Args:
+        attention_mask: [B, T], padding on either side or between tokens. None: no padding.
+        cu_seqlens: int [N + 1] for packed rows: sequence j is `input_ids[0, cu_seqlens[j]:cu_seqlens[j + 1]]`, B = 1.
+        position_ids: int [B, T] for packed rows: positions count up, and start again at 0 where a sequence begins.
+            Padding may only follow the sequences of a row. Give either this or `cu_seqlens`.
+
+    Raises `ValueError` for shapes, masks and positions that do not fit one another.
     """
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must be [B, T], got shape {tuple(input_ids.shape)}")
-    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask must be {tuple(input_ids.shape)} like input_ids, got {tuple(mask.shape)}")
+    mask = _checked_mask(input_ids, attention_mask)
+    input_ids = input_ids.long()
+    positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
+    if positions is not None:
+        return _packed_logprobs(model, input_ids, mask, positions, temperature or 1.0)
     order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
-    packed, real = input_ids.gather(1, order), mask.gather(1, order)
-    result = _right_padded_logprobs(model, packed, real, temperature or 1.0)
+    moved, real = input_ids.gather(1, order), mask.gather(1, order)
+    result = right_padded_logprobs(model, moved, real, temperature or 1.0)
     if torch.equal(real, mask):
         return result
     spread = result.new_zeros(input_ids.shape).scatter(1, order[:, 1:], result)  # entry of token order[i + 1]
     return spread[:, 1:]
 
 
-def _right_padded_logprobs(model: nn.Module, input_ids: Tensor, real: Tensor, temperature: float) -> Tensor:
+def right_padded_logprobs(model: nn.Module, input_ids: Tensor, real: Tensor, temperature: float) -> Tensor:
+    """`token_logprobs` of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
     length = max(int(real.sum(1).max()), 2)
     logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
-    wanted = real[:, 1:length]
+    return _logprobs_at(model, logits, input_ids, real[:, 1:length], temperature)
+
+
+def _packed_logprobs(
+    model: nn.Module, input_ids: Tensor, real: Tensor, position_ids: Tensor, temperature: float
+) -> Tensor:
+    mask = None if real.all() else real
+    outputs = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
+    wanted = (real & ~starts_of(position_ids))[:, 1:]
+    return _logprobs_at(model, outputs.logits[:, :-1], input_ids, wanted, temperature)
+
+
+def _logprobs_at(model: nn.Module, logits: Tensor, input_ids: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+    """float32 [B, T - 1] from logits [B, L, V]: of the next tokens where `wanted` bool [B, L], 0 elsewhere."""
+    length = wanted.shape[1] + 1
     chosen = input_ids[:, 1:length][wanted]
     enabled = _enabled(model)  # engines on the CPU score by modules that nobody has enabled
     arithmetic = ON_HOST if enabled is None else enabled.arithmetic
@@ -88,8 +126,45 @@ def _right_padded_logprobs(model: nn.Module, input_ids: Tensor, real: Tensor, te
     return result.index_put((row, column), values)
 
 
-def _refuse_rounded_rotary(model: nn.Module) -> None:
+def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """bool [B, T]: the real tokens."""
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        kind = f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
+        raise ValueError(f"input_ids must be integers [B, T], got {kind}")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask must be {tuple(input_ids.shape)} like input_ids, got {tuple(mask.shape)}")
+    return mask
+
+
+def _checked_positions(
+    input_ids: Tensor, mask: Tensor, cu_seqlens: Tensor | None, position_ids: Tensor | None
+) -> Tensor | None:
+    """position_ids int64 [B, T] of packed rows; None where every row is one sequence."""
+    if cu_seqlens is None:
+        if position_ids is not None and position_ids.shape != input_ids.shape:
+            shapes = f"{tuple(input_ids.shape)} like input_ids, got {tuple(position_ids.shape)}"
+            raise ValueError(f"position_ids must be {shapes}")
+        return position_ids
+    if position_ids is not None:
+        raise ValueError("Both cu_seqlens and position_ids were given; each says where sequences begin: give one.")
+    if len(input_ids) != 1 or not mask.all():
+        shape = tuple(input_ids.shape)
+        raise ValueError(
+            f"cu_seqlens goes with one row [1, T] without padding, got input_ids of shape {shape}"
+            + ("" if mask.all() else f" with {int((~mask).sum())} masked tokens")
+        )
+    return positions_from(cu_seqlens.to(input_ids.device), input_ids.shape[1])
+
+
+def _refuse_dtypes(model: nn.Module) -> None:
     """`model.to(torch.bfloat16)` rounds the rotary frequencies too, which the engine keeps in float32."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"'{name}' is {parameter.dtype}, in which no engine computes exactly. Load the model with "
+                "from_pretrained(..., dtype=torch.bfloat16) or torch.float32, as the engine."
+            )
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dtype != torch.float32:
             raise ConfigError(
@@ -99,36 +174,17 @@ def _refuse_rounded_rotary(model: nn.Module) -> None:
 
 
 class _Enabled(NamedTuple):
-    """What is noted on a model."""
+    """What `enable` notes on a model."""
 
     arithmetic: Arithmetic
     device_type: str
 
 
 def _enabled(model: nn.Module) -> _Enabled | None:
-    return getattr(model, "_rollout_engine_exact", None)
-
-
-def _refuse_moved(model: nn.Module) -> None:
-    enabled, device = _enabled(model), _device_of(model)
-    if enabled is not None and enabled.device_type != device.type:
-        raise ConfigError(
-            f"The model is on {device} but was made exact on {enabled.device_type}. Load it anew, move it to where it "
-            "will stay, and only then call exact.enable."
-        )
+    """The note on a model, or on what a wrapper of it wraps."""
+    notes = (child.__dict__.get("_rollout_engine_exact") for child in model.modules())
+    return next((note for note in notes if note is not None), None)
 
 
 def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _refuse_moved(model)
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if mask is None or not isinstance(mask, Tensor):
-        return
-    if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise ValueError(
-            "An exact model reads right-padded batches: attention_mask must be [B, T] and not rise along a row. "
-            "Use exact.token_logprobs(model, input_ids, attention_mask), which accepts any padding."
-        )

@@ -24,7 +24,7 @@ def score(
             ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
         mask = torch.arange(length) < torch.tensor([len(sequences[i]) for i in members])[:, None]
         with torch.no_grad():
-            values = exact.token_logprobs(module, ids, mask, temperature=temperature).numpy()
+            values = exact.right_padded_logprobs(module, ids, mask, temperature or 1.0).numpy()
         for row, i in enumerate(members):
             results[i] = values[row, num_prompt[i] - 1 : len(sequences[i]) - 1].copy()
     return [results[i] for i in range(len(sequences))]

@@ -1,6 +1,6 @@
 """Attention over KV tiles of fixed size: the same bits for a query token however it was batched, chunked or cached.
 
-This is the eager twin of `kernels.cpu.attention`, which serves wherever it can be compiled, and every backward.
+This is the eager twin of `kernels.cpu.attention`, which serves wherever it can be compiled.
 
 Context is read in tiles of `KV_TILE` tokens counted from position 0; each tile updates a running maximum, sum and
 output in float32 (online softmax: Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A tile in which a row
@@ -11,9 +11,7 @@ Shapes: a *row* is one (query token, query head); the `group` query heads of one
 that a KV head is read once. `N` sequences, `Hk` KV heads, `R` rows of one KV head in one sequence.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +90,7 @@ def attend(
         if out is None:
             out = query.new_zeros(*query.shape[:2], values.shape[-1])
         active = (slice(num_sequences * num_kv_heads), slice(first_row, None))
-        scores = _scores(query[active], keys, plan, j, num_kv_heads, scoring)
+        scores = scores_of(query[active], keys, plan, j, num_kv_heads, scoring)
         old_top = top[active]
         new_top = torch.maximum(old_top, scores.amax(-1, keepdim=True))
         rescale = torch.sub(old_top, new_top).exp_()
@@ -112,7 +110,7 @@ def _rows_of_heads(values: Tensor, num_kv_heads: int, shape: torch.Size) -> Tens
     return rows.repeat(shape[0] // num_kv_heads, 1).unsqueeze(-1)
 
 
-def _scores(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, scoring: Scoring) -> Tensor:
+def scores_of(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, scoring: Scoring) -> Tensor:
     """Scores [n * Hk, rows, KV_TILE] of scaled queries, -inf where the row may not look."""
     scores = torch.bmm(query, keys.transpose(1, 2))
     if scoring.softcap:
@@ -123,132 +121,9 @@ def _scores(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: i
     return scores
 
 
-Dense = Callable[[Tensor, Tensor, Tensor, Scoring, Tensor | None], tuple[Tensor, Tensor]]
-"""q, k, v, scoring, sinks as of `DenseAttention` -> its output and the log-sum-exp of scores, float32 [B, T, H]."""
-
-
-class DenseAttention(torch.autograd.Function):
-    """The trainer's side: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv].
-
-    `sinks` [H]: one more logit for each head's softmax. `kernel`: another forward than the CPU's.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scoring: Scoring,
-        sinks: Tensor | None = None,
-        kernel: Dense | None = None,
-    ) -> Tensor:
-        kernel = kernel or (compiled.attend_dense if _compiled(q) else _attend_dense)
-        out, lse = kernel(q, k, v, scoring, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.scoring = scoring
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """FlashAttention's: weights recomputed a tile at a time from the saved log-sum-exp."""
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        scoring: Scoring = ctx.scoring
-        batch, num_heads, length, _ = q.shape
-        num_kv_heads = k.shape[1]
-        grad_sinks = None if sinks is None else _grad_of_sinks(grad, out, lse, sinks)
-        query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
-        grad_out, out = (_to_rows(x.transpose(1, 2), num_kv_heads) for x in (grad, out))
-        lse = _to_rows(lse.transpose(1, 2).unsqueeze(-1), num_kv_heads).squeeze(-1)
-        plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
-        padding = plan.positions[:, None, :, None] < 0
-        delta = (grad_out * out).sum(-1, keepdim=True)
-        grad_q, grad_k, grad_v = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
-        for j, (_, first_row) in enumerate(plan.steps):
-            rows = slice(first_row, None)
-            scores = _scores(query[:, rows] * scoring.scale, keys[:, j], plan, j, num_kv_heads, scoring)
-            weights = (scores - lse[:, rows, None]).exp()
-            weights.view(batch, num_kv_heads, *weights.shape[1:]).masked_fill_(padding[:, :, rows], 0.0)
-            grad_scores = weights * (torch.bmm(grad_out[:, rows], values[:, j].transpose(1, 2)) - delta[:, rows])
-            if scoring.softcap:
-                grad_scores *= (1 - (scores / scoring.softcap) ** 2).nan_to_num_(0.0, 0.0, 0.0)
-            grad_q[:, rows] += torch.bmm(grad_scores, keys[:, j]) * scoring.scale
-            grad_k[:, j] = torch.bmm(grad_scores.transpose(1, 2), query[:, rows]) * scoring.scale
-            grad_v[:, j] = torch.bmm(weights.transpose(1, 2), grad_out[:, rows])
-        return (
-            _from_rows(grad_q, batch, num_heads, length).transpose(1, 2).to(q.dtype),
-            _from_tiles(grad_k, k),
-            _from_tiles(grad_v, v),
-            None,
-            grad_sinks,
-            None,
-        )
-
-
-def _grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """grad, out [B, T, H, Dv], lse [B, T, H]: a sink's weight takes from every output in proportion."""
-    weight = (sinks.float() - lse).exp()
-    return -(weight * (grad.float() * out.float()).sum(-1)).sum((0, 1)).to(sinks.dtype)
-
-
-def _compiled(q: Tensor) -> bool:
-    return q.device.type == "cpu" and compiled.serves(q.dtype)
-
-
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The twin of `kernels.cpu.attention.attend_dense`."""
-    batch, num_heads, length, _ = q.shape
-    num_kv_heads = k.shape[1]
-    query, keys, values = _to_rows(q, num_kv_heads), _to_tiles(k), _to_tiles(v)
-    plan = _dense_plan(batch, length, num_heads // num_kv_heads, q.device)
-    out, lse = attend(query, num_kv_heads, lambda j, n: (keys[:, j], values[:, j]), plan, scoring, sinks)
-    lse = _from_rows(lse.unsqueeze(-1), batch, num_heads, length).squeeze(-1)
-    return _from_rows(out, batch, num_heads, length).to(q.dtype), lse
-
-
 def padded_rows(rows: int) -> int:
     """`rows` rounded up to a multiple of `ROW_TILE`."""
     return -(-rows // ROW_TILE) * ROW_TILE
-
-
-def _to_rows(q: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, T, D] -> float32 [B * Hk, R, D], rows (token, head of the group), zero rows at the end."""
-    batch, num_heads, length, dim = q.shape
-    group = num_heads // num_kv_heads
-    rows = q.new_zeros(batch, num_kv_heads, padded_rows(length * group), dim, dtype=torch.float32)
-    by_token = rows[:, :, : length * group].view(batch, num_kv_heads, length, group, dim)
-    by_token.copy_(q.view(batch, num_kv_heads, group, length, dim).transpose(2, 3))
-    return rows.view(batch * num_kv_heads, -1, dim)
-
-
-def _from_rows(rows: Tensor, batch: int, num_heads: int, length: int) -> Tensor:
-    """[B * Hk, R, D] -> [B, T, H, D]."""
-    num_kv_heads = len(rows) // batch
-    group = num_heads // num_kv_heads
-    by_token = rows[:, : length * group].reshape(batch, num_kv_heads, length, group, -1)
-    return by_token.permute(0, 2, 1, 3, 4).reshape(batch, length, num_heads, -1)
-
-
-def _to_tiles(k: Tensor) -> Tensor:
-    """[B, Hk, T, D] -> float32 [B * Hk, tiles, KV_TILE, D], zeros past the end."""
-    batch, num_kv_heads, length, dim = k.shape
-    num_tiles = -(-length // KV_TILE)
-    tiles = k.new_zeros(batch * num_kv_heads, num_tiles * KV_TILE, dim, dtype=torch.float32)
-    tiles[:, :length] = k.reshape(batch * num_kv_heads, length, dim)
-    return tiles.view(batch * num_kv_heads, num_tiles, KV_TILE, dim)
-
-
-def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
-    batch, num_kv_heads, length, dim = like.shape
-    return tiles.reshape(batch, num_kv_heads, -1, dim)[:, :, :length].to(like.dtype)
-
-
-@functools.lru_cache(maxsize=4)
-def _dense_plan(batch: int, length: int, group: int, device: torch.device) -> TilePlan:
-    """Every sequence at positions 0..length-1."""
-    positions = torch.full((padded_rows(length * group),), -1, dtype=torch.int64, device=device)
-    positions[: length * group] = torch.arange(length, device=device).repeat_interleave(group)
-    return TilePlan(positions.expand(batch, -1), group)
 
 
 def prove_row_invariance(head_dims: set[int], dtype: torch.dtype) -> None:

@@ -15,11 +15,13 @@ from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import attention as compiled
+from rollout_engine.kernels.dense_attention import Dense, DenseAttention
 from rollout_engine.kernels.memory import give_back, resident_bytes
-from rollout_engine.kernels.paged_attention import Dense, DenseAttention, Scoring
+from rollout_engine.kernels.scoring import Scoring
 from rollout_engine.model.chunk import FlatBatch, SequenceChunk
 from rollout_engine.model.eager_attention import EagerPool, EagerStep
 from rollout_engine.model.geometry import HARMLESS_TENSORS, LayerGeometry
+from rollout_engine.model.packed_rows import packed_rows_expected, sequence_lengths
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
@@ -164,12 +166,16 @@ def rollout_attention(
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None).
 
+    Outside a step, `position_ids` that start again within a row mark packed sequences (`model.packed_rows`).
     `s_aux` [H] are attention sinks. `dense`: what computes outside a step, where it is not the CPU. `step`: who
     attends, whether this thread is in a step or not.
     """
-    if attention_mask is not None or dropout or not getattr(module, "is_causal", True):
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise ConfigError(f"{type(module).__name__} asks for a mask of its own or bidirectional attention: not served.")
+    if dropout:
         raise ConfigError(
-            f"{type(module).__name__} asks for a mask of its own, dropout or bidirectional attention: not supported."
+            f"{type(module).__name__} drops attention weights at random (p={dropout}), which no engine does. Load the "
+            "model with attention_dropout=0.0, or call model.eval()."
         )
     strangers = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in HARMLESS_TENSORS]
     if strangers:
@@ -178,9 +184,28 @@ def rollout_attention(
     scoring = Scoring(scale, sliding_window or 0, softcap or 0.0)
     step = step or current_step()
     if step is None:
-        return DenseAttention.apply(query, key, value, scoring, s_aux, dense), None
+        lengths = _packed_lengths(module, query, key, kwargs.get("position_ids"))
+        return DenseAttention.apply(query, key, value, scoring, s_aux, dense, lengths), None
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
     return step.attend(module.layer_idx, *flat, scoring, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
+
+
+def _packed_lengths(
+    module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor | None
+) -> tuple[int, ...] | None:
+    """Lengths of the packed sequences of a trainer's batch, None where every row is one."""
+    batch, _, length, _ = query.shape
+    if key.shape[2] != length:
+        raise ConfigError(
+            f"{type(module).__name__} was given {length} queries for {key.shape[2]} keys, but an exact model computes "
+            "whole sequences. Pass use_cache=False, or generate with the engine."
+        )
+    if position_ids is None and packed_rows_expected():
+        raise ConfigError(
+            f"{type(module).__name__} does not hand position_ids to attention, so packed rows would see one another. "
+            "Give this model one sequence a row."
+        )
+    return sequence_lengths(position_ids, batch, length)
 
 
 AttentionInterface.register(ATTENTION_NAME, rollout_attention)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from rollout_engine.kernels import linear
@@ -70,18 +71,23 @@ class LinearGroup:
     """One GEMM over the linears of `children`, which share their input.
 
     The first child called computes all; the others find their slice waiting if they are given the same input tensor.
+
+    On a trainer the packed copy follows the live weights by their values: every product digests them first, since
+    nothing else notices all writes (fused optimizers, `.data`, merges and swaps leave `Tensor._version` as it is).
+    Reading a weight once costs little beside multiplying many rows by it.
     """
 
     def __init__(self, children: list[nn.Linear]) -> None:
         self.children = children
         self.plan = linear.PLAIN
         self.follows_writes = True
-        """Whether a product first looks if a weight was written; else `install` alone changes what it multiplies by."""
+        """Whether a product first compares the weights with those it packed; else `install` alone changes them."""
         self.gives_zeros = False
         """Products are not computed: see `without_products`."""
         self._operand: linear.Operand | None = None
         self._bias: Tensor | None = None
-        self._stamp: tuple[int, ...] = ()
+        self._packed_values: tuple[int, ...] = ()
+        """`_values` of the weights that the operand was packed from."""
         self.num_packs = 0
         """Moves whenever there is a new operand."""
         self._input: Tensor | None = None
@@ -110,12 +116,11 @@ class LinearGroup:
 
     def repack(self) -> None:
         """Multiply by the weights as they are."""
-        self.prove()
-        self.install(linear.pack(self.weight(), self.plan), self.stacked_bias())
+        self._pack(self._values() if self.follows_writes else ())
 
     def install(self, operand: linear.Operand, bias: Tensor | None) -> None:
         """Multiply by these from now on."""
-        self._operand, self._bias, self._stamp = operand, bias, self._current_stamp()
+        self._operand, self._bias = operand, bias
         self.num_packs += 1
 
     def weight(self, place: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
@@ -130,7 +135,6 @@ class LinearGroup:
 
     def unpack(self) -> None:
         self._operand = self._bias = None
-        self._stamp = ()
 
     def matmul(self, x: Tensor) -> Tensor:
         """x [R, K] -> [R, sum of N], without autograd."""
@@ -140,7 +144,11 @@ class LinearGroup:
 
     def operand(self) -> tuple[linear.Operand, Tensor | None, linear.RowPlan]:
         """What `linear.matmul` takes after x."""
-        if self._operand is None or (self.follows_writes and self._stamp != self._current_stamp()):
+        if self.follows_writes:
+            values = self._values()
+            if self._operand is None or values != self._packed_values:
+                self._pack(values)
+        elif self._operand is None:
             self.repack()
         assert self._operand is not None
         return self._operand, self._bias, self.plan
@@ -163,10 +171,19 @@ class LinearGroup:
         parts = self.product(x.reshape(-1, x.shape[-1]), [child.weight for child in self.children], biases)
         return tuple(part.view(*x.shape[:-1], part.shape[-1]) for part in parts)
 
-    def _current_stamp(self) -> tuple[int, ...]:
-        """Moves when a weight is written in place by an optimizer, replaced, or moved."""
-        tensors = [t for child in self.children for t in (child.weight, child.bias) if t is not None]
-        return tuple(stamp for t in tensors for stamp in (t.data_ptr(), t._version))
+    def _pack(self, values: tuple[int, ...]) -> None:
+        self.prove()
+        self.install(linear.pack(self.weight(), self.plan), self.stacked_bias())
+        self._packed_values = values
+
+    def _values(self) -> tuple[int, ...]:
+        """Address and xxh3-64 digest of every weight and bias; an operand may be the weight itself, at its address."""
+        tensors = [t.detach() for child in self.children for t in (child.weight, child.bias) if t is not None]
+        return tuple(part for t in tensors for part in (t.data_ptr(), _digest(t)))
+
+
+def _digest(tensor: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 class RowInvariantLinear(nn.Linear):

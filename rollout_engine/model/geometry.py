@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 _PROBE_NAME = "rollout_engine_probe"
 _NUM_TOKENS = 6
-HARMLESS_TENSORS = {"position_ids", "cache_position"}
-"""Tensors that modules hand to attention and that change nothing."""
+HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+"""Tensors that modules hand to attention and that say no more than positions do."""
 
 
 class LayerGeometry(msgspec.Struct, frozen=True):

@@ -4,7 +4,8 @@ Both are one kernel on one pool layout, so both are the same bits. `kernels.page
 """
 
 import ctypes
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,14 +155,25 @@ class Layer:
 
 
 def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    sinks: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] at positions 0..T-1 -> [B, T, H, Dv], lse [B, T, H]."""
+    """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv], log-sum-exp float32 [B, T, H].
+
+    Every row is a sequence at positions 0..T-1; with `lengths`, which add up to B * T, the tokens row after row are
+    sequences of these lengths instead.
+    """
     batch, num_heads, length, head_dim = q.shape
-    blocks = -(-length // DENSE_BLOCK_SIZE)
-    layer = Layer(batch * blocks, k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
-    tables = (list(range(i * blocks, (i + 1) * blocks)) for i in range(batch))
-    plan = Plan((Chunk(0, length, table) for table in tables), block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
+    lengths = [length] * batch if lengths is None else lengths
+    ends = list(itertools.accumulate(-(-n // DENSE_BLOCK_SIZE) for n in lengths))
+    layer = Layer(ends[-1], k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
+    tables = (list(range(start, end)) for start, end in itertools.pairwise([0, *ends]))
+    chunks = (Chunk(0, n, table) for n, table in zip(lengths, tables, strict=True))
+    plan = Plan(chunks, block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
     lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = layer.attend(plan, *flat, scoring, sinks=sinks, lse=lse)

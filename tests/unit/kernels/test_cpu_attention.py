@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rollout_engine.kernels import paged_attention
+from rollout_engine.kernels import dense_attention
 from rollout_engine.kernels.cpu.attention import Chunk, Layer, Plan, attend_dense, serves
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.scoring import Scoring
@@ -222,10 +222,10 @@ def test_large_scores_neither_overflow_nor_vanish():
 
 def test_the_twin_serves_where_there_is_no_library(monkeypatch):
     tensors = draw(2, 4, 2, 100, 32, 32)
-    ours = paged_attention.DenseAttention.apply(*tensors, Scoring(0.2))
-    monkeypatch.setattr(paged_attention.compiled, "load_kernels", lambda: None)
+    ours = dense_attention.DenseAttention.apply(*tensors, Scoring(0.2))
+    monkeypatch.setattr(dense_attention.compiled, "load_kernels", lambda: None)
     assert not serves(torch.float32)
-    twins = paged_attention.DenseAttention.apply(*tensors, Scoring(0.2))
+    twins = dense_attention.DenseAttention.apply(*tensors, Scoring(0.2))
     torch.testing.assert_close(ours, twins, atol=2e-6, rtol=1e-5)
 
 

@@ -1,92 +1,10 @@
-"""The dense kernel against torch's own attention: values, gradients, windows, soft caps."""
-
-import math
+"""Products of the eager twin are proven at start-up, where the C++ kernel does not serve."""
 
 import pytest
 import torch
 
 from rollout_engine.kernels import paged_attention
-from rollout_engine.kernels.cpu.build import load_kernels
-from rollout_engine.kernels.paged_attention import DenseAttention, NotInvariant, Scoring
-
-
-@pytest.fixture(params=["kernel", "twin"], autouse=True)
-def implementation(request, monkeypatch):
-    """Which of them serves."""
-    if request.param == "twin":
-        monkeypatch.setattr(paged_attention.compiled, "serves", lambda dtype: False)
-    elif load_kernels() is None:
-        pytest.skip("no C++ compiler here")
-
-
-def reference(q, k, v, scoring, sinks=None):
-    """Plain attention in the inputs' dtype: q [B, H, T, Dk] -> [B, T, H, Dv]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * scoring.scale
-    if scoring.softcap:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    position = torch.arange(q.shape[2])
-    distance = position[:, None] - position
-    hidden = distance < 0
-    if scoring.sliding_window:
-        hidden = hidden | (distance >= scoring.sliding_window)
-    scores = scores.masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    return (scores.softmax(-1)[..., : len(position)] @ v).transpose(1, 2)
-
-
-CASES = [
-    pytest.param(4, 4, 150, 16, 16, Scoring(0.25), id="multi-head"),
-    pytest.param(6, 2, 65, 24, 24, Scoring(0.3), id="grouped"),
-    pytest.param(4, 1, 64, 16, 8, Scoring(0.25), id="multi-query, narrower values"),
-    pytest.param(4, 2, 200, 16, 16, Scoring(0.25, sliding_window=70), id="window over tiles"),
-    pytest.param(4, 2, 90, 16, 16, Scoring(0.25, sliding_window=5), id="window within a tile"),
-    pytest.param(4, 2, 90, 16, 16, Scoring(0.5, softcap=3.0), id="soft cap"),
-    pytest.param(2, 2, 1, 16, 16, Scoring(0.25), id="one token"),
-]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "length", "dk", "dv", "scoring"), CASES)
-def test_values_and_gradients_are_attentions(heads, kv_heads, length, dk, dv, scoring):
-    shapes = [(3, heads, length, dk), (3, kv_heads, length, dk), (3, kv_heads, length, dv)]
-    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    theirs = [t.detach().double().requires_grad_() for t in ours]
-    out, expected = DenseAttention.apply(*ours, scoring), reference(*theirs, scoring)
-    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    expected.backward(grad.double())
-    for mine, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad.double(), right.grad, atol=1e-5, rtol=1e-4)
-
-
-def test_sinks_take_their_share_and_get_their_gradient():
-    shapes = [(2, 6, 90, 16), (2, 2, 90, 16), (2, 2, 90, 24), (6,)]
-    ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    theirs = [t.detach().double().requires_grad_() for t in ours]
-    scoring = Scoring(0.3, sliding_window=20)
-    out = DenseAttention.apply(*ours[:3], scoring, ours[3])
-    expected = reference(*theirs[:3], scoring, theirs[3])
-    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    expected.backward(grad.double())
-    for mine, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad.double(), right.grad, atol=2e-5, rtol=1e-4)
-
-
-def test_a_token_does_not_depend_on_what_follows_or_stands_beside_it(thread_count):
-    q, k, v = (torch.randn(5, heads, 200, 16) for heads in (6, 2, 2))
-    scoring = Scoring(0.25)
-    thread_count(2)
-    whole = DenseAttention.apply(q, k, v, scoring)
-    for threads in (1, 2):
-        thread_count(threads)
-        for length in (1, 2, 63, 64, 65, 131, 199):
-            part = DenseAttention.apply(q[1:3, :, :length], k[1:3, :, :length], v[1:3, :, :length], scoring)
-            assert torch.equal(part, whole[1:3, :length])
+from rollout_engine.kernels.linear import NotInvariant
 
 
 def test_a_cpu_whose_products_depend_on_their_height_is_refused(monkeypatch):

@@ -1,0 +1,198 @@
+"""Attention of a trainer: whole sequences at once, with gradients, in the bits of the engine's paged attention.
+
+A batch row is one sequence, or several end to end (packed rows). The forward is the paged kernel's own; the backward is
+torch, a KV tile at a time. Shapes are those of `kernels.paged_attention`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import attention as compiled
+from rollout_engine.kernels.paged_attention import KV_TILE, TilePlan, attend, padded_rows, scores_of
+from rollout_engine.kernels.scoring import Scoring
+
+Dense = Callable[[Tensor, Tensor, Tensor, Scoring, Tensor | None, Sequence[int] | None], tuple[Tensor, Tensor]]
+"""q, k, v, scoring, sinks, lengths as of `DenseAttention` -> its output and the log-sum-exp of scores, [B, T, H]."""
+
+
+class DenseAttention(torch.autograd.Function):
+    """The trainer's side: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv].
+
+    Every batch row is a sequence at positions 0..T-1. With `lengths` the B * T tokens, row after row, are sequences of
+    these lengths instead, each of which starts at position 0 and sees only itself (packed rows).
+    `sinks` [H]: one more logit for each head's softmax. `kernel`: another forward than the CPU's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: Scoring,
+        sinks: Tensor | None = None,
+        kernel: Dense | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        kernel = kernel or (compiled.attend_dense if _compiled(q) else _attend_dense)
+        out, lse = kernel(q, k, v, scoring, sinks, lengths)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.scoring, ctx.lengths = scoring, lengths
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """FlashAttention's: weights recomputed a tile at a time from the saved log-sum-exp."""
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        scoring: Scoring = ctx.scoring
+        grad_sinks = None if sinks is None else _grad_of_sinks(grad, out, lse, sinks)
+        apart = Apart.of(q, ctx.lengths, k.shape[1])
+        by_head = (q, k, v, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1), grad.transpose(1, 2))
+        grads = _backward_of_sequences(*(apart.spread(x) for x in by_head), apart.plan, scoring)
+        return *(apart.gather(x).to(q.dtype) for x in grads), None, grad_sinks, None, None
+
+
+def _backward_of_sequences(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, plan: "TilePlan", scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q [N, H, L, Dk], k and v [N, Hk, L, D]; out, lse and grad are [N, H, L, D], D = 1 for lse."""
+    num_sequences, num_heads, length, _ = q.shape
+    num_kv_heads = k.shape[1]
+    query, grad_out, out, lse = (_to_rows(x, num_kv_heads) for x in (q, grad, out, lse))
+    keys, values, lse = _to_tiles(k), _to_tiles(v), lse.squeeze(-1)
+    padding = plan.positions[:, None, :, None] < 0
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    grad_q, grad_k, grad_v = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+    for j, (count, first_row) in enumerate(plan.steps):
+        heads, rows = slice(count * num_kv_heads), slice(first_row, None)
+        part = (heads, rows)
+        scores = scores_of(query[part] * scoring.scale, keys[heads, j], plan, j, num_kv_heads, scoring)
+        weights = (scores - lse[part][..., None]).exp()
+        weights.view(count, num_kv_heads, *weights.shape[1:]).masked_fill_(padding[:count, :, rows], 0.0)
+        grad_scores = weights * (torch.bmm(grad_out[part], values[heads, j].transpose(1, 2)) - delta[part])
+        if scoring.softcap:
+            grad_scores *= (1 - (scores / scoring.softcap) ** 2).nan_to_num_(0.0, 0.0, 0.0)
+        grad_q[part] += torch.bmm(grad_scores, keys[heads, j]) * scoring.scale
+        grad_k[heads, j] = torch.bmm(grad_scores.transpose(1, 2), query[part]) * scoring.scale
+        grad_v[heads, j] = torch.bmm(weights.transpose(1, 2), grad_out[part])
+    by_token = _from_rows(grad_q, num_sequences, num_heads, length).transpose(1, 2)
+    return by_token, _from_tiles(grad_k, k), _from_tiles(grad_v, v)
+
+
+def _grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """grad, out [B, T, H, Dv], lse [B, T, H]: a sink's weight takes from every output in proportion."""
+    weight = (sinks.float() - lse).exp()
+    return -(weight * (grad.float() * out.float()).sum(-1)).sum((0, 1)).to(sinks.dtype)
+
+
+def _compiled(q: Tensor) -> bool:
+    return q.device.type == "cpu" and compiled.serves(q.dtype)
+
+
+def _attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None, lengths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The twin of `kernels.cpu.attention.attend_dense`."""
+    apart = Apart.of(q, lengths, k.shape[1])
+    q, k, v = (apart.spread(x) for x in (q, k, v))
+    num_sequences, num_heads, length, _ = q.shape
+    query, keys, values = _to_rows(q, k.shape[1]), _to_tiles(k), _to_tiles(v)
+
+    def tile(j: int, num: int) -> tuple[Tensor, Tensor]:
+        return keys[: num * k.shape[1], j], values[: num * k.shape[1], j]
+
+    out, lse = attend(query, k.shape[1], tile, apart.plan, scoring, sinks)
+    by_token = (_from_rows(rows, num_sequences, num_heads, length) for rows in (out, lse.unsqueeze(-1)))
+    out, lse = (apart.gather(x.transpose(1, 2)).transpose(1, 2) for x in by_token)
+    return out.to(q.dtype), lse.squeeze(-1)
+
+
+def _to_rows(q: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, H, T, D] -> float32 [B * Hk, R, D], rows (token, head of the group), zero rows at the end."""
+    batch, num_heads, length, dim = q.shape
+    group = num_heads // num_kv_heads
+    rows = q.new_zeros(batch, num_kv_heads, padded_rows(length * group), dim, dtype=torch.float32)
+    by_token = rows[:, :, : length * group].view(batch, num_kv_heads, length, group, dim)
+    by_token.copy_(q.view(batch, num_kv_heads, group, length, dim).transpose(2, 3))
+    return rows.view(batch * num_kv_heads, -1, dim)
+
+
+def _from_rows(rows: Tensor, batch: int, num_heads: int, length: int) -> Tensor:
+    """[B * Hk, R, D] -> [B, T, H, D]."""
+    num_kv_heads = len(rows) // batch
+    group = num_heads // num_kv_heads
+    by_token = rows[:, : length * group].reshape(batch, num_kv_heads, length, group, -1)
+    return by_token.permute(0, 2, 1, 3, 4).reshape(batch, length, num_heads, -1)
+
+
+def _to_tiles(k: Tensor) -> Tensor:
+    """[B, Hk, T, D] -> float32 [B * Hk, tiles, KV_TILE, D], zeros past the end."""
+    batch, num_kv_heads, length, dim = k.shape
+    num_tiles = -(-length // KV_TILE)
+    tiles = k.new_zeros(batch * num_kv_heads, num_tiles * KV_TILE, dim, dtype=torch.float32)
+    tiles[:, :length] = k.reshape(batch * num_kv_heads, length, dim)
+    return tiles.view(batch * num_kv_heads, num_tiles, KV_TILE, dim)
+
+
+def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
+    batch, num_kv_heads, length, dim = like.shape
+    return tiles.reshape(batch, num_kv_heads, -1, dim)[:, :, :length].to(like.dtype)
+
+
+class Apart:
+    """The sequences of a batch, each in a row of its own, longest first.
+
+    Without lengths the B rows of T tokens are the sequences as they stand, and nothing is copied.
+    """
+
+    def __init__(self, batch: int, length: int, group: int, lengths: tuple[int, ...] | None, device: torch.device):
+        self._shape = batch, length
+        self._place: Tensor | None = None
+        self.sizes = torch.tensor([length] * batch if lengths is None else lengths, device=device)
+        """int64 [N], in the order of the tokens."""
+        order = self.sizes.argsort(descending=True, stable=True)
+        self.rank = order.argsort()
+        """int64 [N]: the row of each sequence."""
+        self.num_sequences, self.length = len(self.sizes), int(self.sizes[order[0]])
+        self.plan = TilePlan(_positions(self.sizes[order], group), group)
+        if lengths is not None:
+            first = self.sizes.cumsum(0) - self.sizes
+            owner = torch.arange(self.num_sequences, device=device).repeat_interleave(self.sizes)
+            offset = torch.arange(batch * length, device=device) - first[owner]
+            self._place = self.rank[owner] * self.length + offset
+
+    @classmethod
+    def of(cls, q: Tensor, lengths: Sequence[int] | None, num_kv_heads: int) -> "Apart":
+        """For q [B, H, T, D] and sequences of `lengths`, which add up to B * T; None: every row is one."""
+        batch, num_heads, length, _ = q.shape
+        return _apart(batch, length, num_heads // num_kv_heads, None if lengths is None else tuple(lengths), q.device)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[B, H, T, D] -> [N, H, L, D], zeros past the end of each sequence."""
+        if self._place is None:
+            return x
+        rows = x.new_zeros(self.num_sequences * self.length, x.shape[1], x.shape[3])
+        rows[self._place] = x.transpose(1, 2).flatten(0, 1)
+        return rows.view(self.num_sequences, self.length, *rows.shape[1:]).transpose(1, 2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[N, H, L, D] -> [B, H, T, D], the reverse."""
+        if self._place is None:
+            return x
+        rows = x.transpose(1, 2).flatten(0, 1)[self._place]
+        return rows.view(*self._shape, *rows.shape[1:]).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=4)
+def _apart(batch: int, length: int, group: int, lengths: tuple[int, ...] | None, device: torch.device) -> Apart:
+    return Apart(batch, length, group, lengths, device)
+
+
+def _positions(lengths: Tensor, group: int) -> Tensor:
+    """lengths int64 [N], longest first -> positions int64 [N, R] of the rows of each sequence, -1 where padding."""
+    rows = torch.arange(padded_rows(int(lengths[0]) * group), device=lengths.device) // group
+    return rows.expand(len(lengths), -1).masked_fill(rows >= lengths[:, None], -1)
