@@ -175,7 +175,11 @@ class EngineMetrics(msgspec.Struct):
 
 class StatLogger(Protocol):
     """Something that is shown an engine's metrics. Given as `stat_loggers=[...]`, or by an entry point of the group
-    `rollout_engine.stat_loggers` that names a class without arguments."""
+    `rollout_engine.stat_loggers` that names a class without arguments.
+
+    `log` and `close` are called on a thread of the logger's own: what it waits for holds no step, and what it raises
+    is logged once. Of the calls that a slow logger misses, the newest metrics and the sum of the seconds are kept.
+    """
 
     def attach(self, read: Callable[[], EngineMetrics]) -> None:
         """Called once, when the engine is up. `read` gives the metrics of now; any thread may call it."""

@@ -176,9 +176,10 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             if not self._ready:
                 self._control.require_step()
             results, stopped = self._outputs.process(self._timed_step())
+            self._ready += results
             self._core.abort_requests(stopped)
-            ready, self._ready = self._ready + results, []
             self._log.tick(idle=self._outputs.num_open == 0)
+            ready, self._ready = self._ready, []
             return ready
 
     def abort_request(self, request_ids: str | Iterable[str], *, discard: bool = False) -> None:
@@ -292,10 +293,10 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
 
     def shutdown(self) -> None:
         """Free model and KV pool; open requests are dropped. Calling it again is a no-op."""
+        if self._release.alive:
+            self._log.close()
+            self._spans.close()
         with self._lock:
-            if self._release.alive:
-                self._log.close()
-                self._spans.close()
             self._control.shutdown()
             self._release()
 

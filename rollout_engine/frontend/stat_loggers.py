@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from importlib.metadata import entry_points
 from itertools import accumulate
 
@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.frontend.logger_thread import LoggerThread
 from rollout_engine.metrics import CoreStats, EngineMetrics, Histogram, StatLogger
 
 ENTRY_POINTS = "rollout_engine.stat_loggers"
@@ -39,15 +40,19 @@ def all_loggers(given: Iterable[StatLogger], *, log_line: bool) -> list[StatLogg
 
 
 class StatLog:
-    """Shows an engine's metrics to its loggers: at an interval while there is work, and when the work is done."""
+    """Shows an engine's metrics to its loggers: at an interval while there is work, and when the work is done.
+
+    The user's are called on threads of their own, so that `tick`, which steps call, never waits for them.
+    """
 
     def __init__(self, loggers: Sequence[StatLogger], read: Callable[[], EngineMetrics], interval: float) -> None:
-        self._loggers = loggers
+        self._stock = [each for each in loggers if _is_stock(each)]
+        self._threads = [LoggerThread(each, read) for each in loggers if not _is_stock(each)]
         self._read = read
         self._interval = interval
         self._since: float | None = None
         """When the work began, or the last line was written; None while idle."""
-        for each in loggers:
+        for each in self._stock:
             each.attach(read)
 
     def begin(self) -> None:
@@ -58,23 +63,36 @@ class StatLog:
     def tick(self, *, idle: bool) -> None:
         """A step is over. `idle`: no work is left."""
         if self._since is not None and (idle or time.monotonic() - self._since >= self._interval):
-            self.write()
+            self._write()
             if idle:
                 self._since = None
 
     def write(self) -> None:
-        """Show the metrics now."""
+        """Show the metrics now; returns when every logger that does not hang has seen them."""
+        self._write()
+        for each in self._threads:
+            each.flush()
+
+    def close(self) -> None:
+        """Let every logger go, without waiting long for any. Calling it again is a no-op."""
+        for thread in self._threads:
+            thread.close()
+        for each in self._stock:
+            each.close()
+
+    def _write(self) -> None:
         now = time.monotonic()
         seconds = 0.0 if self._since is None else now - self._since
         metrics = self._read()
-        for each in self._loggers:
-            each.log(metrics, seconds)
+        for stock in self._stock:
+            stock.log(metrics, seconds)
+        for thread in self._threads:
+            thread.log(deepcopy(metrics), seconds)
         self._since = None if self._since is None else now
 
-    def close(self) -> None:
-        """Let every logger go."""
-        for each in self._loggers:
-            each.close()
+
+def _is_stock(stat_logger: StatLogger) -> bool:
+    return type(stat_logger) in (LogLine, PrometheusLogger)
 
 
 class LogLine:

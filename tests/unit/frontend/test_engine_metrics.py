@@ -1,10 +1,11 @@
 """What `get_metrics` and the stat loggers see of a running engine."""
 
 import itertools
+import threading
 
 import pytest
 
-from rollout_engine.frontend import llm_engine, stat_loggers
+from rollout_engine.frontend import llm_engine, logger_thread, stat_loggers
 from rollout_engine.sampling_params import SamplingParams
 
 
@@ -88,12 +89,12 @@ def test_loggers_see_the_work_at_an_interval_and_at_its_end(make_engine, drain, 
     monkeypatch.setattr(stat_loggers, "time", Clock())
     engine.add_request("a", [7], SamplingParams(max_tokens=10, ignore_eos=True))
     drain(engine)
+    engine.step()  # an idle engine has nothing to tell
+    engine.shutdown()
     sampled = [metrics.core.counters.num_tokens_sampled for metrics, _ in recorder.lines]
     assert sampled == sorted(sampled) and 0 < sampled[0] < sampled[-1] == 10
     assert len(sampled) == 2
     assert all(seconds > 0 for _, seconds in recorder.lines)
-    engine.step()
-    assert len(recorder.lines) == 2  # an idle engine has nothing to tell
 
 
 def test_a_line_can_be_asked_for_and_shutdown_closes_the_loggers_once(make_engine):
@@ -105,6 +106,40 @@ def test_a_line_can_be_asked_for_and_shutdown_closes_the_loggers_once(make_engin
     engine.shutdown()
     engine.shutdown()
     assert recorder.closed == 1
+
+
+class Broken(Recorder):
+    def log(self, metrics, seconds):
+        raise OSError("the disk is full")
+
+
+def test_a_logger_that_raises_loses_no_result_and_is_logged_once(make_engine, drain, caplog):
+    recorder, broken = Recorder(), Broken()
+    engine = make_engine(stat_loggers=[broken, recorder])
+    for _ in range(3):
+        engine.add_requests([[5], [6], [7]], SamplingParams(max_tokens=3, output_kind="final_only"))
+        assert len(drain(engine)) == 3
+    engine.do_log_stats()
+    assert len(recorder.lines) == 4
+    (record,) = caplog.records
+    assert record.message == f"stat logger {__name__}.Broken raised OSError: the disk is full"
+    engine.shutdown()
+    assert broken.closed == recorder.closed == 1
+
+
+def test_a_logger_that_hangs_holds_neither_steps_nor_other_loggers_nor_the_end(make_engine, drain, caplog, monkeypatch):
+    monkeypatch.setattr(logger_thread, "PATIENCE_SECONDS", 0.0)
+    released, recorder, hanging = threading.Event(), Recorder(), Recorder()
+    hanging.log = lambda metrics, seconds: released.wait()
+    engine = make_engine(stat_loggers=[hanging, recorder])
+    for _ in range(20):
+        engine.add_requests([[5], [6], [7]], SamplingParams(max_tokens=3, output_kind="final_only"))
+        assert len(drain(engine)) == 3
+    engine.do_log_stats()
+    assert "Recorder has not returned for 0 s: nobody waits for it" in caplog.text
+    engine.shutdown()
+    assert "Recorder has not ended within 0 s: it is left behind" in caplog.text
+    released.set()
 
 
 @pytest.mark.parametrize("n", [1, 4])
