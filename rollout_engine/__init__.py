@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # editors and type checkers read these; a test compares them with `_NAMES`
     from rollout_engine import exact as exact
     from rollout_engine import testing as testing
+    from rollout_engine.batches.concat import concat as concat
+    from rollout_engine.batches.minibatches import minibatches as minibatches
+    from rollout_engine.batches.summary import RolloutBatch as RolloutBatch
     from rollout_engine.config import EngineConfig as EngineConfig
     from rollout_engine.errors import ChecksumError as ChecksumError
     from rollout_engine.errors import ConfigError as ConfigError
@@ -52,6 +55,9 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
 __version__ = "0.1.0"
 
 _NAMES = {
+    "rollout_engine.batches.concat": ("concat",),
+    "rollout_engine.batches.minibatches": ("minibatches",),
+    "rollout_engine.batches.summary": ("RolloutBatch",),
     "rollout_engine.config": ("EngineConfig",),
     "rollout_engine.errors": (
         "ChecksumError",

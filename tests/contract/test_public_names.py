@@ -50,6 +50,8 @@ SIGNATURES = {
     "RolloutPolicy.score": "self batch temperature",
     "RolloutPolicy.update_weights": "self source",
     "RolloutPolicy.shutdown": "self",
+    "concat": "batches * group_ids",
+    "minibatches": "batch size * shuffle generator keep_groups",
     "exact.enable": "model",
     "exact.token_logprobs": "model input_ids attention_mask * temperature",
 }

@@ -1,0 +1,133 @@
+"""Several rollouts made one, so that a trainer steps on all of them."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from rollout_engine.batches.layout import (
+    SPAN_OF_KEY,
+    SPANS,
+    Key,
+    Span,
+    check_batch,
+    is_packed,
+    leaves,
+    packed_span,
+    width_of,
+)
+from rollout_engine.batches.summary import RolloutBatch
+from rollout_engine.errors import RequestError
+
+GroupIds = Literal["renumber", "keep"]
+
+_FILL = {"policy_version": -1, "kv_min_version": -1}
+"""What stands where a key has no token; 0 and False elsewhere, the batch's own padding in tokens."""
+
+
+def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber") -> RolloutBatch:
+    """All sequences of `batches`, in that order, as one rollout in their layout, which must be the same.
+
+    Padded, every key is padded to the longest: prompts on the left, the others on the right. Packed, rows and
+    cu_seqlens are joined.
+
+    Args:
+        batches: what `RolloutPolicy.rollout` and `arollout` return, or parts of it, with keys of your own or not.
+        group_ids: "renumber" counts groups anew, 0, 1, 2, ... in order of appearance; groups of different batches stay
+            different. "keep" leaves "group_id" as it is: for parts of one rollout, whose groups may be cut in two.
+
+    "kept_logprob_mass" is 0 (log of 1: nothing was cut) for batches without it. Any other key must be in all batches
+    or in none. Raises `RequestError` for that, for batches of both layouts, and for keys that cannot be joined.
+    """
+    if group_ids not in get_args(GroupIds):
+        raise RequestError.for_field("group_ids", group_ids, "'renumber' or 'keep'")
+    listed = [check_batch(batch, f"batches[{i}]") for i, batch in enumerate(batches)]
+    if not listed:
+        raise RequestError.for_field("batches", [], "at least one")
+    if len({is_packed(batch) for batch in listed}) == 2:
+        layouts = ["packed" if is_packed(batch) else "padded" for batch in listed]
+        raise RequestError.for_field("layouts of the batches", layouts, "the same", "Choose it by rollout(layout=...).")
+    parts = _complete([dict(leaves(batch)) for batch in listed])
+    joined = _joined_packed(listed, parts) if is_packed(listed[0]) else _joined_padded(listed, parts)
+    if group_ids == "renumber":
+        joined["group_id"] = _renumbered([batch["group_id"] for batch in listed])
+    size = [] if is_packed(listed[0]) else [len(joined["group_id"])]
+    batch = RolloutBatch({}, batch_size=size, device=listed[0].device)
+    for key, value in joined.items():
+        batch[key] = value
+    return batch
+
+
+def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
+    """The same keys in all."""
+    everything = {key: None for part in parts for key in part}
+    for key in everything:
+        without = [i for i, part in enumerate(parts) if key not in part]
+        if key == "kept_logprob_mass":
+            for part in parts:
+                part.setdefault(key, torch.zeros_like(part["log_probs", "response"]))
+        elif without:
+            have = next(i for i, part in enumerate(parts) if key in part)
+            hint = f"Add it to batches[{without[0]}], or leave it out of all with batch.exclude({key!r})."
+            raise RequestError.for_field(f"batches[{without[0]}][{key!r}]", None, f"there, as in batches[{have}]", hint)
+    return parts
+
+
+def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -> dict[Key, Any]:
+    pad_token_id = next((pad for pad in map(_pad_token_id, batches) if pad is not None), 0)
+    joined = {}
+    for key in parts[0]:
+        values = [part[key] for part in parts]
+        if len({value.shape[1:] for value in values}) > 1:
+            span = SPAN_OF_KEY.get(key) or _guessed_span(key, values, batches)
+            width = max(width_of(batch, span) for batch in batches)
+            fill = pad_token_id if key in (("tokens", span) for span in SPANS) else _FILL.get(key, 0)
+            values = [_widened(value, width, fill, left=span == "prompt") for value in values]
+        joined[key] = torch.cat(values, 0)
+    return joined
+
+
+def _joined_packed(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -> dict[Key, Any]:
+    ends = [part.pop("cu_seqlens") for part in parts]
+    joined = {}
+    for key in parts[0]:
+        per_token = {packed_span(key, part[key], batch) is not None for part, batch in zip(parts, batches, strict=True)}
+        joined[key] = torch.cat([part[key] for part in parts], 1 if per_token == {True} else 0)
+    joined["cu_seqlens"] = torch.cat([ends[0][:1], torch.cat([end.diff() for end in ends]).cumsum(0).to(ends[0])])
+    return joined
+
+
+def _guessed_span(key: Key, values: list[Tensor], batches: list[TensorDictBase]) -> Span:
+    """Which tokens a key of the user's own follows, by its width."""
+    pairs = list(zip(values, batches, strict=True))
+    fits = [span for span in SPANS if all(v.dim() > 1 and v.shape[1] == width_of(b, span) for v, b in pairs)]
+    if len(fits) != 1:
+        shapes = [list(value.shape) for value in values]
+        hint = f"Give it the same shape beyond the first dimension in all, or leave it out: batch.exclude({key!r})."
+        raise RequestError.for_field(f"shapes of {key!r}", shapes, "as wide as the prompts, responses or full", hint)
+    return fits[0]
+
+
+def _widened(value: Tensor, width: int, fill: int, *, left: bool) -> Tensor:
+    wide = value.new_full((value.shape[0], width, *value.shape[2:]), fill)
+    start = width - value.shape[1] if left else 0
+    wide[:, start : start + value.shape[1]] = value
+    return wide
+
+
+def _pad_token_id(batch: TensorDictBase) -> int | None:
+    """What stands in the padding; None where nothing is padded."""
+    for span, mask in (("prompt", "prompt"), ("response", "response"), ("full", "all_attention_mask")):
+        padding = batch["tokens", span][~batch["masks", mask]]
+        if len(padding):
+            return int(padding[0])
+    return None
+
+
+def _renumbered(group_ids: list[Tensor]) -> Tensor:
+    """0, 1, 2, ... in order of appearance."""
+    numbers: dict[tuple[int, int], int] = {}
+    pairs = [(i, group) for i, ids in enumerate(group_ids) for group in ids.tolist()]
+    return group_ids[0].new_tensor([numbers.setdefault(pair, len(numbers)) for pair in pairs])
