@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError
 from rollout_engine.frontend.async_llm import AsyncLLM
 from rollout_engine.frontend.blocking_engine import BlockingEngine, RemoteControl, SharedStreams
+from rollout_engine.frontend.conversations import ChatOptions
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.frontend.prompts import check_chat_arguments
 from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import Calls, WorkerVerbs
 from rollout_engine.messages import UpdateOptions
@@ -94,12 +96,13 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         seed: int | None = None,
         layout: Layout = "padded",
         use_tqdm: bool = True,
+        **chat: Unpack[ChatOptions],
     ) -> TensorDict:
         """Sample every prompt and return all sequences, group-major, with the keys of `rollout_engine.rollout_batch`.
 
         Args:
-            prompts: one prompt or a list of them, of any kind that the engine takes.
-            sampling_params: one for all, or one per prompt. Log-probs are always on.
+            prompts: one prompt or a list of them, of any kind that the engine takes: text, token ids, conversations.
+            sampling_params: one for all, or one per prompt; a dict of their fields will do. Log-probs are always on.
             num_samples: samples per prompt; overrides `n`.
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
             reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion;
@@ -108,6 +111,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                 `rollout_engine.seeds`; None leaves seeds to the sampling params and the engine.
             layout: "padded" or "packed".
             use_tqdm: show a progress bar; without it nothing is printed.
+            chat: for conversations: `tools`, `chat_template`, `chat_template_kwargs` (for example
+                {"enable_thinking": False}), `add_generation_prompt`, `continue_final_message`.
 
         Works inside a running event loop too (it blocks that loop). Whatever is raised, the requests of this rollout
         are aborted first and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as
@@ -116,9 +121,10 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         or raises `RetryableError` where that pause (sleep, update) aborts a group: none is returned cut short.
         """
         check_layout(layout)
+        check_chat_arguments(chat, self.rollout)
         self.engine.require_running("rollout")
         start, groups, num_tokens = time.perf_counter(), [], 0
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
         with closing(RolloutRun(self._shared, plan, reward_fn)) as run, _bar(plan, use_tqdm) as bar:
             while run.unfinished:
                 for group in run.advance():
@@ -140,6 +146,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         reward_fn: RewardFunction | None = None,
         seed: int | None = None,
         layout: Layout = "padded",
+        **chat: Unpack[ChatOptions],
     ) -> AsyncIterator[TensorDict]:
         """As `rollout`, one TensorDict per group, in completion order; "group_id" says which prompt it was.
 
@@ -149,7 +156,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         abort cuts short is not yielded: `RetryableError` is raised.
         """
         check_layout(layout)
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed)
+        check_chat_arguments(chat, self.arollout)
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
         loop = asyncio.get_running_loop()
         run, step = RolloutRun(self._shared, plan, reward_fn, loop), None
         try:

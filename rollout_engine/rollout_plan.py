@@ -1,14 +1,13 @@
 """What one rollout asks for: prompts, sampling parameters and columns, checked together before anything is queued."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from rollout_engine._structs import plain
 from rollout_engine.errors import RequestError
+from rollout_engine.frontend.conversations import ChatOptions
 from rollout_engine.frontend.input_processor import at_index
-from rollout_engine.frontend.prompts import as_batch
+from rollout_engine.frontend.prompts import as_batch, with_chat_options
 from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
@@ -23,8 +22,11 @@ class RolloutPlan(NamedTuple):
     """One entry per prompt in every list."""
 
     prompts: list[Any]
+    """As they were given; reward functions get these."""
     params: list[SamplingParams]
     columns: Columns
+    inputs: list[Any]
+    """As the engine takes them: the prompts, conversations with their chat options."""
 
     @classmethod
     def of(
@@ -34,6 +36,7 @@ class RolloutPlan(NamedTuple):
         num_samples: int | None = None,
         columns: Columns | None = None,
         seed: int | None = None,
+        chat: ChatOptions | None = None,
     ) -> "RolloutPlan":
         """Arguments as in `RolloutPolicy.rollout`. Raises `RequestError` for whatever does not fit together."""
         listed = _as_list(prompts)
@@ -43,7 +46,8 @@ class RolloutPlan(NamedTuple):
             params = [as_sampling_params(params)] * len(listed)
         _same_length("sampling_params", params, listed)
         _check_columns(columns or {}, listed)
-        return cls(listed, [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)], columns or {})
+        each_params = [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)]
+        return cls(listed, each_params, columns or {}, with_chat_options(listed, chat or {}))
 
     def row(self, index: int) -> dict[str, Any]:
         """The columns' values of one prompt."""
@@ -52,7 +56,7 @@ class RolloutPlan(NamedTuple):
 
 def _as_list(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one. Any sequence may hold prompts, a dataset's column for example."""
-    if isinstance(prompts, Iterable) and not isinstance(prompts, str | dict | np.ndarray):
+    if isinstance(prompts, Iterator):
         prompts = list(prompts)
     batch = as_batch(prompts)
     if batch == []:

@@ -106,7 +106,7 @@ class RolloutRun:
         sequence, `RetryableError` for an aborted one, and `RewardError` for a failed reward.
         """
         if not self._started:
-            request_ids = self._engine.add(self._plan.prompts, self._plan.params, self._inbox)
+            request_ids = self._engine.add(self._plan.inputs, self._plan.params, self._inbox)
             self._running = {request_id: i for i, request_id in enumerate(request_ids)}
             self._started = True
         if self._running:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rollout_engine.errors import RequestError
+from rollout_engine.frontend.conversations import CHAT_KEYS
 from rollout_engine.frontend.prompts import Prompt, as_batch, as_fields, as_token_ids
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.messages import EngineCoreRequest
@@ -172,7 +173,8 @@ class InputProcessor:
         if kind == "prompt":
             text, token_ids = fields["prompt"], self.codec.encode(fields["prompt"])
         else:
-            text, token_ids = self.codec.encode_chat(fields["messages"], fields.get("tools"))
+            options = {key: fields[key] for key in CHAT_KEYS if key in fields}
+            text, token_ids = self.codec.encode_chat(fields["messages"], **options)
         return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
 
     def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:

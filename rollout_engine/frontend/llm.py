@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import EngineGenerateError, RequestError
+from rollout_engine.frontend.conversations import ChatOptions, is_conversation
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS, LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm_engine import LLMEngine
-from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.prompts import Prompt, check_chat_arguments, with_chat_options
 from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
 from rollout_engine.messages import UpdateOptions
@@ -73,6 +74,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         use_tqdm: bool = True,
+        **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order. Calls from several threads take turns.
 
@@ -81,9 +83,14 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         ends its requests. Requests added through `llm_engine` go on meanwhile; their results wait for its next
         `step()`.
 
+        `chat`: the options of `ChatOptions` (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`,
+        `continue_final_message`), for prompts that are conversations.
+
         Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
+        check_chat_arguments(chat, self.generate)
+        prompts = with_chat_options(prompts, chat)
         self.llm_engine.require_running("generate")
         with self._generating:
             request_ids = self.llm_engine.add_requests(prompts, _final_only(sampling_params))
@@ -98,15 +105,16 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
-        tools: list[Any] | None = None,
         use_tqdm: bool = True,
+        **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, through the tokenizer's chat template."""
+        check_chat_arguments(chat, self.chat)
         if not isinstance(messages, list | tuple):
             raise RequestError.for_field("messages", messages, "a conversation (a list of dict), or a list of them")
-        one = bool(messages) and isinstance(messages[0], dict)
-        prompts = [{"messages": conversation, "tools": tools} for conversation in ([messages] if one else messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        conversations = [messages] if is_conversation(messages) else messages
+        prompts = [{"messages": conversation} for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **chat)
 
     def score(
         self,

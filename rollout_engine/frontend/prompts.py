@@ -1,58 +1,103 @@
 """The kinds of prompt a user may give, told apart and checked for their form.
 
-    "text"   [1, 2, 3]   {"prompt": "text"}   {"prompt_token_ids": [1, 2, 3]}   {"messages": [...], "tools": [...]}
+    "text"   [1, 2, 3]   [{"role": "user", "content": "text"}]
+    {"prompt": "text"}   {"prompt_token_ids": [1, 2, 3]}   {"messages": [{"role": ...}], "tools": [...]}
 
-Dictionaries may also carry "cache_salt". A list of any of these is a batch; a list that starts with an int is one
-prompt.
+Token ids may be an array or tensor of one dimension. Dictionaries may also carry "cache_salt", and with a conversation
+the options of `ChatOptions`. A list of any of these is a batch; a list that starts with an int or with a message (a
+dictionary with "role" or "content") is one prompt.
 """
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from rollout_engine._structs import plain
 from rollout_engine.errors import RequestError, unknown_name
+from rollout_engine.frontend.conversations import (
+    CHAT_KEYS,
+    PROMPT_KINDS,
+    ChatOptions,
+    as_messages,
+    check_chat_options,
+    is_conversation,
+    is_message,
+)
+from rollout_engine.peer_options import SAMPLING_PEERS, peer_option
+from rollout_engine.sampling_params import SamplingParams
 
-Prompt = str | list[int] | dict[str, Any]
+Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
-_KINDS = ("prompt", "prompt_token_ids", "messages")
-_KEYS = (*_KINDS, "tools", "cache_salt")
+_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "cache_salt")
+_PEERS = {
+    "vLLM's": dict.fromkeys(
+        ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt"),
+        "a prompt is text or token ids",
+    ),
+    "Hugging Face's": {
+        "input_ids": "give prompt_token_ids, without padding",
+        "attention_mask": "give prompt_token_ids without padding, and no mask",
+        "conversation": "give messages",
+    },
+}
 
 
 def as_batch(prompts: Any) -> list[Any] | None:
     """The prompts of a batch; None: it is one prompt. Raises `RequestError` for neither."""
-    if isinstance(prompts, str | dict | np.ndarray):
+    if isinstance(prompts, str | dict):
         return None
-    if not isinstance(prompts, list | tuple):
+    if _is_array(prompts) and getattr(prompts.dtype, "kind", "") not in ("O", "U"):
+        _refuse_rows(prompts)
+        return None
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
         raise _not_a_prompt(prompts)
-    return None if prompts and isinstance(prompts[0], int | np.integer) else list(prompts)
+    listed = list(prompts)
+    return None if listed and _is_id(listed[0]) or is_conversation(listed) else listed
 
 
 def as_fields(prompt: Any) -> dict[str, Any]:
-    """The dictionary form of any prompt, its keys checked. Raises `RequestError`."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if isinstance(prompt, list | tuple | np.ndarray):
-        return {"prompt_token_ids": prompt}
-    if not isinstance(prompt, dict):
-        raise _not_a_prompt(prompt)
-    for key in prompt:
+    """The dictionary form of any prompt, its keys and the form of its values checked. Raises `RequestError`."""
+    fields = _keyed(prompt)
+    for key in fields:
         if key not in _KEYS:
-            raise RequestError(unknown_name("prompt key", str(key), _KEYS), field=str(key), value=prompt[key])
-    given = [kind for kind in _KINDS if kind in prompt]
+            raise RequestError(_unknown_key(str(key)), field=str(key), value=fields[key])
+    if is_conversation(fields.get("prompt")) and "messages" not in fields:
+        fields = {"messages" if key == "prompt" else key: value for key, value in fields.items()}
+    given = [kind for kind in PROMPT_KINDS if kind in fields]
     if len(given) != 1:
-        raise RequestError.for_field("prompt", given, f"a dictionary with exactly one of {', '.join(_KINDS)}")
-    _check_field(prompt, "prompt", str)
-    _check_field(prompt, "cache_salt", str)
-    _check_field(prompt, "messages", list)
-    _check_field(prompt, "tools", list)
-    if prompt.get("tools") is not None and "messages" not in prompt:
-        raise RequestError.for_field("tools", prompt["tools"], "given with messages")
-    return prompt
+        raise RequestError.for_field("prompt", given, f"a dictionary with exactly one of {', '.join(PROMPT_KINDS)}")
+    _check_text(fields, "prompt", "a str, or a conversation")
+    if fields.get("cache_salt") is not None:
+        _check_text(fields, "cache_salt", "a str")
+    check_chat_options(fields)
+    if "messages" in fields:
+        return {**fields, "messages": as_messages(fields["messages"])}
+    for key in CHAT_KEYS:
+        if fields.get(key) is not None:
+            raise RequestError.for_field(key, fields[key], "given with a conversation (messages)")
+    return fields
+
+
+def check_chat_arguments(options: Mapping[str, Any], verb: Callable[..., Any]) -> None:
+    """Raise `RequestError` for a keyword argument of `verb` that is no `ChatOptions`, saying where it belongs."""
+    for name, value in options.items():
+        if name not in CHAT_KEYS:
+            raise RequestError(_unknown_argument(name, verb), field=name, value=value)
+
+
+def with_chat_options(prompts: Any, options: ChatOptions) -> Any:
+    """The same prompt or batch, every prompt with `options`; its own, where it has any, win."""
+    if not options:
+        return prompts
+    batch = as_batch(prompts)
+    return _with(options, prompts) if batch is None else [_with(options, prompt) for prompt in batch]
 
 
 def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     """A fresh list of ids in [0, vocab_size). Raises `RequestError` naming the first bad position."""
-    if isinstance(value, np.ndarray) and value.ndim == 1:
+    if _is_array(value) and value.ndim == 1:
         value = value.tolist()
     if not isinstance(value, list | tuple):
         raise RequestError.for_field(field, value, "a list of token ids")
@@ -66,19 +111,74 @@ def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     return token_ids
 
 
+def _with(options: ChatOptions, prompt: Any) -> Any:
+    try:
+        return {**options, **_keyed(prompt)}
+    except RequestError:
+        return prompt  # refused with its index where all prompts are checked
+
+
+def _keyed(prompt: Any) -> dict[str, Any]:
+    """The dictionary form of any prompt, nothing in it checked."""
+    if isinstance(prompt, dict):
+        if is_message(prompt):
+            raise RequestError.for_field("prompt", prompt, "a prompt, not a message", "Put the message into a list.")
+        return prompt
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if is_conversation(prompt):
+        return {"messages": prompt}
+    if isinstance(prompt, list | tuple) or _is_array(prompt):
+        return {"prompt_token_ids": prompt}
+    raise _not_a_prompt(prompt)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether `value` is an array or tensor; numpy's scalars are not."""
+    return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, np.generic)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) or (_is_array(value) and value.ndim == 0)
+
+
+def _refuse_rows(array: Any) -> None:
+    if array.ndim > 1:
+        bound = "of one dimension: the token ids of one prompt"
+        hint = "Rows of a padded batch would be sampled with their padding: give a list of prompts."
+        raise RequestError.for_field("prompts", f"an array of shape {tuple(array.shape)}", bound, hint)
+
+
 def _as_int(token_id: Any, field: str) -> int:
-    if not isinstance(token_id, int | np.integer) or isinstance(token_id, bool):
+    number = plain(token_id)
+    if type(number) is not int:
         raise RequestError.for_field(field, token_id, "an int, a token id")
-    return int(token_id)
+    return number
 
 
-def _check_field(prompt: dict[str, Any], key: str, kind: type) -> None:
-    value = prompt.get(key)
-    optional = key in ("tools", "cache_salt")
-    if key in prompt and not (isinstance(value, kind) or (optional and value is None)):
-        raise RequestError.for_field(key, value, f"a {kind.__name__}")
+def _check_text(fields: dict[str, Any], key: str, bound: str) -> None:
+    if key in fields and not isinstance(fields[key], str):
+        raise RequestError.for_field(key, fields[key], bound)
+
+
+def _unknown_key(key: str) -> str:
+    hint = " Other columns of a dataset go to rollout(..., columns={...})."
+    return peer_option(_PEERS, key) or unknown_name("prompt key", key, _KEYS) + hint
+
+
+def _unknown_argument(name: str, verb: Callable[..., Any]) -> str:
+    if name in SamplingParams.__struct_fields__:
+        return f"'{name}' is not an argument of {verb.__name__}: give sampling_params=SamplingParams({name}=...)."
+    known = [
+        key for key, parameter in inspect.signature(verb).parameters.items() if parameter.kind != parameter.VAR_KEYWORD
+    ]
+    peers = peer_option(SAMPLING_PEERS, name)
+    return peers or unknown_name(f"argument of {verb.__name__}", name, [*known, *CHAT_KEYS])
 
 
 def _not_a_prompt(value: Any) -> RequestError:
-    kinds = "a str, a list of token ids, a dictionary (prompt, prompt_token_ids or messages), or a list of these"
+    kinds = (
+        "a str, a list of token ids, a conversation (a list of messages), a dictionary (prompt, prompt_token_ids or "
+        "messages), or a list of these"
+    )
     return RequestError.for_field("prompt", value, kinds)

@@ -1,11 +1,15 @@
 """The tokenizer as the front end uses it: encode, render a chat, decode in a stream."""
 
+import logging
+import re
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.frontend.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
+
+logger = logging.getLogger("rollout_engine")
 
 
 class TextCodec:
@@ -14,6 +18,7 @@ class TextCodec:
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:
         self.hf = hf
         self._special = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
+        self._warned: set[tuple[str, str]] = set()
         self._tables = {}
         if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
             for skipped in (frozenset[int](), self._special):
@@ -40,10 +45,32 @@ class TextCodec:
         plain, spaced = (self._encode(text, add_special_tokens=False, field="bad_words") for text in texts)
         return [plain] if spaced == plain else [plain, spaced]
 
-    def encode_chat(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
-        """(text, ids) of a conversation by the chat template, with the generation prompt. Raises `RequestError`."""
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = False,
+    ) -> tuple[str, list[int]]:
+        """(text, ids) of a conversation by the chat template; options as in `ChatOptions`. Raises `RequestError`."""
+        variables = chat_template_kwargs or {}
+        self._warn_of_unread(self._template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
+        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         try:
-            text = str(self.hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+            text = str(
+                self.hf.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=opens,
+                    continue_final_message=bool(continue_final_message),
+                    tokenize=False,
+                    **variables,
+                )
+            )
         except Exception as problem:  # a template is a program: it may raise anything
             raise RequestError(
                 f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
@@ -65,6 +92,27 @@ class TextCodec:
         except Exception as problem:  # for example a lone surrogate, which is no Unicode text
             bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
             raise RequestError.for_field(field, text, bound) from problem
+
+    def _template(self, named: str | None, tools: list[Any] | None) -> str:
+        """The text of the chat template that will be used. Raises `RequestError` where there is none."""
+        own = self.hf.chat_template
+        if named is not None and "{" not in named and not (isinstance(own, dict) and named in own):
+            names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
+            raise RequestError.for_field("chat_template", named, f"a Jinja template{names}", "A path is not read.")
+        if named is None and own is None:
+            bound = "text or token ids: this tokenizer has no chat template"
+            raise RequestError.for_field("messages", "a conversation", bound, "Or give chat_template=...")
+        try:
+            return str(self.hf.get_chat_template(named, tools))
+        except ValueError as problem:  # several templates, and no default among them
+            raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
+
+    def _warn_of_unread(self, template: str, names: list[str]) -> None:
+        """Say once that a template never reads one of `names`: what it was given for has no effect."""
+        for name in names:
+            if (name, template) not in self._warned and not re.search(rf"\b{re.escape(name)}\b", template):
+                self._warned.add((name, template))
+                logger.warning("The chat template never reads '%s': giving it changes no prompt.", name)
 
     def _decode(self, token_ids: list[int]) -> str:
         if self.hf.is_fast:  # the tokenizer itself, without the clean-up that rewrites earlier text

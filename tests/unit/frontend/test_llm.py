@@ -55,6 +55,15 @@ def test_chat_takes_one_conversation_or_many(make_llm):
         llm.chat("hi")
 
 
+def test_options_of_the_chat_template_are_arguments_of_chat_and_generate(make_llm):
+    llm = make_llm()
+    for verb in (llm.chat, llm.generate):
+        (output,) = verb(HI, SHORT, use_tqdm=False, add_generation_prompt=False)
+        assert output.prompt == "<|user|>hi<eos>"
+    with pytest.raises(RequestError, match="Hugging Face's .* give max_tokens"):
+        llm.generate("a", max_new_tokens=5)
+
+
 def test_a_bad_prompt_refuses_the_batch_and_leaves_the_engine_usable(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match=r"prompts\[1\]: prompt='' is not allowed"):

@@ -30,6 +30,12 @@ async def collect(stream):
     return [batch async for batch in stream]
 
 
+def test_options_of_the_chat_template_reach_groups_too(rig):
+    conversation = [{"role": "user", "content": "h"}, {"role": "assistant", "content": "Yes"}]
+    (group,) = asyncio.run(collect(rig.policy.arollout(conversation, SHORT, continue_final_message=True)))
+    assert list(group["text", "prompt"]) == ["<|user|>h<eos><|assistant|>Yes"]
+
+
 def test_groups_come_in_completion_order_and_are_the_rollouts_own(rig):
     whole = rig.rollout(PROMPTS, THREE_LENGTHS, seed=3, columns={"answer": [1, 2, 3]}, reward_fn=lengths)
     stream = rig.policy.arollout(PROMPTS, THREE_LENGTHS, seed=3, columns={"answer": [1, 2, 3]}, reward_fn=lengths)

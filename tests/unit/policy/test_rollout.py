@@ -67,6 +67,28 @@ def test_prompts_of_several_kinds_and_params_each(rig):
     assert batch["tokens", "prompt"][1].tolist()[-3:] == [5, 6, 7]
 
 
+def test_conversations_are_prompts_and_reach_the_reward_as_they_were_given(rig):
+    conversations = [[{"role": "user", "content": text}] for text in ("hi", "ho")]
+    seen = []
+
+    def reward(prompts, completions, completion_ids):
+        seen.append(prompts)
+        return [0.0, 1.0]
+
+    options = {"num_samples": 2, "reward_fn": reward, "add_generation_prompt": False}
+    batch = rig.rollout(conversations, **options)
+    assert list(batch["text", "prompt"]) == ["<|user|>hi<eos>"] * 2 + ["<|user|>ho<eos>"] * 2
+    assert sorted(seen, key=str) == [[conversation] * 2 for conversation in conversations]
+    assert rig.rollout(conversations[0], num_samples=2).batch_size == (2,)
+
+
+def test_arguments_that_rollout_has_not_are_told_where_they_belong(rig):
+    with pytest.raises(RequestError, match="not an argument of rollout: give sampling_params=SamplingParams"):
+        rig.rollout(max_tokens=5)
+    with pytest.raises(RequestError, match="Unknown argument of rollout 'num_sample'. Did you mean 'num_samples'"):
+        rig.rollout(num_sample=5)
+
+
 def test_a_packed_rollout_holds_the_same_tokens(rig):
     padded, packed = rig.rollout(seed=1), rig.rollout(seed=1, layout="packed")
     assert torch.equal(packed["tokens", "full"][0], padded["tokens", "full"][padded["masks", "all_attention_mask"]])
