@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from tqdm import tqdm
 
 from rollout_engine.batches.layout import places
 from rollout_engine.config import EngineConfig
@@ -26,6 +25,7 @@ from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.frontend.progress import ProgressBar
 from rollout_engine.frontend.prompts import check_chat_arguments
 from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import Calls, WorkerVerbs
@@ -125,13 +125,13 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self.engine.require_running("rollout")
         start, groups, num_tokens = time.perf_counter(), [], 0
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
-        with closing(RolloutRun(self._shared, plan, reward_fn)) as run, _bar(plan, use_tqdm) as bar:
+        bar = ProgressBar(len(plan.prompts), desc="rollout", unit="group", shown=use_tqdm)
+        with closing(RolloutRun(self._shared, plan, reward_fn)) as run, bar:
             while run.unfinished:
                 for group in run.advance():
                     groups.append(group)
                     num_tokens += group.num_tokens
-                    bar.update()
-                    bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+                    bar.update(group.num_tokens)
         groups.sort(key=lambda group: group.index)
         _log(groups, num_tokens, time.perf_counter() - start, self.policy_version)
         return self._batch(groups, plan, layout)
@@ -253,10 +253,6 @@ def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:
     except LifecycleError:
         return 0
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-
-
-def _bar(plan: RolloutPlan, use_tqdm: bool) -> Any:
-    return tqdm(total=len(plan.prompts), desc="rollout", unit="group", disable=not use_tqdm)
 
 
 def _log(groups: list[Group], num_tokens: int, seconds: float, policy_version: int) -> None:

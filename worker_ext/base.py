@@ -118,8 +118,8 @@ class WorkerLike(Protocol):
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
         """Call `watcher(layer, hidden)` with the output [T, H] of every decoder layer, in steps and scores alike.
 
-        Returns what ends it. The tensor is to be read at once and not kept. Compiled layers run as modules meanwhile:
-        more slowly, and to the same bits.
+        Returns what ends it. `hidden` is a copy. A watcher that raises is logged, and is not called again. Compiled
+        layers run as modules meanwhile: more slowly, and to the same bits.
         """
         ...
 

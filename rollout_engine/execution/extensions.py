@@ -8,6 +8,8 @@ Nothing else of a worker can be reached: a name that is not in the table does no
 
 import importlib
 import inspect
+import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,7 +25,11 @@ from worker_ext.memory import MemoryExtension
 from worker_ext.score import ScoreExtension
 from worker_ext.weights import WeightSyncExtension
 
+logger = logging.getLogger("rollout_engine")
+
 ENTRY_POINTS = "rollout_engine.worker_extensions"
+CLOSE_SECONDS = 5.0
+"""How long a shutdown waits for the `close` of an extension."""
 STOCK: tuple[type[WorkerExtension], ...] = (
     InspectExtension,
     MemoryExtension,
@@ -103,7 +109,7 @@ class Extensions:
             return msgspec.convert(value, method.result, dec_hook=_same)
         except RolloutEngineError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"{name} failed on rank {self._rank}: {type(error).__name__}: {error}"
             trace = "".join(traceback.format_exception(error))
             raise RPCError(what, method=name, rank=self._rank, traceback=trace) from error
@@ -113,9 +119,13 @@ class Extensions:
         return name in self._methods and self._methods[name].beside_steps
 
     def close(self) -> None:
-        """Let every extension go, the last one first."""
+        """Let every extension go, the last one first. What one raises is logged; one that hangs is left behind."""
         while self._instances:
-            self._instances.popitem()[1].close()
+            kind, instance = self._instances.popitem()
+            if kind in STOCK:
+                instance.close()
+            else:
+                _close(instance, f"worker extension {kind.__module__}:{kind.__qualname__}")
 
     def _bind(self, name: str, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         fields = method.arguments.__struct_fields__
@@ -133,6 +143,20 @@ class Extensions:
         except msgspec.ValidationError as problem:
             raise RPCError(f"{name}: {problem}.", method=name) from None
         return {field: getattr(checked, field) for field in fields}
+
+
+def _close(extension: WorkerExtension, name: str) -> None:
+    def run() -> None:
+        try:
+            extension.close()
+        except (Exception, SystemExit) as problem:
+            logger.warning("%s raised %s in close: %s", name, type(problem).__name__, problem, exc_info=problem)
+
+    thread = threading.Thread(target=run, name="extension-close", daemon=True)
+    thread.start()
+    thread.join(CLOSE_SECONDS)
+    if thread.is_alive():
+        logger.warning("%s has not closed within %g s: it is left behind", name, CLOSE_SECONDS)
 
 
 def _methods_of(owner: type[WorkerExtension]) -> list[tuple[str, Any]]:

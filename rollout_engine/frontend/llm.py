@@ -2,14 +2,12 @@
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
 import msgspec
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
@@ -18,6 +16,7 @@ from rollout_engine.frontend.conversations import ChatOptions, is_conversation
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS, LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.frontend.progress import ProgressBar
 from rollout_engine.frontend.prompts import Prompt, check_chat_arguments, with_chat_options
 from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
@@ -161,15 +160,12 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         waiting = set(request_ids)
-        start, num_tokens = time.monotonic(), 0
-        with tqdm(total=len(request_ids), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
+        with ProgressBar(len(request_ids), desc="generate", unit="prompt", shown=use_tqdm) as bar:
             while waiting:
                 for output in self._step(waiting):
                     done[output.request_id] = output
                     waiting.remove(output.request_id)
-                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-                    bar.set_postfix_str(f"{num_tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
-                    bar.update()
+                    bar.update(sum(len(sample.token_ids) for sample in output.outputs))
         return [done[request_id] for request_id in request_ids]
 
     def _step(self, waiting: set[str]) -> list[RequestOutput]:

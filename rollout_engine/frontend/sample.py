@@ -2,8 +2,10 @@
 
 import time
 from array import array
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,6 +13,8 @@ from rollout_engine.frontend.detokenizer import Detokenizer
 from rollout_engine.messages import SequenceEnd
 from rollout_engine.outputs import CompletionOutput, FinishReason, RequestMetrics, VersionSpan
 from rollout_engine.sampling_params import SamplingParams
+
+_T = TypeVar("_T")
 
 
 class Sample:
@@ -24,6 +28,8 @@ class Sample:
         self._index = index
         self._seed = seed
         self._text = text
+        self._undecodable: str | None = None
+        """Why it has no text, where the tokenizer raised."""
         self._metrics = metrics
         self.finish_reason: FinishReason | None = None
         """Why it has ended; None while it grows."""
@@ -69,23 +75,29 @@ class Sample:
             self._kept_logprob_mass.append(mass)
 
     def read_text(self) -> bool:
-        """Decode what is new. True: a stop string has ended the sample, and the core need not go on with it."""
-        if self._text is None:
-            return False
-        new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
-        self._text.push(new)
-        if self._text.stop is not None:
-            self.finish_reason, self._stop_reason = "stop", self._text.stop
-        return self._text.stop is not None
+        """Decode what is new. True: a stop string has ended the sample, or a tokenizer that raised, and the core need
+        not go on with it."""
+        text = self._text
+        if text is not None:
+            new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
+            self._decoded(partial(text.push, new))
+            if text.stop is not None:
+                self.finish_reason, self._stop_reason = "stop", text.stop
+        if self._undecodable is not None:
+            self.finish_reason, self._stop_reason, self.error = "error", None, self._undecodable
+        return self._undecodable is not None or (text is not None and text.stop is not None)
 
     def finish(self, end: SequenceEnd) -> None:
         """The core has ended the sequence."""
         self.finish_reason, self._stop_reason, self.error = end.finish_reason, end.stop_reason, end.error
-        if self._text is not None:
+        text = self._text
+        if text is not None:
             self.read_text()
-            self._text.finish()
-            if self._text.stop is not None:
-                self.finish_reason, self._stop_reason, self.error = "stop", self._text.stop, None
+            self._decoded(text.finish)
+            if text.stop is not None:
+                self.finish_reason, self._stop_reason, self.error = "stop", text.stop, None
+        if self._undecodable is not None:
+            self.finish_reason, self._stop_reason, self.error = "error", None, self._undecodable
 
     def render(self, *, only_new: bool) -> CompletionOutput:
         """The sample so far, or what is new since the last call. Positions in spans count from the start either way."""
@@ -94,7 +106,7 @@ class Sample:
             assert column is None or len(column) == num_tokens, f"a column of {len(column)} for {num_tokens} tokens"
         start = self._num_rendered_tokens if only_new else 0
         first_char = self._num_rendered_chars if only_new else 0
-        text = "" if self._text is None else self._text.text()
+        text = "" if self._text is None else self._decoded(self._text.text) or ""
         self._num_rendered_tokens, self._num_rendered_chars = num_tokens, len(text)
         return CompletionOutput(
             index=self._index,
@@ -110,6 +122,16 @@ class Sample:
             seed=self._seed,
             error=self.error,
         )
+
+    def _decoded(self, decode: Callable[[], _T]) -> _T | None:
+        """What `decode` returns. Where it raises the sample fails: its tokens stay, its text is empty."""
+        try:
+            return decode()
+        except Exception as problem:  # the tokenizer may be the user's own: no other sample has to suffer
+            what = f"the tokenizer cannot decode its tokens: {type(problem).__name__}: {problem}"
+            self._undecodable = f"{what}. SamplingParams(detokenize=False) does without text."
+            self._text = None
+            return None
 
     def _start_span(self, policy_version: int, kv_min_version: int) -> None:
         self._policy_version, self._kv_min_version = policy_version, kv_min_version

@@ -77,8 +77,17 @@ class OpenTelemetrySpans(Spans):
         self._provider, self._tracer = provider, provider.get_tracer("rollout_engine")
         self._extract, self._no_context = TraceContextTextMapPropagator().extract, Context()
         self._failed = StatusCode.ERROR
+        self._has_failed = False
 
     def request(self, request: OpenRequest, error: BaseException | None) -> None:
+        try:
+            self._record(request, error)
+        except Exception as problem:  # a span is never worth a result
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("the span of a request cannot be recorded: %r", problem, exc_info=problem)
+
+    def _record(self, request: OpenRequest, error: BaseException | None) -> None:
         metrics, now = request.metrics, time.monotonic()
         to_epoch = time.time() - now
         headers = {name.lower(): value for name, value in (request.trace_headers or {}).items()}

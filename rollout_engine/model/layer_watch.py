@@ -1,11 +1,15 @@
 """Lets others see what the decoder layers of a module put out."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from rollout_engine.errors import LifecycleError
+
+logger = logging.getLogger("rollout_engine")
 
 
 class LayerWatch:
@@ -17,11 +21,13 @@ class LayerWatch:
         self.num_watchers = 0
 
     def watch(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        """Call `watcher(layer, hidden)` with every layer's output [T, H]; returns what ends it."""
+        """Call `watcher(layer, hidden)` with a copy of every layer's output [T, H]; returns what ends it.
+
+        A watcher that raises is logged, and is not called again: the forward goes on.
+        """
         if not self._layers:
             raise LifecycleError(f"watch_layers: {self._name} has no list of decoder layers to watch.")
-        hooks = [layer.register_forward_hook(_hook(watcher, i)) for i, layer in enumerate(self._layers)]
-        self.num_watchers += 1
+        hooks: list[RemovableHandle] = []
 
         def stop() -> None:
             if hooks:
@@ -29,13 +35,23 @@ class LayerWatch:
             while hooks:
                 hooks.pop().remove()
 
+        hooks += [layer.register_forward_hook(_hook(watcher, i, stop)) for i, layer in enumerate(self._layers)]
+        self.num_watchers += 1
         return stop
 
 
-def _hook(watcher: Callable[[int, Tensor], None], index: int) -> Callable[[nn.Module, Any, Any], None]:
+def _hook(
+    watcher: Callable[[int, Tensor], None], index: int, stop: Callable[[], None]
+) -> Callable[[nn.Module, Any, Any], None]:
     def show(layer: nn.Module, given: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        watcher(index, hidden.flatten(0, -2))
+        try:
+            watcher(index, hidden.flatten(0, -2).clone())
+        except (Exception, SystemExit) as problem:
+            stop()
+            name = getattr(watcher, "__qualname__", repr(watcher))
+            what = "watcher %s raised %s at layer %d and is not called again: %s"
+            logger.warning(what, name, type(problem).__name__, index, problem, exc_info=problem)
 
     return show
 

@@ -52,7 +52,7 @@ class LogitEdits:
     def _is_wanted(self, processor: LogitsProcessor) -> bool:
         try:
             return processor.wants(self.sequence.params)
-        except Exception as problem:  # the user's code: its own request fails, when its turn comes
+        except (Exception, SystemExit) as problem:  # the user's code: its own request fails, when its turn comes
             self._failure = _blame(processor, "wants", problem)
             return False
 
@@ -84,7 +84,7 @@ class LogitEdits:
                     got = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.60}"
                     raise TypeError(f"it must return floating logits [{len(logits)}], not {got}")
                 logits.copy_(result)
-        except Exception as problem:  # the user's code: its own request fails
+        except (Exception, SystemExit) as problem:  # the user's code: its own request fails
             return _blame(processor, "apply", problem)
         return None if bool((logits < torch.inf).all()) else _blame(processor, "apply", "it returned NaN or +inf")
 
@@ -124,7 +124,7 @@ def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] 
     return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
 
 
-def _blame(processor: LogitsProcessor, method: str, problem: Exception | str) -> str:
+def _blame(processor: LogitsProcessor, method: str, problem: BaseException | str) -> str:
     kind = type(processor)
     what = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
     return f"logits processor {kind.__module__}:{kind.__qualname__} failed in {method}: {what}."

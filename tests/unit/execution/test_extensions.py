@@ -1,5 +1,7 @@
 """Worker extensions: what may be called, with which arguments, and what is refused at start-up."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -267,3 +269,34 @@ def test_extensions_are_closed_once_the_last_one_first():
     made.close()
     made.close()
     assert closed == ["second", "first"]
+
+
+def test_a_method_that_exits_fails_its_call(called):
+    def leave(self) -> None:
+        raise SystemExit(2)
+
+    leaver = Extensions(ExtensionTable([extension(leave=rpc(leave))]), FakeWorker())
+    with pytest.raises(RPCError, match="leave failed on rank 3: SystemExit: 2"):
+        leaver.call("leave")
+
+
+def test_an_extension_that_raises_in_close_is_named_and_the_others_close(caplog):
+    closed = []
+
+    def broken(self):
+        raise OSError("no")
+
+    kinds = [extension(close=lambda self: closed.append(1)), extension(close=broken)]
+    Extensions(ExtensionTable(kinds), FakeWorker()).close()
+    assert closed == [1]
+    (record,) = caplog.records
+    assert record.message == f"worker extension {__name__}:Mine raised OSError in close: no"
+
+
+def test_an_extension_that_hangs_in_close_holds_no_shutdown(monkeypatch, caplog):
+    monkeypatch.setattr(extensions, "CLOSE_SECONDS", 0.0)
+    released = threading.Event()
+    Extensions(ExtensionTable([extension(close=lambda self: released.wait())]), FakeWorker()).close()
+    (record,) = caplog.records
+    assert record.message == f"worker extension {__name__}:Mine has not closed within 0 s: it is left behind"
+    released.set()

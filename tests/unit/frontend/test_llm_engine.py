@@ -258,3 +258,37 @@ def test_one_line_is_logged_when_a_batch_of_work_ends(make_engine, drain, caplog
     (record,) = caplog.records
     assert "6 tokens sampled" in record.message
     assert "2 prompt tokens computed" in record.message
+
+
+class FailingTokenizer:
+    """The byte tokenizer, but it cannot decode `bad`."""
+
+    def __init__(self, codec, bad):
+        self._codec, self._bad = codec, bad
+
+    def new_stream(self, **options):
+        stream, bad = self._codec.new_stream(**options), self._bad
+        push = stream.push
+
+        def guarded(token_ids):
+            if bad in token_ids:
+                raise KeyError(bad)
+            return push(token_ids)
+
+        stream.push = guarded
+        return stream
+
+
+@pytest.mark.parametrize("options", [dict(), dict(output_kind="final_only"), dict(stop=["\x00"]), dict(n=2)])
+def test_a_tokenizer_that_raises_fails_its_own_sample_and_no_other(make_engine, drain, codec, options):
+    engine = make_engine(scripts={"bad": [9, 200, 9, 9, 9], "0_bad": [9, 200, 9, 9, 9], "good": [9] * 5})
+    engine._outputs._codec = FailingTokenizer(codec, 200)
+    for name in ("bad", "good"):
+        engine.add_request(name, [5], SamplingParams(max_tokens=5, ignore_eos=True, **options))
+    finished = {output.request_id: output.outputs for output in drain(engine) if output.finished}
+    failed = finished["bad"][0]
+    assert failed.finish_reason == "error" and failed.text == "" and failed.token_ids[:2] == [9, 200]
+    assert failed.error.startswith("the tokenizer cannot decode its tokens: KeyError: 200.")
+    assert [sample.finish_reason for sample in finished["good"] + finished["bad"][1:]] == ["length"] * (
+        2 * options.get("n", 1) - 1
+    )

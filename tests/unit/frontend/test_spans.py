@@ -150,3 +150,12 @@ def test_an_endpoint_is_a_url():
     assert EngineConfig(model="m", otlp_traces_endpoint=ENDPOINT).otlp_traces_endpoint == ENDPOINT
     with pytest.raises(ConfigError, match="otlp_traces_endpoint='localhost:4317'"):
         EngineConfig(model="m", otlp_traces_endpoint="localhost:4317")
+
+
+def test_a_span_that_cannot_be_recorded_costs_no_result(engine, drain, monkeypatch, caplog):
+    monkeypatch.setattr(OpenTelemetrySpans, "_record", lambda self, request, error: 1 / 0)
+    for _ in range(2):
+        engine.add_request("a", [7], greedy(2, output_kind="final_only"))
+        assert len(drain(engine)) == 1
+    (record,) = caplog.records
+    assert "the span of a request cannot be recorded: ZeroDivisionError" in record.message
