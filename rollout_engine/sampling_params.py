@@ -71,7 +71,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     stop: list[str] | None = None
     """Strings (or one string) that end the completion; cut from the text unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end the completion, besides the checkpoint's own end ids."""
+    """Token ids that end the completion, besides the checkpoint's own end ids. The token stays in the ids, and its text
+    is cut unless `include_stop_str_in_output`."""
     ignore_eos: bool = False
     """Go on past the checkpoint's end ids."""
     seed: int | None = None
@@ -89,8 +90,11 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """False: token ids only; `text` stays empty."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text (they stay in the ids)."""
+    spaces_between_special_tokens: bool = True
+    """False, with `skip_special_tokens=False`: no space between two added tokens in a row, where the tokenizer's
+    decoder puts one."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string that ended the completion in its text."""
+    """Keep the stop string or stop token that ended the completion in its text."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
     """Keep only the last so many prompt tokens."""
     extra_args: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""The text of one completion: decoded as tokens come, ended by stop strings."""
+"""The text of one completion: decoded as tokens come, ended by stop strings, without the token that stopped it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rollout_engine.frontend.stop_strings import stop_automaton
 from rollout_engine.frontend.text_stream import TextStream
@@ -11,11 +11,14 @@ class Detokenizer:
     """Turns the tokens of one completion into text.
 
     Stop strings are found at the token that completes them, the earliest first, the longest of those that end
-    together. Without stop strings nothing is decoded before somebody reads the text.
+    together. Without stop strings nothing is decoded before somebody reads the text. A stop token that ends the
+    sequence is not decoded at all: no stop string can end in it.
     """
 
-    def __init__(self, stream: TextStream, params: SamplingParams) -> None:
+    def __init__(self, stream: TextStream, params: SamplingParams, stop_token_ids: Collection[int] = ()) -> None:
+        """`stop_token_ids` end the sequence from `min_tokens` on, the checkpoint's end ids among them."""
         self._stream = stream
+        self._cut_token_ids = frozenset() if params.include_stop_str_in_output else frozenset(stop_token_ids)
         self._stops = stop_automaton(tuple(params.stop)) if params.stop else None
         self._keep_stop = params.include_stop_str_in_output
         self._num_tokens_before_stop = params.min_tokens
@@ -28,10 +31,14 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> int:
         """Take tokens; returns how many belong to the completion: all, or up to the one that completed a stop."""
+        num_left = self._num_tokens_before_stop - len(token_ids)
+        ends = num_left <= 0 and bool(token_ids) and token_ids[-1] in self._cut_token_ids
+        text_ids = token_ids[:-1] if ends else token_ids
         if self._stops is None:
-            self._undecoded += token_ids
+            self._num_tokens_before_stop = num_left
+            self._undecoded += text_ids
             return len(token_ids)
-        for count, token_id in enumerate(token_ids, start=1):
+        for count, token_id in enumerate(text_ids, start=1):
             self._num_tokens_before_stop -= 1
             self._append(self._stream.push([token_id]))
             if self.stop is not None:

@@ -181,9 +181,7 @@ class OpenRequest:
                 index,
                 child_seed(request.seed, index),
                 params,
-                Detokenizer(codec.new_stream(skip_special_tokens=params.skip_special_tokens), params)
-                if codec is not None and params.detokenize
-                else None,
+                _detokenizer(codec, request),
                 self.metrics,
             )
             for index in range(params.n)
@@ -215,3 +213,16 @@ class OpenRequest:
             num_cached_tokens=self.num_cached_tokens,
             metrics=copy(self.metrics),
         )
+
+
+def _detokenizer(codec: TextCodec | None, request: EngineCoreRequest) -> Detokenizer | None:
+    """For one sample of `request`; None where its text is not asked for."""
+    params = request.params
+    if codec is None or not params.detokenize:
+        return None
+    stream = codec.new_stream(
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        prompt_token_ids=request.prompt_token_ids,
+    )
+    return Detokenizer(stream, params, {*request.eos_token_ids, *(params.stop_token_ids or ())})

@@ -1,12 +1,19 @@
 """Token ids to text, a few at a time, never half a character.
 
-What has been returned is final. The concatenation of everything returned, `flush` included, equals the decoding of all
-ids at once, with one exception: where a tokenizer spells characters as a run of byte tokens (`<0xE6>`) and a run is not
-valid UTF-8, a one-shot decode loses the run's valid characters too; here those already returned stay.
+The text of a completion is what prompt and completion decode to together, beyond what the prompt decodes to alone:
+`decode(prompt + completion)[len(decode(prompt)):]`. Hence a first word keeps its space. What has been returned is
+final, and everything returned, `flush` included, adds up to that text, whatever was pushed at a time. Two cases differ:
+
+* A prompt that ends inside a character: where the completion finishes the character, decode(prompt), which ends in
+  U+FFFD, is no prefix. The character then belongs to the completion, whose text begins with it.
+* A tokenizer that spells characters as a run of byte tokens (`<0xE6>`), and a run that is not valid UTF-8: a one-shot
+  decode loses the run's valid characters too; here those already returned, or in the prompt, stay.
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice, product
+from types import MappingProxyType
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -18,6 +25,12 @@ _MAX_HELD = 4
 them one leading space, itself a byte token, which the decoder will strip."""
 _MAX_PENDING = 8
 """Tokens after which a window that still ends in bad bytes is cut, so that garbage costs no more than text."""
+_PROMPT_TAIL = 12
+"""Tokens of a prompt that are read: up to 3 bytes of a character cut off on the left, up to 3 of one unfinished on the
+right, and some between them."""
+_MAX_UNFINISHED = 3
+"""Bytes of a UTF-8 character that is not complete."""
+_NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
 
 class TextStream(Protocol):
@@ -46,18 +59,34 @@ class TokenBytes(dict[int, bytes]):
 class ByteStream:
     """For byte-level tokenizers: bytes from a table through one incremental UTF-8 decoder."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int] = ()) -> None:
+        """Decode what follows the ids `prompt`."""
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        tail = b""
+        for token_id in reversed(prompt):
+            tail = token_bytes[token_id] + tail
+            if len(tail) >= _MAX_UNFINISHED or tail[-1:] < b"\x80" and tail:
+                break
+        self._utf8.decode(tail)
+        self._continues_character = bool(self._utf8.getstate()[0])
+        """The prompt ends inside a character, and nothing has been returned yet."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `TextStream`."""
         table = self._token_bytes
-        return self._utf8.decode(b"".join([table[token_id] for token_id in token_ids]))
+        text = self._utf8.decode(b"".join([table[token_id] for token_id in token_ids]))
+        return self._without_the_prompts(text) if self._continues_character else text
 
     def flush(self) -> str:
         """See `TextStream`."""
-        return self._utf8.decode(b"", final=True)
+        text = self._utf8.decode(b"", final=True)
+        return self._without_the_prompts(text) if self._continues_character else text
+
+    def _without_the_prompts(self, text: str) -> str:
+        """The first text without the U+FFFD that stands for the prompt's unfinished character."""
+        self._continues_character = not text
+        return text.removeprefix(REPLACEMENT)
 
 
 class WindowStream:
@@ -66,39 +95,92 @@ class WindowStream:
         ids    ... | context | pending |        each push appends to pending
         text   ... | returned | new    |        new = decode(context + pending) without decode(context)
 
-    Once pending decodes to whole characters it becomes the next context.
+    Once pending decodes to whole characters it becomes the next context. The first context is the end of the prompt;
+    bytes of a character that the prompt leaves unfinished are the first pending ones.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], skipped: frozenset[int]) -> None:
-        self._decode, self._skipped = decode, skipped
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        skipped: frozenset[int],
+        prompt: Sequence[int] = (),
+        unspaced: Mapping[int, str] = _NO_TOKENS,
+    ) -> None:
+        """Decode what follows the ids `prompt`. Each id of `unspaced` that follows another of them has that text."""
+        self._decode, self._skipped, self._unspaced = decode, skipped, unspaced
+        self._prompt: Sequence[int] | None = prompt
+        """None once it has been read, at the first token."""
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
         self._num_returned = 0
         """Characters of the pending text already returned."""
+        self._unfinished_text = ""
+        """What the prompt's own pending bytes decode to: not the completion's text where it begins the pending one."""
+        self._follows_unspaced = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `TextStream`."""
+        if self._prompt is not None:
+            self._read_prompt(self._prompt)
         return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def flush(self) -> str:
         """See `TextStream`."""
-        return self._pending_text()[self._num_returned :]
+        text = self._pending_text()
+        return text[self._first_new(text) :]
+
+    def _read_prompt(self, prompt: Sequence[int]) -> None:
+        tail = list(islice((i for i in reversed(prompt) if i not in self._skipped), _PROMPT_TAIL))[::-1]
+        self._prompt = None
+        start, end = self._whole_characters(tail)
+        self._context, self._pending = tail[start:end], tail[end:]
+        self._context_text = self._decode(self._context)
+        self._unfinished_text = self._pending_text()
+        self._follows_unspaced = bool(tail) and tail[-1] in self._unspaced
+
+    def _whole_characters(self, tail: list[int]) -> tuple[int, int]:
+        """Where the first whole character in the `tail` of a prompt begins, and where the last one ends."""
+        starts = range(_MAX_UNFINISHED + 1 if len(tail) == _PROMPT_TAIL else 1)
+        ends = range(len(tail), max(len(tail) - _MAX_UNFINISHED, 0) - 1, -1)
+        for end, start in product(ends, starts):
+            if REPLACEMENT not in self._decode(tail[start:end]):
+                return start, end
+        clean = (end for end in ends if not self._decode(tail[:end]).endswith(REPLACEMENT))
+        return 0, next(clean, len(tail))
 
     def _push_one(self, token_id: int) -> str:
+        if self._unspaced:
+            follows, self._follows_unspaced = self._follows_unspaced, token_id in self._unspaced
+            if follows and self._follows_unspaced:
+                return self._push_unspaced(token_id)
         self._pending.append(token_id)
         text = self._pending_text()
         num_bad = len(text) - len(text.rstrip(REPLACEMENT))
         if num_bad and self._ends_in_spelt_replacement():
             num_bad = 0
         end = len(text) - min(num_bad, _MAX_HELD)
-        new = text[self._num_returned : end]
-        self._num_returned = max(self._num_returned, end)
+        start = self._first_new(text)
+        new = text[start:end]
+        if new:
+            self._num_returned = end
         if text and not num_bad:
             self._advance(len(self._pending))
         elif len(self._pending) > _MAX_PENDING and self._ends_in_bad_bytes(num_bad):
             self._advance(len(self._pending) - _MAX_HELD)
         return new
+
+    def _push_unspaced(self, token_id: int) -> str:
+        new = self.flush() + self._unspaced[token_id]
+        self._pending.append(token_id)
+        self._advance(len(self._pending))
+        return new
+
+    def _first_new(self, text: str) -> int:
+        """Where the pending `text` goes on from what was returned, or from what the prompt decodes to."""
+        if self._num_returned or not text.startswith(self._unfinished_text):
+            return self._num_returned
+        return len(self._unfinished_text)
 
     def _pending_text(self) -> str:
         if not self._pending:
@@ -127,7 +209,7 @@ class WindowStream:
     def _advance(self, num_tokens: int) -> None:
         self._context, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         self._context_text = self._decode(self._context)
-        self._num_returned = 0
+        self._num_returned, self._unfinished_text = 0, ""
 
 
 def _num_leading(text: str) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -17,7 +18,9 @@ class TextCodec:
 
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:
         self.hf = hf
-        self._special = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
+        added = hf.added_tokens_decoder
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._warned: set[tuple[str, str]] = set()
         self._tables = {}
         if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
@@ -79,12 +82,19 @@ class TextCodec:
             ) from problem
         return text, self._encode(text, add_special_tokens=False)
 
-    def new_stream(self, *, skip_special_tokens: bool) -> TextStream:
-        """A decoder for one completion."""
+    def new_stream(
+        self,
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> TextStream:
+        """A decoder for a completion of `prompt_token_ids`."""
         skipped = self._special if skip_special_tokens else frozenset()
-        if skipped in self._tables:
-            return ByteStream(self._tables[skipped])
-        return WindowStream(self._decode, skipped)
+        if skipped in self._tables:  # it puts no spaces between tokens
+            return ByteStream(self._tables[skipped], prompt_token_ids)
+        unspaced = {} if skip_special_tokens or spaces_between_special_tokens else self._added
+        return WindowStream(self._decode, skipped, prompt_token_ids, unspaced)
 
     def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:

@@ -42,6 +42,7 @@ REQUEST_EXTREMES = {
     "detokenize": [True, False, None],
     "skip_special_tokens": [True, False, "no"],
     "include_stop_str_in_output": [True, False],
+    "spaces_between_special_tokens": [True, False, 1],
     "truncate_prompt_tokens": [1, 2**40, 0],
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
     "output_kind": ["cumulative", "delta", "final_only", "all"],

@@ -24,7 +24,7 @@ def run(text, chunk=1, **params):
     return made, kept, seen
 
 
-@given(text=st.text(max_size=20), chunk=st.integers(1, 5))
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=20), chunk=st.integers(1, 5))
 @settings(deadline=None)
 def test_texts_grow_and_end_in_the_whole(text, chunk):
     made, _, seen = run(text, chunk)
@@ -90,3 +90,33 @@ def test_special_tokens_are_skipped_on_request(skip, text):
     made = Detokenizer(CODEC.new_stream(skip_special_tokens=skip), SamplingParams(skip_special_tokens=skip))
     made.push([*CODEC.encode("a"), 2, *CODEC.encode("b")])
     assert made.text() == text
+
+
+WHOLE = {"skip_special_tokens": False, "stop_token_ids": [2]}
+
+
+def push_all(ids, chunk, **params):
+    made = Detokenizer(CODEC.new_stream(skip_special_tokens=False), SamplingParams(**params), {2})
+    for start in range(0, len(ids), chunk):
+        assert made.push(ids[start : start + chunk]) == len(ids[start : start + chunk])
+    return made
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_the_stop_token_is_cut_from_the_text_unless_it_is_asked_for(chunk):
+    ids = [*CODEC.encode("ab"), 2]
+    assert push_all(ids, chunk, **WHOLE).text() == "ab"
+    assert push_all(ids, chunk, **WHOLE, stop=["zz"]).text() == "ab"
+    assert push_all(ids, chunk, **WHOLE, include_stop_str_in_output=True).text() == "ab<eos>"
+
+
+def test_a_stop_id_before_min_tokens_is_text():
+    ids = [*CODEC.encode("a"), 2, *CODEC.encode("b"), 2]
+    for stop in (None, ["zz"]):
+        assert push_all(ids, 1, **WHOLE, min_tokens=3, stop=stop).text() == "a<eos>b"
+
+
+def test_no_stop_string_ends_in_the_token_that_stopped_the_sequence():
+    made = push_all([*CODEC.encode("xa"), 2], 1, **WHOLE, stop=["a<eos>"])
+    made.finish()
+    assert (made.text(), made.stop) == ("xa", None)  # and what was held back for it has come out

@@ -233,3 +233,41 @@ def test_log_probs_of_the_prompt_are_told_as_the_output_kind_says(processor, kin
     outputs = [output for step in steps for output in processor.process(step)[0]]
     assert [output.prompt_logprobs is found.logprobs for output in outputs] == told
     assert [output.prompt_top_logprobs is top for output in outputs] == told
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_text_of_a_stop_token_is_never_shown_and_its_id_is(processor, kind, keep):
+    params = dict(stop_token_ids=[76], logprobs=0, output_kind=kind, include_stop_str_in_output=keep)
+    add(processor, **params)
+    steps = [token(74), token(75), token(76), ended("stop")]  # the end may come in a message of its own
+    seen = [output for step in steps for output in processor.process(step)[0]]
+    texts = [output.outputs[0].text for output in seen]
+    ids = [output.outputs[0].token_ids for output in seen]
+    assert ("".join(texts) if kind == "delta" else texts[-1]) == ("hij" if keep else "hi")
+    assert keep or not any("j" in text for text in texts)
+    assert (sum(ids, []) if kind == "delta" else ids[-1]) == [74, 75, 76]
+    assert len(np.concatenate([output.outputs[0].logprobs for output in seen][-1 if kind != "delta" else 0 :])) == 3
+
+
+def test_an_end_id_that_is_ignored_is_text(processor):
+    add(processor, ignore_eos=True, skip_special_tokens=False)  # the request then has no end ids
+    (output,), _ = processor.process(joined(token(2)))
+    assert output.outputs[0].text == "<eos>"
+    processor.process(ended("abort"))
+
+
+def test_the_text_goes_on_where_the_prompt_stops(processor):
+    """The prompt ends in the first byte of a character."""
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=processor._codec.encode("\N{LATIN SMALL LETTER E WITH ACUTE}")[:1],
+        params=SamplingParams(),
+        max_tokens=9,
+        seed=0,
+        first_sequence=FIRST_SEQUENCE,
+    )
+    processor.add(request, "?")
+    last = processor._codec.encode("\N{LATIN SMALL LETTER E WITH ACUTE}")[1]
+    (output,), _ = processor.process(token(last, end="length"))
+    assert output.outputs[0].text == "\N{LATIN SMALL LETTER E WITH ACUTE}"

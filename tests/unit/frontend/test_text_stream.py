@@ -63,7 +63,9 @@ def test_byte_level_stream_equals_the_full_decode_of_any_ids(kind, data, skip):
     assert stream_decode(codec, ids, skip)[0] == full_decode(codec, ids, skip)
 
 
-@given(text=st.text(max_size=30), skip=st.booleans())
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30), skip=st.booleans()
+)  # no special token
 @settings(max_examples=200, deadline=None)
 def test_no_piece_of_valid_text_holds_half_a_character(text, skip):
     codec = BYTE_LEVEL["bytes"]
