@@ -15,8 +15,11 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine import exact as exact
     from rollout_engine import testing as testing
     from rollout_engine.batches.concat import concat as concat
+    from rollout_engine.batches.jsonl import to_jsonl as to_jsonl
     from rollout_engine.batches.minibatches import minibatches as minibatches
     from rollout_engine.batches.summary import RolloutBatch as RolloutBatch
+    from rollout_engine.batches.trl import to_trl as to_trl
+    from rollout_engine.batches.trl import to_trl_rollout as to_trl_rollout
     from rollout_engine.config import EngineConfig as EngineConfig
     from rollout_engine.errors import ChecksumError as ChecksumError
     from rollout_engine.errors import ConfigError as ConfigError
@@ -56,8 +59,10 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "rollout_engine.batches.concat": ("concat",),
+    "rollout_engine.batches.jsonl": ("to_jsonl",),
     "rollout_engine.batches.minibatches": ("minibatches",),
     "rollout_engine.batches.summary": ("RolloutBatch",),
+    "rollout_engine.batches.trl": ("to_trl", "to_trl_rollout"),
     "rollout_engine.config": ("EngineConfig",),
     "rollout_engine.errors": (
         "ChecksumError",

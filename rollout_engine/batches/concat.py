@@ -16,6 +16,7 @@ from rollout_engine.batches.layout import (
     is_packed,
     leaves,
     packed_span,
+    padding_token,
     width_of,
 )
 from rollout_engine.batches.summary import RolloutBatch
@@ -76,7 +77,7 @@ def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
 
 
 def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -> dict[Key, Any]:
-    pad_token_id = next((pad for pad in map(_pad_token_id, batches) if pad is not None), 0)
+    pad_token_id = next((pad for pad in map(padding_token, batches) if pad is not None), 0)
     joined = {}
     for key in parts[0]:
         values = [part[key] for part in parts]
@@ -115,15 +116,6 @@ def _widened(value: Tensor, width: int, fill: int, *, left: bool) -> Tensor:
     start = width - value.shape[1] if left else 0
     wide[:, start : start + value.shape[1]] = value
     return wide
-
-
-def _pad_token_id(batch: TensorDictBase) -> int | None:
-    """What stands in the padding; None where nothing is padded."""
-    for span, mask in (("prompt", "prompt"), ("response", "response"), ("full", "all_attention_mask")):
-        padding = batch["tokens", span][~batch["masks", mask]]
-        if len(padding):
-            return int(padding[0])
-    return None
 
 
 def _renumbered(group_ids: list[Tensor]) -> Tensor:

@@ -105,6 +105,15 @@ def width_of(batch: TensorDictBase, span: Span) -> int:
     return int(batch["tokens", span].shape[1])
 
 
+def padding_token(batch: TensorDictBase) -> int | None:
+    """The id that stands where there is no token; None where nothing is padded."""
+    for span, mask in (("prompt", "prompt"), ("response", "response"), ("full", "all_attention_mask")):
+        padding = batch["tokens", span][~batch["masks", mask]]
+        if len(padding):
+            return int(padding[0])
+    return None
+
+
 def packed_span(key: Key, value: Any, batch: TensorDictBase) -> Span | None:
     """The span of `key` in a packed batch; None for one entry per sequence.
 

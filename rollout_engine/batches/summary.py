@@ -102,9 +102,9 @@ def _keys(batch: RolloutBatch) -> Iterator[str]:
     shown = list(below.items())[:MAX_KEYS]
     column = max((len(name) for name, _ in shown), default=0) + 2
     for name, parts in shown:
-        unbroken = ", ".join(part.replace(" ", "_") for part in parts)
+        unbroken = ", ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
         lines = textwrap.wrap(unbroken, WIDTH - column, break_long_words=False, break_on_hyphens=False)
-        yield f"{name:{column}}" + ("\n" + " " * column).join(lines).replace("_", " ")
+        yield f"{name:{column}}" + ("\n" + " " * column).join(lines).replace("\N{NO-BREAK SPACE}", " ")
     if len(below) > MAX_KEYS:
         yield f"and {len(below) - MAX_KEYS} keys more"
 

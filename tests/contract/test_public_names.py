@@ -52,6 +52,9 @@ SIGNATURES = {
     "RolloutPolicy.shutdown": "self",
     "concat": "batches * group_ids",
     "minibatches": "batch size * shuffle generator keep_groups",
+    "to_jsonl": "batch path * append",
+    "to_trl": "batch advantages",
+    "to_trl_rollout": "batch",
     "exact.enable": "model",
     "exact.token_logprobs": "model input_ids attention_mask * temperature",
 }

@@ -1,12 +1,14 @@
 """Rollouts: what comes back, what the reward function sees, and what is left after an error."""
 
 import asyncio
+import json
 import threading
 
 import numpy as np
 import pytest
 import torch
 
+from rollout_engine.batches.jsonl import to_jsonl
 from rollout_engine.errors import EngineGenerateError, RequestError, RewardError
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.policy import RolloutPolicy
@@ -57,6 +59,13 @@ def test_a_returned_seed_replays_its_sequence_alone(rig):
     row = 5
     alone = SamplingParams(max_tokens=6, seed=int(batch["seed"][row]) % 2**64)
     assert sampled(rig.rollout(PROMPTS[1], alone), 0) == sampled(batch, row)
+
+
+def test_a_line_of_a_file_replays_its_sequence(rig, tmp_path):
+    to_jsonl(rig.rollout(num_samples=3), tmp_path / "rollouts.jsonl")
+    line = json.loads((tmp_path / "rollouts.jsonl").read_text().splitlines()[5])
+    again = rig.rollout([line["prompt_token_ids"]], SamplingParams(max_tokens=6, seed=line["seed"]))
+    assert sampled(again, 0) == line["response_token_ids"]
 
 
 def test_prompts_of_several_kinds_and_params_each(rig):

@@ -1,0 +1,118 @@
+"""Rollouts as JSON lines: one sample a line, with all that it takes to read it and to sample it again.
+
+    key                                           value
+    group_id, sample_index                        which prompt, which of its samples
+    seed                                          in [0, 2**64): `SamplingParams(seed=seed, n=1)` replays the sample
+    finish_reason, truncated                      how it ended; whether it was cut off
+    prompt, response                              text; null where the prompt was token ids without a text
+    prompt_token_ids, response_token_ids          response: end token included
+    log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 where it was not sampled
+    kept_logprob_mass                             the same, with top-k, top-p or min-p
+    reward, done                                  with a reward function
+    columns                                       {name: value} of your columns, and of keys that you added
+
+Numbers are written so that reading them gives the same bits (float32 as the shortest float64 that says it).
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from io import TextIOBase
+from typing import Any, TextIO
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from rollout_engine.batches.layout import (
+    SPAN_OF_KEY,
+    Key,
+    Places,
+    check_batch,
+    is_packed,
+    leaves,
+    packed_span,
+    places,
+)
+from rollout_engine.errors import RequestError
+from rollout_engine.rollout_batch import RESERVED_KEYS
+from rollout_engine.seeds import unsigned
+
+
+def to_jsonl(batch: TensorDictBase, path: str | os.PathLike[str] | TextIO, *, append: bool = False) -> None:
+    """Write a rollout, of either layout, one line per sample with the keys of the table above.
+
+    `path` is a file's name, or a file open for text; `append=True` adds to what the file of that name holds. Nothing is
+    written unless every sample can be: a column that JSON has no words for raises `RequestError` with its name.
+    """
+    lines = [_line(sample) for sample in samples(batch)]
+    opened = nullcontext(path) if isinstance(path, TextIOBase) else open(path, "a" if append else "w", encoding="utf-8")
+    with opened as file:
+        file.writelines(line + "\n" for line in lines)
+
+
+def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
+    """One dict per sample with the keys of the table above; columns as they are, all else as plain Python values."""
+    check_batch(batch)
+    own, extra = _plain(batch), {key: value for key, value in leaves(batch) if _top(key) not in RESERVED_KEYS}
+    where = places(batch)
+    for row, (prompt, response, full) in enumerate(zip(*where, strict=True)):
+        after = (full[0], slice(full[1].start + own["num_prompt_tokens"][row], full[1].stop))
+        sample = {key: own[key][row] for key in ("group_id", "sample_index")}
+        sample["seed"] = unsigned(own["seed"][row])
+        sample |= {"finish_reason": own["finish_reason"][row], "truncated": own["truncated"][row][0]}
+        sample |= {"prompt": own["text", "prompt"][row], "response": own["text", "response"][row]}
+        sample["prompt_token_ids"] = batch["tokens", "prompt"][prompt].tolist()
+        sample["response_token_ids"] = batch["tokens", "response"][response].tolist()
+        sample["log_probs"] = batch["log_probs", "response"][response].tolist()
+        sample |= {key: batch[key][after].tolist() for key in ("policy_version", "kv_min_version")}
+        if "kept_logprob_mass" in batch.keys():
+            sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
+        if "next" in batch.keys():
+            sample |= {"reward": own["next", "reward"][row][0], "done": own["next", "done"][row][0]}
+        sample["columns"] = {_name(key): _value(key, value, batch, where, row) for key, value in extra.items()}
+        yield sample
+
+
+def _plain(batch: TensorDictBase) -> dict[Key, list[Any]]:
+    """The keys with one entry per sequence that are a rollout's own, as lists."""
+    keys = {key for key, _ in leaves(batch)} - SPAN_OF_KEY.keys() - {"cu_seqlens"}
+    return {key: batch.get(key).tolist() for key in keys if _top(key) in RESERVED_KEYS}
+
+
+def _line(sample: dict[str, Any]) -> str:
+    """One dict of `samples` as JSON. Raises `RequestError` for a column that cannot be written."""
+    for name, value in sample["columns"].items():
+        try:
+            _dumps(value)
+        except (TypeError, ValueError) as problem:
+            where = f"columns[{name!r}] of group {sample['group_id']}, sample {sample['sample_index']}"
+            hint = f"{problem}. Convert it, or leave it out with batch.exclude({name!r})."
+            raise RequestError.for_field(where, value, "something that JSON can say", hint) from problem
+    return _dumps(sample)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_listed)
+
+
+def _listed(value: Any) -> Any:
+    """Arrays, tensors and their scalars as lists and numbers."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return value.tolist()
+
+
+def _value(key: Key, value: Any, batch: TensorDictBase, where: Places, row: int) -> Any:
+    if not isinstance(value, Tensor):
+        return batch[key][row]
+    span = packed_span(key, value, batch) if is_packed(batch) else None
+    return value[row if span is None else getattr(where, span)[row]].tolist()
+
+
+def _top(key: Key) -> str:
+    return key if isinstance(key, str) else key[0]
+
+
+def _name(key: Key) -> str:
+    return key if isinstance(key, str) else ".".join(key)

@@ -1,0 +1,98 @@
+"""JSON lines hold every sample with the same bits, and what cannot be written is refused before a line is."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack
+
+from rollout_engine import RequestError, to_jsonl
+from rollout_engine.batches.layout import places
+
+LAYOUTS = ["padded", "packed"]
+
+
+def written(batch, path, **options):
+    to_jsonl(batch, path, **options)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kept", [False, True])
+def test_every_sample_can_be_read_back_bit_for_bit(make_batch, tmp_path, layout, kept):
+    batch = make_batch(2, layout, kept=kept)
+    rows = written(batch, tmp_path / "rollouts.jsonl")
+    where = places(batch)
+    assert len(rows) == len(batch["seed"])
+    for i, row in enumerate(rows):
+        response = where.response[i]
+        floats = {"log_probs": batch["log_probs", "response"][response]}
+        if kept:
+            floats["kept_logprob_mass"] = batch["kept_logprob_mass"][response]
+        for name, expected in floats.items():
+            assert torch.equal(torch.tensor(row[name], dtype=torch.float32), expected)
+        assert np.float32(row["reward"]) == batch["next", "reward"][i].item()
+        assert row["prompt_token_ids"] == batch["tokens", "prompt"][where.prompt[i]].tolist()
+        assert row["prompt_token_ids"] + row["response_token_ids"] == batch["tokens", "full"][where.full[i]].tolist()
+        for name in ("policy_version", "kv_min_version"):
+            assert [-1] * len(row["prompt_token_ids"]) + row[name] == batch[name][where.full[i]].tolist()
+        assert 0 <= row["seed"] == int(batch["seed"][i]) % 2**64
+        assert (row["done"], row["truncated"]) == (not batch["truncated"][i], bool(batch["truncated"][i]))
+        for name in ("finish_reason", "answer"):
+            assert (row | row["columns"])[name] == batch[name][i]
+        assert (row["prompt"], row["response"]) == (batch["text", "prompt"][i], batch["text", "response"][i])
+    assert ("kept_logprob_mass" in rows[0]) == kept
+
+
+def test_both_layouts_write_the_same_file(make_batch, tmp_path):
+    padded, packed = (written(make_batch(4, layout), tmp_path / layout) for layout in LAYOUTS)
+    assert padded == packed
+
+
+def test_without_rewards_and_columns_there_are_none(make_batch, tmp_path):
+    row = written(make_batch(rewards=False, columns=False), tmp_path / "file")[0]
+    assert row["columns"] == {} and not {"reward", "done"} & set(row)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_that_the_user_added_are_columns(make_batch, tmp_path, layout):
+    batch = make_batch(1, layout)
+    batch["advantage"] = torch.randn(*batch["next", "reward"].shape)
+    batch["mine"] = {"values": torch.randn(batch["tokens", "full"].shape)} if layout == "packed" else {}
+    rows = written(batch, tmp_path / "file")
+    assert [row["columns"]["advantage"] for row in rows] == batch["advantage"].tolist()
+    if layout == "packed":
+        values = [row["columns"]["mine.values"] for row in rows]
+        assert values == [batch["mine", "values"][place].tolist() for place in places(batch).full]
+
+
+def test_a_file_is_replaced_or_grows(make_batch, tmp_path):
+    first, second = make_batch(0), make_batch(1)
+    num = len(first["seed"]) + len(second["seed"])
+    written(first, tmp_path / "file")
+    assert len(written(second, tmp_path / "file", append=True)) == num
+    assert len(written(second, tmp_path / "file")) == len(second["seed"])
+
+
+def test_an_open_file_will_do(make_batch):
+    file = io.StringIO()
+    to_jsonl(make_batch(), file)
+    assert not file.closed and file.getvalue().count("\n") == len(make_batch()["seed"])
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, {"deep": [b"bytes"]}, {(1, 2): 3}])
+def test_a_column_that_json_cannot_say_is_refused_before_anything_is_written(make_batch, tmp_path, value):
+    batch = make_batch()
+    batch["odd"] = NonTensorStack(*[1] * (len(batch["seed"]) - 1), value)
+    with pytest.raises(RequestError, match=r"columns\['odd'\] of group 2, sample \d=.*batch.exclude\('odd'\)"):
+        to_jsonl(batch, tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
+def test_arrays_and_tensors_in_columns_are_lists(make_batch, tmp_path):
+    batch = make_batch(num_groups=1, num_samples=2)
+    batch["mixed"] = NonTensorStack({"a": np.float32(0.1)}, {"b": torch.tensor([1, 2])})
+    rows = written(batch, tmp_path / "file")
+    assert [row["columns"]["mixed"] for row in rows] == [{"a": float(np.float32(0.1))}, {"b": [1, 2]}]
