@@ -21,6 +21,7 @@ from rollout_engine.model.call_checks import install_checks, refuse_moved
 from rollout_engine.model.fusion import repack
 from rollout_engine.model.packed_rows import positions_from, starts_of
 from rollout_engine.model.rotary import refuse_long_batches
+from rollout_engine.model.token_batch import token_batch
 
 
 def enable(model: nn.Module) -> nn.Module:
@@ -71,7 +72,7 @@ def token_logprobs(
     position_ids: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-prob of each next token: input_ids int [B, T] -> float32 [B, T - 1], differentiable.
+    """Log-prob of each next token: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
 
     Entry `[:, i]` is log softmax(logits_i / temperature)[token i + 1]; 0 where token i or i + 1 is padding, and where
     token i + 1 begins a sequence. temperature 0 counts as 1, as in the engine.
@@ -82,10 +83,10 @@ def token_logprobs(
         position_ids: int [B, T] for packed rows: positions count up, and start again at 0 where a sequence begins.
             Padding may only follow the sequences of a row. Give either this or `cu_seqlens`.
 
-    Raises `ValueError` for shapes, masks and positions that do not fit one another.
+    Raises `ValueError` for ids beyond the model's vocabulary, and for shapes, masks and positions that do not fit one
+    another.
     """
-    mask = _checked_mask(input_ids, attention_mask)
-    input_ids = input_ids.long()
+    input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
     if positions is not None:
         return _packed_logprobs(model, input_ids, mask, positions, temperature or 1.0)
@@ -124,17 +125,6 @@ def _logprobs_at(model: nn.Module, logits: Tensor, input_ids: Tensor, wanted: Te
     result = values.new_zeros(input_ids.shape[0], input_ids.shape[1] - 1)
     row, column = wanted.nonzero(as_tuple=True)
     return result.index_put((row, column), values)
-
-
-def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """bool [B, T]: the real tokens."""
-    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        kind = f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
-        raise ValueError(f"input_ids must be integers [B, T], got {kind}")
-    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask must be {tuple(input_ids.shape)} like input_ids, got {tuple(mask.shape)}")
-    return mask
 
 
 def _checked_positions(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sync.digests import PIECE_BYTES, Digest, tensor_bytes
+from sync.errors import ManifestMismatch
 from sync.finite import largest_bits
 from sync.looks import Arrival, Look, Looks, sees
 
@@ -130,6 +131,8 @@ def _crossing_to(place: Tensor) -> Crossing | None:
 
 
 def _written(out: Tensor, tensor: Tensor, *, finite: bool) -> Arrival:
+    if out.shape != tensor.shape:  # copies below are by address
+        raise ManifestMismatch(f"A tensor {list(tensor.shape)} cannot be written to a place {list(out.shape)}.")
     if is_plain(out) and is_plain(tensor):
         return _brought(out, tensor, finite=finite)
     crossing = None if is_plain(out) else _crossing_to(out)

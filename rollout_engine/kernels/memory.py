@@ -25,9 +25,10 @@ def lazy_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
 def give_back(tensors: Iterable[Tensor]) -> None:
     """Return the pages of CPU tensors' storages to the system. Addresses stay; what was in whole pages reads as zeros.
 
-    Linux only: elsewhere the tensors are zeroed and keep their memory.
+    Linux only: elsewhere the tensors are zeroed and keep their memory. Raises `ValueError` for tensors elsewhere.
     """
     tensors = list(tensors)
+    _check_on_host(tensors)
     if sys.platform != "linux":
         for tensor in tensors:
             tensor.zero_()
@@ -41,9 +42,20 @@ def give_back(tensors: Iterable[Tensor]) -> None:
 
 
 def resident_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of CPU tensors' storages that take memory now, each storage once. Other systems than Linux: all bytes."""
+    """Bytes of CPU tensors' storages that take memory now, each storage once. Other systems than Linux: all bytes.
+
+    Raises `ValueError` for tensors elsewhere.
+    """
+    tensors = list(tensors)
+    _check_on_host(tensors)
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(_resident(address, storage.nbytes()) for address, storage in storages.items())
+
+
+def _check_on_host(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise ValueError(f"Tensors should be on the CPU, and one is on {tensor.device}.")
 
 
 def _resident(address: int, num_bytes: int) -> int:

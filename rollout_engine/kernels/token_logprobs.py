@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollout_engine.kernels.cpu import build, sampling
+from rollout_engine.kernels.cpu.arguments import check_ids, is_integral, refused
 from rollout_engine.kernels.cpu.sampling import CHUNK, Figures
 
 FiguresOf = Callable[[Tensor, Tensor, Tensor], Figures]
@@ -32,12 +33,32 @@ def token_logprobs(
 ) -> Tensor:
     """log_softmax(logits / temperature) at `token_ids`: float32 [N], differentiable with respect to the logits.
 
-    `logits` [N, V] of any floating dtype, `token_ids` int64 [N], `temperature` a number or [N]; 0 counts as 1.
+    `logits` [N, V] of any floating dtype, `token_ids` integers [N], `temperature` a number or [N]; 0 counts as 1.
     A row that holds NaN or +inf, or nothing but -inf, gives NaN. `kernel`: another than `figures_of`.
+    Raises `ValueError` for ids outside [0, V), a temperature below 0, and other shapes and dtypes.
     """
+    token_ids = _checked(logits, token_ids, temperature)
     temperatures = row_temperatures(temperature, logits)
     logprobs: Tensor = _TokenLogprobs.apply(logits, token_ids, temperatures, kernel or figures_of)
     return logprobs
+
+
+def _checked(logits: Tensor, token_ids: Tensor, temperature: float | Tensor) -> Tensor:
+    """`token_ids` as int64."""
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        raise refused("logits", logits, "a tensor of floats [N, V]")
+    if not isinstance(token_ids, Tensor) or token_ids.shape != logits.shape[:1] or not is_integral(token_ids):
+        raise refused("token_ids", token_ids, f"a tensor of integers [{len(logits)}], one for each row of logits")
+    _check_temperature(temperature, len(logits))
+    return token_ids.long()
+
+
+def _check_temperature(temperature: float | Tensor, num_rows: int) -> None:
+    given = torch.as_tensor(temperature)
+    if given.shape not in ((), (1,), (num_rows,)) or given.is_complex() or given.is_meta:
+        raise refused("temperature", temperature, f"a number, or a tensor [{num_rows}]")
+    if given.is_cpu and not bool((given >= 0).all()):  # a device would have to be waited for
+        raise ValueError(f"temperature should be >= 0, and its lowest is {float(given.min())}.")
 
 
 def row_temperatures(temperature: float | Tensor, logits: Tensor) -> Tensor:
@@ -50,6 +71,8 @@ def figures_of(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Figur
     """Maximum and log of the total weight of every row of `logits` [N, V], and the log-prob of one token of each."""
     if logits.is_cpu and build.load_kernels() is not None:
         return sampling.score(logits, temperatures, token_ids)
+    if logits.is_cpu:  # a device would have to be waited for
+        check_ids("token_ids", token_ids, logits.shape[1], of="the vocabulary of these logits")
     maximum = torch.empty_like(temperatures)
     total = torch.empty_like(temperatures, dtype=torch.float64)
     for block in row_blocks(logits):

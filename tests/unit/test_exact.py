@@ -136,3 +136,31 @@ def test_a_batch_whose_length_would_change_its_rotary_frequencies_is_refused(kin
     with torch.no_grad():
         whole, cut = exact.token_logprobs(trainer, ids, padded), exact.token_logprobs(trainer, ids[:, :32])
     assert torch.equal(whole[:, :31], cut)
+
+
+def test_ids_may_be_of_any_integer_dtype_and_padding_any_number():
+    trainer = exact.enable(tiny_model("llama"))
+    ids, mask = torch.randint(3, 259, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 6:] = False
+    with torch.no_grad():
+        expected = exact.token_logprobs(trainer, ids, mask)
+        for dtype in (torch.int32, torch.int16):
+            assert torch.equal(exact.token_logprobs(trainer, ids.to(dtype), mask.float()), expected)
+        assert torch.equal(exact.token_logprobs(trainer, ids.masked_fill(~mask, -100), mask.long()), expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (torch.tensor([[5, 259]]), None, r"input_ids should be in \[0, 259\).*number 1 of them is 259"),
+        (torch.tensor([[5, -100]]), None, "number 1 of them is -100"),
+        (torch.tensor([[5.0, 6.0]]), None, "input_ids should be a tensor of token ids .*torch.float32"),
+        (torch.tensor([5, 6]), None, r"input_ids should be .*\[B, T\]"),
+        ([[5, 6]], None, "input_ids should be .*is a list"),
+        (torch.tensor([[5, 6]]), torch.ones(1, 3), r"attention_mask should be a tensor \[1, 2\]"),
+        (torch.tensor([[5, 6]]), torch.tensor([[0.0, -torch.inf]]), "attention_mask should hold ones.*holds -inf"),
+    ],
+)
+def test_a_batch_that_cannot_be_read_is_refused_by_name(ids, mask, message):
+    with pytest.raises(ValueError, match=message):
+        exact.token_logprobs(exact.enable(tiny_model("llama")), ids, mask)

@@ -23,7 +23,9 @@ struct AttentionPlan {
     const int64_t* first_position;  // [N] of each chunk
     int32_t* members;               // [N], out
     AttentionItem* items;           // [N + num_tokens / 32], out
+    int64_t num_entries;            // of `blocks`
     int32_t num_sequences, block_size, num_items, items_wanted;
+    int32_t max_block;              // out: the largest block that is read or written
 
     int64_t chunk_length(int s) const { return token_starts[s + 1] - token_starts[s]; }
     int64_t table_length(int s) const { return (first_position[s] + chunk_length(s) - 1) / block_size + 1; }

@@ -12,18 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.cpu.arguments import (
+    DTYPES,
+    address,
+    array_address,
+    check_floats,
+    refused,
+    rows_address,
+)
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.memory import lazy_zeros
 from rollout_engine.kernels.scoring import Scoring
 
 DENSE_BLOCK_SIZE = 64
+_TILE = 64  # ATTENTION_TILE of attention.h
 _ITEM_TOKENS = 32  # ATTENTION_ITEM_TOKENS of attention.h
 _BYTES_PER_ITEM = 20
+_MOST_TOKENS = 1 << 31
+"""Of one step: the kernel counts them in 32 bits."""
 
 
 def serves(dtype: torch.dtype) -> bool:
     """Whether the kernel computes this dtype on this machine."""
-    return dtype in (torch.float32, torch.bfloat16) and load_kernels() is not None
+    return dtype in DTYPES and load_kernels() is not None
 
 
 class Chunk(NamedTuple):
@@ -62,20 +73,41 @@ class ChunkColumns(NamedTuple):
 
 
 class Plan:
-    """The work of one step, for all layers: where tokens are written, and which rows read KV together."""
+    """The work of one step, for all layers: where tokens are written, and which rows read KV together.
+
+    Raises `ValueError` for columns that do not fit together, and for a block table that does not cover its chunk.
+    """
 
     def __init__(self, chunks: Iterable[Chunk] | ChunkColumns, *, block_size: int, num_kv_heads: int) -> None:
         columns = chunks if isinstance(chunks, ChunkColumns) else ChunkColumns.of(chunks)
         first_positions, token_starts, blocks, block_starts = columns
-        num_sequences, self.num_tokens = len(first_positions), int(token_starts[-1])
+        self.block_size = _checked_block_size(block_size)
+        num_sequences = len(first_positions)
+        places = [
+            array_address("blocks", blocks, np.int32),
+            array_address("block_starts", block_starts, np.int64, (num_sequences,)),
+            array_address("token_starts", token_starts, np.int64, (num_sequences + 1,)),
+            array_address("first_positions", first_positions, np.int64, (num_sequences,)),
+        ]
+        self.num_tokens = int(token_starts[-1])
+        if token_starts[0] != 0 or not 0 <= self.num_tokens < _MOST_TOKENS:
+            raise ValueError(f"token_starts should ascend from 0, and is {token_starts}.")
         members = np.empty(num_sequences, np.int32)
         items = np.empty(_BYTES_PER_ITEM * (num_sequences + self.num_tokens // _ITEM_TOKENS), np.uint8)
         self.num_threads = torch.get_num_threads()
         self._memory = (blocks, block_starts, token_starts, first_positions, members, items)
-        wanted = -(-2 * self.num_threads // num_kv_heads)
-        self._plan = _Plan(*(array.ctypes.data for array in self._memory), num_sequences, block_size, 0, wanted)
+        places += [members.ctypes.data, items.ctypes.data]
+        wanted = -(-2 * self.num_threads // max(num_kv_heads, 1))
+        self._plan = _Plan(*places, blocks.size, num_sequences, block_size, 0, wanted)
         self.address = ctypes.addressof(self._plan)
-        _library().attention_plan(self.address)
+        if (wrong := _library().attention_plan(self.address)) >= 0:
+            length = int(token_starts[wrong + 1]) - int(token_starts[wrong])
+            raise ValueError(
+                f"blocks should name a block >= 0 for every {block_size} tokens of each sequence, and do not for chunk "
+                f"{wrong}, of {length} tokens from position {first_positions[wrong]}."
+            )
+        self.max_block = self._plan.max_block
+        """The largest block that is read or written; -1 without tokens."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def scratch(self, bytes_per_thread: int) -> int:
@@ -84,9 +116,17 @@ class Plan:
             self._scratch = torch.empty(bytes_per_thread * self.num_threads, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
+    def check_pool(self, num_blocks: int, block_size: int) -> None:
+        """Raise `ValueError` unless a pool of this size has all blocks of the plan."""
+        if self.max_block >= num_blocks or self.block_size != block_size:
+            raise ValueError(
+                f"The plan is of blocks up to {self.max_block}, of {self.block_size} tokens; the KV pool has "
+                f"{num_blocks} blocks of {block_size}."
+            )
+
 
 class Layer:
-    """KV pool of one attention layer, zeros at first."""
+    """KV pool of one attention layer, zeros at first. Raises `ValueError` for what the kernel does not compute."""
 
     def __init__(
         self,
@@ -98,6 +138,10 @@ class Layer:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
+        if dtype not in DTYPES or min(num_blocks, num_kv_heads - 1, dim_k - 1, dim_v - 1) < 0:
+            sizes = dict(num_blocks=num_blocks, num_kv_heads=num_kv_heads, dim_k=dim_k, dim_v=dim_v)
+            raise ValueError(f"A KV pool should be float32 or bfloat16 and have positive sizes, not {dtype}, {sizes}.")
+        self.num_blocks, self.block_size = num_blocks, _checked_block_size(block_size)
         per_step = 4 // dtype.itemsize
         steps = -(-dim_k // per_step)
         self.dtype = dtype
@@ -131,18 +175,26 @@ class Layer:
         """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
 
         All in the pool's dtype. `sinks` [H] are logits that join each head's softmax and take their share of it.
-        `lse` float32 [T, H] receives the log-sum-exp of each row's scores.
+        `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for what it cannot read.
         """
+        call, dtype = self.call, self.dtype
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_floats(name, x, num_dims=3)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        assert q.dtype == k.dtype == v.dtype == self.dtype, "attention in another dtype than its KV pool"
-        call = self.call
-        num_tokens, num_heads, _ = q.shape
+        num_tokens, num_heads = plan.num_tokens, q.shape[1]
+        if num_heads % call.num_kv_heads or not num_heads:
+            raise refused("q", q, f"of a multiple of {call.num_kv_heads} heads, the keys'")
+        plan.check_pool(self.num_blocks, self.block_size)
         out = q.new_empty(num_tokens, num_heads, call.dv)
-        call.plan = plan.address
-        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.lse = None if lse is None else lse.data_ptr()
+        call.plan, call.out = plan.address, out.data_ptr()
+        call.q = rows_address("q", q, dtype, (num_tokens, num_heads, call.dk))
+        call.k = rows_address("k", k, dtype, (num_tokens, call.num_kv_heads, call.dk))
+        call.v = rows_address("v", v, dtype, (num_tokens, call.num_kv_heads, call.dv))
+        call.lse = None if lse is None else address("lse", lse, torch.float32, (num_tokens, num_heads))
+        if sinks is not None and not sinks.is_floating_point():
+            raise refused("sinks", sinks, f"a tensor of floats [{num_heads}]")
         sinks = None if sinks is None else sinks.float().contiguous()
-        call.sinks = None if sinks is None else sinks.data_ptr()
+        call.sinks = None if sinks is None else address("sinks", sinks, torch.float32, (num_heads,))
         call.q_token, call.q_head, _ = q.stride()
         call.k_token, call.k_head, _ = k.stride()
         call.v_token, call.v_head, _ = v.stride()
@@ -184,7 +236,9 @@ class _Plan(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("blocks", "block_starts", "token_starts", "first_position")),
         *((name, ctypes.c_void_p) for name in ("members", "items")),
+        ("num_entries", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_sequences", "block_size", "num_items", "items_wanted")),
+        ("max_block", ctypes.c_int32),
     ]
 
 
@@ -204,11 +258,18 @@ class Call(ctypes.Structure):
     ]
 
 
+def _checked_block_size(block_size: int) -> int:
+    if block_size < 1 or _TILE % block_size:
+        raise ValueError(f"block_size should divide {_TILE}, and is {block_size}.")
+    return block_size
+
+
 def _library() -> Any:
     kernels = load_kernels()
     assert kernels is not None, "ask `serves` first"
     if not kernels.attention.argtypes:
         for function in (kernels.attention, kernels.attention_plan, kernels.attention_scratch):
             function.argtypes, function.restype = [ctypes.c_void_p], None
+        kernels.attention_plan.restype = ctypes.c_int32
         kernels.attention_scratch.restype = ctypes.c_int64
     return kernels

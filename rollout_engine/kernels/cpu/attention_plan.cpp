@@ -57,6 +57,27 @@ void make_plan(AttentionPlan& p) {
     }
 }
 
+// The first sequence whose table does not cover its chunk, or names a block below 0; -1: none. Chunks lie end to end.
+int first_wrong(AttentionPlan& p) {
+    constexpr int64_t FARTHEST = 1ll << 40;
+    p.max_block = -1;
+    for (int s = 0; s < p.num_sequences; s++) {
+        if (p.chunk_length(s) < 0 || p.first_position[s] < 0 || p.first_position[s] > FARTHEST) return s;
+        const int64_t start = p.block_starts[s], length = p.chunk_length(s) ? p.table_length(s) : 0;
+        if (start < 0 || start > p.num_entries || length > p.num_entries - start) return s;
+        for (const int32_t* block = p.blocks + start; block < p.blocks + start + length; block++) {
+            if (*block < 0) return s;
+            p.max_block = std::max(p.max_block, *block);
+        }
+    }
+    return -1;
+}
+
 }  // namespace
 
-extern "C" void attention_plan(AttentionPlan* plan) { make_plan(*plan); }
+// Returns -1, or which sequence makes the plan impossible: nothing must be computed by it then.
+extern "C" int32_t attention_plan(AttentionPlan* plan) {
+    const int wrong = first_wrong(*plan);
+    if (wrong < 0) make_plan(*plan);
+    return wrong;
+}

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import attention, build
-from rollout_engine.kernels.cpu.gemm import PackedWeight
+from rollout_engine.kernels.cpu.arguments import address
+from rollout_engine.kernels.cpu.gemm import PackedWeight, panels_shape_of
 from rollout_engine.kernels.scoring import Scoring
 
 _CACHE_LINE = 64
@@ -56,8 +57,9 @@ class Decoder:
 
     def __init__(self, layers: Sequence[LayerWeights], pool: Sequence[attention.Layer]) -> None:
         self._held = (layers, pool)
+        self._pools = {(layer.num_blocks, layer.block_size) for layer in pool}
         self._dtype = layers[0].attention_norm.weight.dtype
-        self._hidden_size = len(layers[0].attention_norm.weight)
+        self._hidden_size = layers[0].attention_norm.weight.numel()
         self._intermediate_size = layers[0].gate_up.weight.out_features // 2
         self._head_dim = pool[0].call.dk
         for layer, kv in zip(layers, pool, strict=True):
@@ -67,23 +69,15 @@ class Decoder:
 
     def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: attention.Plan) -> None:
         """`hidden` [T, hidden_size], embeddings, becomes the last layer's output; `cos` and `sin` [T, head_dim]."""
-        num_tokens = plan.num_tokens
-        for name, tensor, width in (
-            ("hidden", hidden, self._hidden_size),
-            ("cos", cos, self._head_dim),
-            ("sin", sin, self._head_dim),
-        ):
-            shape = (num_tokens, width)
-            if tensor.shape != shape or tensor.dtype != self._dtype or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} should be contiguous {self._dtype} {shape}, and is {tensor.dtype} {[*tensor.shape]}"
-                )
+        num_tokens, dtype = plan.num_tokens, self._dtype
+        for pool in self._pools:
+            plan.check_pool(*pool)
         call = _Call(
             ctypes.addressof(self._layers),
             plan.address,
-            hidden.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
+            address("hidden", hidden, dtype, (num_tokens, self._hidden_size)),
+            address("cos", cos, dtype, (num_tokens, self._head_dim)),
+            address("sin", sin, dtype, (num_tokens, self._head_dim)),
             None,
             num_tokens,
             self._hidden_size,
@@ -92,9 +86,9 @@ class Decoder:
             plan.num_threads,
             self._dtype == torch.bfloat16,
         )
-        address = ctypes.addressof(call)
-        call.memory = self._memory_of(_library().decoder_bytes(address))
-        _library().decoder_run(address)
+        place = ctypes.addressof(call)
+        call.memory = self._memory_of(_library().decoder_bytes(place))
+        _library().decoder_run(place)
 
     def _memory_of(self, num_bytes: int) -> int:
         """Address of at least so many bytes, kept from step to step."""
@@ -117,7 +111,7 @@ class Decoder:
         for name, size in norms.items():
             norm = getattr(layer, name)
             if norm is not None:
-                _check_vector(name, norm.weight, size, self._dtype)
+                address(name, norm.weight, self._dtype, (size,))
         if kv.dtype != self._dtype or call.dk != self._head_dim or call.dk % 2 or layer.num_heads % call.num_kv_heads:
             raise ValueError("the KV pool does not fit the layers, or an odd number of channels cannot be rotated")
 
@@ -127,13 +121,9 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
     came = (weight.out_features, weight.in_features)
     if came != shape or weight.dtype != dtype:
         raise ValueError(f"{name} should be {dtype} {shape}, and is {weight.dtype} {came}")
+    address(f"the panels of {name}", weight.panels, torch.int32, panels_shape_of(*shape, dtype))
     if product.bias is not None:
-        _check_vector(f"the bias of {name}", product.bias, shape[0], dtype)
-
-
-def _check_vector(name: str, vector: Tensor, size: int, dtype: torch.dtype) -> None:
-    if vector.shape != (size,) or vector.dtype != dtype or not vector.is_contiguous():
-        raise ValueError(f"{name} should be contiguous {dtype} [{size}], and is {vector.dtype} {[*vector.shape]}")
+        address(f"the bias of {name}", product.bias, dtype, shape[:1])
 
 
 class _Norm(ctypes.Structure):

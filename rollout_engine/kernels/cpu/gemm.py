@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, check_floats, check_ids, is_integral, refused
 
 PANEL = 32
 """Columns that lie together in a packed weight."""
 _UNIT_BLOCK = 16
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedWeight(NamedTuple):
@@ -45,7 +45,7 @@ class _Call(ctypes.Structure):
 
 def serves(dtype: torch.dtype) -> bool:
     """Whether the kernel computes this dtype on this machine."""
-    return dtype in _DTYPES and build.load_kernels() is not None
+    return dtype in DTYPES and build.load_kernels() is not None
 
 
 def is_fast(dtype: torch.dtype) -> bool:
@@ -67,31 +67,41 @@ def empty_panels(weights: Sequence[Tensor]) -> list[Tensor]:
 
 def panels_shape(weight: Tensor) -> tuple[int, int, int]:
     """Shape of the panels of `weight` [N, K]."""
-    return -(-len(weight) // PANEL), _units(weight.shape[1], weight.dtype), PANEL
+    return panels_shape_of(*weight.shape, weight.dtype)
+
+
+def panels_shape_of(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Shape of the panels of a weight [out_features, in_features]."""
+    return -(-out_features // PANEL), _units(in_features, dtype), PANEL
 
 
 def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
     """`weight` [N, K], float32 or bfloat16, in the kernel's layout; as many bytes, up to padding.
 
-    `panels`: where to, of `empty_panels`; None: fresh memory.
+    `panels`: where to, of `empty_panels`; None: fresh memory. Raises `ValueError` for what it cannot read.
     """
-    assert weight.is_cpu, "a weight without values is packed"
+    check_floats("weight", weight, num_dims=2)
     weight = weight.contiguous()
     out_features, in_features = weight.shape
     if panels is None:
         (panels,) = empty_panels([weight])
     is_bf16 = weight.dtype == torch.bfloat16
-    _library().gemm_pack(
-        weight.data_ptr(), out_features, in_features, is_bf16, panels.data_ptr(), torch.get_num_threads()
-    )
+    place = address("panels", panels, torch.int32, panels_shape(weight))
+    _library().gemm_pack(weight.data_ptr(), out_features, in_features, is_bf16, place, torch.get_num_threads())
     return PackedWeight(panels, out_features, in_features, weight.dtype)
 
 
 def pack_in_place(panels: Tensor, like: Tensor) -> PackedWeight:
-    """Pack the weight of the shape [N, K] and dtype of `like` that lies in `rows_of(panels, like.dtype)[:N, :K]`."""
+    """Pack the weight of the shape [N, K] and dtype of `like` that lies in `rows_of(panels, like.dtype)[:N, :K]`.
+
+    Raises `ValueError` for what it cannot read.
+    """
+    if like.dim() != 2 or like.dtype not in DTYPES:
+        raise refused("like", like, "float32 or bfloat16 [N, K]")
     out_features, in_features = like.shape
     is_bf16 = like.dtype == torch.bfloat16
-    _library().gemm_pack_in_place(panels.data_ptr(), out_features, in_features, is_bf16, torch.get_num_threads())
+    place = address("panels", panels, torch.int32, panels_shape(like))
+    _library().gemm_pack_in_place(place, out_features, in_features, is_bf16, torch.get_num_threads())
     return PackedWeight(panels, out_features, in_features, like.dtype)
 
 
@@ -109,23 +119,34 @@ def unpack(packed: PackedWeight, out: Tensor | None = None) -> Tensor:
 
 
 def select_rows(packed: PackedWeight, indices: Tensor) -> Tensor:
-    """Rows `indices` int64 [...] of the weight: [..., K]."""
+    """Rows `indices`, integers [...], of the weight: [..., K]. Raises `ValueError` for an index it does not have."""
+    if not is_integral(indices) or not indices.is_cpu:
+        raise refused("indices", indices, "a tensor of integers on the CPU")
+    indices = indices.long()
+    check_ids("indices", indices, packed.out_features, of="rows of the weight")
     units = packed.panels[indices // PANEL, :, indices % PANEL]
     return units.contiguous().view(packed.dtype)[..., : packed.in_features]
 
 
 def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [R, K] @ weight.T + bias [N] -> [R, N] in `x.dtype`; sums in float32, rounded once."""
+    """x [R, K] @ weight.T + bias [N] -> [R, N] in `x.dtype`; sums in float32, rounded once.
+
+    Raises `ValueError` for what it cannot read.
+    """
+    check_floats("x", x, num_dims=2)
     x = x.contiguous()
     rows, in_features = x.shape
+    if in_features != weight.in_features or x.dtype is not weight.dtype:
+        raise refused("x", x, f"{weight.dtype} [R, {weight.in_features}] like the weight")
+    panels = address("weight.panels", weight.panels, torch.int32, panels_shape_of(*weight[1:]))
     out = torch.empty(rows, weight.out_features, dtype=x.dtype)
     is_bf16 = x.dtype == torch.bfloat16
     # Rows as the kernel reads them best.
     staging = torch.empty(_library().gemm_staging(rows, in_features, is_bf16), dtype=torch.uint8)
     call = _Call(
         x.data_ptr(),
-        weight.panels.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        panels,
+        None if bias is None else address("bias", bias, x.dtype, (weight.out_features,)),
         out.data_ptr(),
         staging.data_ptr(),
         rows,

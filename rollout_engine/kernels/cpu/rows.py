@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.cpu.arguments import address, check_floats, refused
 
 _SMALL = 1 << 15
 """Elements below which a second thread costs more than it brings."""
@@ -41,13 +42,24 @@ def supports(x: Tensor, other: Tensor | None = None) -> bool:
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """`kernels.norm.rms_norm` of x [..., D] with `weight` [D]."""
+    """`kernels.norm.rms_norm` of x [..., D] with `weight` [D]. Raises `ValueError` for what it cannot read."""
+    check_floats("x", x)
+    weight = weight.contiguous()
+    address("weight", weight, x.dtype, x.shape[-1:] or (1,))
     x, layout = _readable(x)
-    return _run("rows_norm", x, layout, weight.contiguous(), (0, 0, 0, 0), epsilon)
+    return _run("rows_norm", x, layout, weight, (0, 0, 0, 0), epsilon)
 
 
 def activate(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """SiLU of `gate` [..., D], rounded; times `up` of the same shape where given."""
+    """SiLU of `gate` [..., D], rounded; times `up` of the same shape where given.
+
+    Raises `ValueError` for what it cannot read.
+    """
+    check_floats("gate", gate)
+    if up is not None:
+        check_floats("up", up)
+        if up.shape != gate.shape or up.dtype is not gate.dtype:
+            raise refused("up", up, f"{gate.dtype} {list(gate.shape)} like gate")
     gate, layout = _readable(gate)
     if up is None:
         return _run("rows_activate", gate, layout, None, layout, 0.0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.cpu.arguments import address, check_ids, refused, rows_address
 
 CHUNK = 128
 _SMALL = 1 << 15
@@ -72,16 +73,18 @@ class _Rows(ctypes.Structure):
 def draw(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None
 ) -> tuple[Figures, Kept | None]:
-    """`kernels.draw.draw`."""
+    """`kernels.draw.draw`. Raises `ValueError` for what it cannot read."""
     logits = _readable(logits)
     n, vocab_size = logits.shape
     args, figures = _rows(logits, temperatures, torch.empty(n, dtype=torch.int64))
     mass = torch.empty(args.threads, -(-vocab_size // CHUNK), dtype=torch.float64)
-    args.uniform, args.greedy, args.mass = uniforms.data_ptr(), greedy.data_ptr(), mass.data_ptr()
+    args.uniform = address("uniforms", uniforms, torch.float64, (n,))
+    args.greedy = address("greedy", greedy, torch.bool, (n,))
+    args.mass = mass.data_ptr()
     kept = None
     if rules is not None:
         rules = Truncation(*(column.contiguous() for column in rules))
-        args.temperature64, args.top_k, args.top_p, args.min_p = (column.data_ptr() for column in rules)
+        args.temperature64, args.top_k, args.top_p, args.min_p = _rule_addresses(rules, n)
         candidate = torch.empty(args.threads, vocab_size)
         kept = Kept(torch.empty_like(figures.log_total), torch.empty(n), torch.empty(n, dtype=torch.int64))
         args.candidate = candidate.data_ptr()
@@ -91,42 +94,55 @@ def draw(
 
 
 def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Figures:
-    """Figures of given `tokens`, int64 [N]."""
-    args, figures = _rows(logits := _readable(logits), temperatures, tokens.contiguous())
+    """Figures of given `tokens`, int64 [N]. Raises `ValueError` for what it cannot read."""
+    logits = _readable(logits)
+    args, figures = _rows(logits, temperatures, tokens.contiguous())
+    check_ids("token_ids", tokens, logits.shape[1], of="the vocabulary of these logits")
     build.load_kernels().sampling_score(ctypes.byref(args))
     return figures
 
 
 def gradient(logits: Tensor, temperatures: Tensor, figures: Figures, grad: Tensor) -> Tensor:
-    """Gradient [N, V] of the log-probs with respect to `logits`, in their dtype, times `grad` float32 [N]."""
-    args, _ = _rows(readable := _readable(logits), temperatures, figures.tokens)
+    """Gradient [N, V] of the log-probs with respect to `logits`, in their dtype, times `grad` float32 [N].
+
+    Raises `ValueError` for what it cannot read.
+    """
+    readable = _readable(logits)
+    args, _ = _rows(readable, temperatures, figures.tokens)
     grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
-    args.maximum, args.log_total = figures.maximum.data_ptr(), figures.log_total.data_ptr()
-    args.grad, args.grad_logits = grad.data_ptr(), result.data_ptr()
+    rows = readable.shape[:1]
+    args.maximum = address("figures.maximum", figures.maximum, torch.float32, rows)
+    args.log_total = address("figures.log_total", figures.log_total, torch.float64, rows)
+    args.grad, args.grad_logits = address("grad", grad, torch.float32, rows), result.data_ptr()
     build.load_kernels().sampling_gradient(ctypes.byref(args))
     return result.to(logits.dtype)
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """`kernels.rng.uniforms`."""
+    """`kernels.rng.uniforms`. Raises `ValueError` for what it cannot read."""
+    if not isinstance(seeds, Tensor) or seeds.dim() != 1:
+        raise refused("seeds", seeds, "a tensor of one dimension")
     seeds, positions = seeds.contiguous(), positions.contiguous()
     result = torch.empty(len(seeds), dtype=torch.float64)
-    pointers = (c_void_p(x.data_ptr()) for x in (seeds, positions))
+    named = (("seeds", seeds), ("positions", positions))
+    pointers = [c_void_p(address(name, column, torch.int64, seeds.shape)) for name, column in named]
     build.load_kernels().sampling_uniforms(*pointers, c_int64(len(seeds)), c_void_p(result.data_ptr()))
     return result
 
 
 def _rows(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[_Rows, Figures]:
     n, vocab_size = logits.shape
+    if vocab_size == 0:
+        raise refused("logits", logits, "of at least one token")
     maximum, logprobs, log_total = torch.empty(n), torch.empty(n), torch.empty(n, dtype=torch.float64)
     args = _Rows(
-        logits.data_ptr(),
+        rows_address("logits", logits, logits.dtype, logits.shape),
         logits.dtype == torch.bfloat16,
         n,
         vocab_size,
         logits.stride(0),
-        temperatures.data_ptr(),
-        tokens.data_ptr(),
+        address("temperatures", temperatures, torch.float32, (n,)),
+        address("token_ids", tokens, torch.int64, (n,)),
         maximum.data_ptr(),
         log_total.data_ptr(),
         logprobs.data_ptr(),
@@ -135,8 +151,19 @@ def _rows(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[_Rows, 
     return args, Figures(maximum, log_total, tokens, logprobs)
 
 
+def _rule_addresses(rules: Truncation, n: int) -> list[int]:
+    named = zip(("temperature", "top_k", "top_p", "min_p"), rules, strict=True)
+    dtypes = {"top_k": torch.int64}
+    addresses = [address(f"rules.{name}", x, dtypes.get(name, torch.float64), (n,)) for name, x in named]
+    if not bool((rules.temperature > 0).all()):  # tokens are sorted into bins by it
+        raise ValueError(f"rules.temperature should be above 0, and its lowest is {float(rules.temperature.min())}.")
+    return addresses
+
+
 def _readable(logits: Tensor) -> Tensor:
-    """float32 or bfloat16, neighbours in a row side by side."""
+    """float32 or bfloat16 [N, V], neighbours in a row side by side."""
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        raise refused("logits", logits, "a tensor of floats [N, V]")
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()

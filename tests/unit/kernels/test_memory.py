@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from rollout_engine.kernels.memory import give_back, lazy_zeros
+from rollout_engine.kernels.memory import give_back, lazy_zeros, resident_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,3 +45,9 @@ def test_neighbours_of_what_is_given_back_keep_their_values():
     small = [torch.full((700,), float(i)) for i in range(64)]
     give_back(small[::2])
     assert all((tensor == i).all() for i, tensor in enumerate(small) if i % 2)
+
+
+@pytest.mark.parametrize("function", [give_back, resident_bytes])
+def test_tensors_elsewhere_are_refused(function):
+    with pytest.raises(ValueError, match="on the CPU, and one is on meta"):
+        function([torch.zeros(9), torch.zeros(9, device="meta")])

@@ -39,3 +39,12 @@ def test_one_large_value_is_found_wherever_it_is(dtype):
             width = WIDTHS[dtype]
             largest = streaming_copy()(out[1:].data_ptr(), source.data_ptr(), size * width, width)
             assert largest == torch.iinfo(dtype).max - 2
+
+
+@pytest.mark.parametrize(("num_bytes", "width"), [(8, 3), (7, 4), (-8, 4), (8, 0)])
+def test_bytes_that_are_no_whole_elements_are_refused(num_bytes, width):
+    source, out = torch.zeros(8), torch.zeros(8)
+    with pytest.raises(ValueError, match=f"{num_bytes} bytes .* of {width}"):
+        streaming_copy()(out.data_ptr(), source.data_ptr(), num_bytes, width)
+    with pytest.raises(ValueError, match="from address 0x0"):
+        streaming_copy()(out.data_ptr(), 0, 4, 4)

@@ -105,3 +105,28 @@ def test_gradient_of_a_row_has_the_same_bits_alone():
     token_logprobs(together, ids, temperature).sum().backward()
     token_logprobs(alone, ids[7:8], temperature[7:8]).sum().backward()
     assert torch.equal(together.grad[7:8], alone.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_ids_of_any_integer_dtype_will_do(side, dtype):
+    logits, ids = torch.randn(3, 40), torch.tensor([0, 39, 7])
+    assert torch.equal(token_logprobs(logits, ids.to(dtype)), token_logprobs(logits, ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(token_ids=torch.tensor([0, 40, 1])), r"token_ids should be in \[0, 40\).*number 1 of them is 40"),
+        (dict(token_ids=torch.tensor([0, 1, -100])), "number 2 of them is -100"),
+        (dict(token_ids=torch.zeros(3)), "token_ids should be a tensor of integers.*is torch.float32"),
+        (dict(token_ids=torch.zeros(2, dtype=torch.int64)), r"one for each row of logits, and is torch.int64 \[2\]"),
+        (dict(logits=torch.zeros(3, 4, 40)), r"logits should be a tensor of floats \[N, V\]"),
+        (dict(temperature=-1.0), "temperature should be >= 0, and its lowest is -1.0"),
+        (dict(temperature=torch.tensor([1.0, torch.nan, 1.0])), "temperature should be >= 0"),
+        (dict(temperature=torch.ones(2)), r"temperature should be a number, or a tensor \[3\]"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(side, changes, message):
+    right = dict(logits=torch.randn(3, 40), token_ids=torch.tensor([0, 1, 2]), temperature=1.0)
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(**right | changes)

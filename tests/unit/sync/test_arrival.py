@@ -9,6 +9,7 @@ import torch
 from sync.arrival import copy_by, put, read, take
 from sync.digests import PIECE_BYTES as PIECE
 from sync.digests import tensor_bytes, tensor_digest
+from sync.errors import ManifestMismatch
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
 SIZES = [0, 1, 1000, PIECE // 4, PIECE // 4 + 1, 3 * PIECE // 4 + 17]
@@ -113,3 +114,11 @@ def test_the_largest_and_the_smallest_values_are_finite(dtype):
 def test_integers_are_always_finite():
     for dtype in (torch.int64, torch.int16, torch.uint8, torch.bool):
         assert take(torch.zeros(3, dtype=dtype), torch.tensor([-1, 0, 1]).to(dtype)).finite
+
+
+@pytest.mark.parametrize("write", [put, take])
+def test_a_tensor_of_another_shape_is_refused_before_any_byte_is_written(write):
+    out = torch.zeros(2, 3)
+    with pytest.raises(ManifestMismatch, match=r"\[3, 3\] cannot be written to a place \[2, 3\]"):
+        write(out, torch.ones(3, 3))
+    assert not out.any()
