@@ -217,13 +217,15 @@ def attend_dense(
     """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv], log-sum-exp float32 [B, T, H].
 
     Every row is a sequence at positions 0..T-1; with `lengths`, which add up to B * T, the tokens row after row are
-    sequences of these lengths instead.
+    sequences of these lengths instead. Raises `ValueError` for what the kernel cannot read.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floats(name, x, num_dims=4)
     batch, num_heads, length, head_dim = q.shape
     lengths = [length] * batch if lengths is None else lengths
-    ends = list(itertools.accumulate(-(-n // DENSE_BLOCK_SIZE) for n in lengths))
+    ends = list(itertools.accumulate((-(-n // DENSE_BLOCK_SIZE) for n in lengths), initial=0))
     layer = Layer(ends[-1], k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
-    tables = (list(range(start, end)) for start, end in itertools.pairwise([0, *ends]))
+    tables = (list(range(start, end)) for start, end in itertools.pairwise(ends))
     chunks = (Chunk(0, n, table) for n, table in zip(lengths, tables, strict=True))
     plan = Plan(chunks, block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
     lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
