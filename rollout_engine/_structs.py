@@ -88,10 +88,6 @@ class UserStruct(msgspec.Struct, metaclass=CheckedStruct, frozen=True, kw_only=T
     def check(self) -> None:
         """Raise `error_class` if a bound between or within fields is broken."""
 
-    def check_again(self) -> None:
-        """Raise as a call with these fields would: nobody has checked what `msgspec.structs.replace` made."""
-        self.clone()
-
     def clone(self, **changes: Any) -> Self:
         """A copy with these fields changed, checked as a new one is."""
         return type(self)(**(msgspec.structs.asdict(self) | changes))

@@ -95,8 +95,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     decoder puts one."""
     include_stop_str_in_output: bool = False
     """Keep the stop string or stop token that ended the completion in its text."""
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
-    """Keep only the last so many prompt tokens."""
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)] | None = None
+    """Keep only the last so many prompt tokens. -1: as many as leave room for `max_tokens` (for one, if that is None)
+    within the engine's `max_model_len`."""
     extra_args: dict[str, Any] | None = None
     """Arguments for the engine's logits processors: numbers, strings, None, lists and dicts of them."""
     output_kind: OutputKind = "cumulative"
@@ -114,6 +115,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
             _require(field, getattr(self, field), -2 <= getattr(self, field) <= 2, "in [-2, 2]")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError.for_field("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        _require("truncate_prompt_tokens", self.truncate_prompt_tokens, self.truncate_prompt_tokens != 0, "-1 or >= 1")
         self._check_stops()
         self._check_masks()
         _check_extra_args(self.extra_args)

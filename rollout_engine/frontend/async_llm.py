@@ -22,7 +22,7 @@ from rollout_engine.frontend.worker_calls import checked_call, timed_out
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.metrics import CoreMetrics, EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
-from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.sampling_params import SamplingLike, SamplingParams
 from sync.base import WeightSource
 
 HANG_SECONDS = 5.0
@@ -261,6 +261,10 @@ class AsyncLLM:
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
         return self.remote.get_tokenizer()
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        return self.remote.inputs.default_params()
 
     @property
     def policy_version(self) -> int:

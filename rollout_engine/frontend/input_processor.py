@@ -1,16 +1,34 @@
 """Turns any prompt and its `SamplingParams` into one `EngineCoreRequest`; every bound is checked here."""
 
+import logging
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self
 
+from rollout_engine._structs import plain
+from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError
 from rollout_engine.frontend.conversations import CHAT_KEYS
+from rollout_engine.frontend.default_params import read_default_params
 from rollout_engine.frontend.prompts import Prompt, as_batch, as_fields, as_token_ids
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix, unsigned
+
+logger = logging.getLogger("rollout_engine")
+
+
+class ModelSizes(Protocol):
+    """What a loaded model says of itself that bounds its requests."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> list[int]: ...
 
 
 class CheckedPrompt(NamedTuple):
@@ -36,6 +54,8 @@ class InputProcessor:
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
         takes_extra_args: bool = False,
+        clamps: bool = False,
+        default_params: Callable[[], SamplingParams] = SamplingParams,
     ) -> None:
         self.codec = codec
         """None with `skip_tokenizer_init`: prompts are token ids."""
@@ -45,8 +65,28 @@ class InputProcessor:
         self._seed = seed
         self._takes_extra_args = takes_extra_args
         """Whether the engine has logits processors that may read them."""
-        self._prepared: tuple[SamplingParams | None, list[list[int]]] = (None, [])
+        self._clamps = clamps
+        """Whether a `max_tokens` that does not fit is shortened, not refused."""
+        self.default_params = default_params
+        """Read the sampling settings that the checkpoint recommends."""
+        self._prepared: tuple[SamplingParams, SamplingParams, list[list[int]]] | None = None
         self._num_admitted = self._num_sequences = 0
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, codec: TextCodec | None, sizes: ModelSizes, *, seed: int | None = None
+    ) -> Self:
+        """For one engine. `seed`: the root of its requests' seeds; None: the config's."""
+        return cls(
+            codec,
+            max_model_len=sizes.max_model_len,
+            vocab_size=sizes.vocab_size,
+            eos_token_ids=sizes.eos_token_ids,
+            seed=config.seed if seed is None else seed,
+            takes_extra_args=bool(config.logits_processors),
+            clamps=config.on_long == "clamp",
+            default_params=partial(read_default_params, config.model),
+        )
 
     def check_batch(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingLike | Sequence[SamplingLike] | None
@@ -57,29 +97,19 @@ class InputProcessor:
         if batch is None:
             return [self.check(prompts, _one_each(params, 1)[0])]
         each = _one_each(params, len(batch))
-        return [self._check_at(i, prompt, each[i]) for i, prompt in enumerate(batch)]
+        checked = [self._check_at(i, prompt, each[i]) for i, prompt in enumerate(batch)]
+        self._log_clamped(checked)
+        return checked
 
     def check(self, prompt: Any, params: SamplingLike | None) -> CheckedPrompt:
         """Raise `RequestError` unless this prompt can be served with `params` (a dict of them; None: the defaults)."""
-        params = as_sampling_params(params)
-        bad_words = self._prepare(params)
-        fields = as_fields(prompt)
-        text, token_ids = self._encode(fields)
-        if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-params.truncate_prompt_tokens :]
-        if not token_ids:
-            raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
-        return CheckedPrompt(
-            text=text,
-            token_ids=token_ids,
-            params=params,
-            max_tokens=self._room(len(token_ids), params),
-            cache_salt=fields.get("cache_salt") or "",
-            bad_words=bad_words,
-        )
+        checked = self._check(prompt, params)
+        self._log_clamped([checked])
+        return checked
 
     def admit(self, checked: CheckedPrompt, request_id: str, *, priority: int = 0) -> EngineCoreRequest:
         """The core's request. Without its own seed it gets one from the engine's and the number of those before."""
+        priority = plain(priority)
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError.for_field("priority", priority, "an int in [-2**63, 2**63)")
         params = checked.params
@@ -122,21 +152,40 @@ class InputProcessor:
             raise RequestError.for_field(f"completion_token_ids[{index}]", f"{num_tokens} tokens", bound)
         return prompt_ids, completion_ids
 
+    def _check(self, prompt: Any, params: SamplingLike | None) -> CheckedPrompt:
+        params, bad_words = self._prepare(as_sampling_params(params))
+        fields = as_fields(prompt)
+        text, token_ids = self._encode(fields)
+        token_ids = self._truncated(token_ids, params)
+        if not token_ids:
+            raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
+        return CheckedPrompt(
+            text=text,
+            token_ids=token_ids,
+            params=params,
+            max_tokens=self._room(len(token_ids), params),
+            cache_salt=fields.get("cache_salt") or "",
+            bad_words=bad_words,
+        )
+
     def _check_at(self, index: int, prompt: Any, params: Any) -> CheckedPrompt:
         try:
-            return self.check(prompt, params)
+            return self._check(prompt, params)
         except RequestError as error:
             raise at_index("prompts", index, error) from error
 
-    def _prepare(self, params: SamplingParams) -> list[list[int]]:
-        """Check `params` and spell their bad words; once for the prompts of a batch, which share theirs."""
-        if self._prepared[0] is not params:
-            self._check_params(params)
-            self._prepared = params, self._spell(params.bad_words or [])
-        return self._prepared[1]
+    def _prepare(self, params: SamplingParams) -> tuple[SamplingParams, list[list[int]]]:
+        """(params, bad words as token ids), checked; once for the prompts of a batch, which share theirs.
+
+        The params are cloned: nobody has checked what `msgspec.structs.replace` made.
+        """
+        if self._prepared is None or self._prepared[0] is not params:
+            clone = params.clone()
+            self._check_params(clone)
+            self._prepared = params, clone, self._spell(clone.bad_words or [])
+        return self._prepared[1:]
 
     def _check_params(self, params: SamplingParams) -> None:
-        params.check_again()
         for field in ("stop", "bad_words"):
             if getattr(params, field) and self.codec is None:
                 bound = "absent with skip_tokenizer_init=True"
@@ -177,19 +226,56 @@ class InputProcessor:
             text, token_ids = self.codec.encode_chat(fields["messages"], **options)
         return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
 
+    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The end of a prompt, by `truncate_prompt_tokens`."""
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = self._max_model_len - max(params.max_tokens or 1, params.min_tokens)
+            if most < 1:
+                bound = f"below max_model_len={self._max_model_len}, to leave room for the prompt"
+                raise RequestError.for_field("max_tokens", params.max_tokens, bound)
+        return token_ids if most is None else token_ids[-most:]
+
     def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """`max_tokens`, resolved: as many as fit when it is None."""
+        """`max_tokens`, resolved: as many as fit when it is None, or when it is shortened to what fits."""
         limit = f"max_model_len={self._max_model_len}"
         room = self._max_model_len - num_prompt_tokens
         if room < 1:
             bound = f"shorter than {limit} tokens, to leave room for one more"
             raise RequestError.for_field("prompt", f"{num_prompt_tokens} tokens", bound, "See truncate_prompt_tokens.")
         hint = f"The prompt has {num_prompt_tokens} tokens; both together must stay within {limit}."
-        if (params.max_tokens or 0) > room:
+        if (params.max_tokens or 0) > room and not self._clamps:
+            hint += " EngineConfig(on_long='clamp') shortens it instead."
             raise RequestError.for_field("max_tokens", params.max_tokens, f"at most {room}", hint)
         if params.min_tokens > room:
             raise RequestError.for_field("min_tokens", params.min_tokens, f"at most {room}", hint)
-        return params.max_tokens or room
+        return min(params.max_tokens or room, room)
+
+    def _log_clamped(self, batch: list[CheckedPrompt]) -> None:
+        """Say how many prompts of a call have less room than `max_tokens`."""
+        clamped = [(i, each) for i, each in enumerate(batch) if each.max_tokens < (each.params.max_tokens or 0)]
+        if clamped:
+            index, first = clamped[0]
+            logger.warning(
+                "max_tokens of %d of %d prompts was shortened to the room left in max_model_len=%d "
+                "(first of prompts[%d], from %d to %d).",
+                len(clamped),
+                len(batch),
+                self._max_model_len,
+                index,
+                first.params.max_tokens,
+                first.max_tokens,
+            )
+
+
+def each_priority(priority: Any, count: int) -> list[Any]:
+    """One priority per prompt, from one for all or one each. Raises `RequestError` for another number of them."""
+    given = plain(priority)
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError.for_field("priority", f"a list of {len(given)}", f"an int, or {count}: one per prompt")
+    return list(given)
 
 
 def at_index(name: str, index: int, error: RequestError) -> RequestError:

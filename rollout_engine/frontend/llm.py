@@ -73,6 +73,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order. Calls from several threads take turns.
@@ -82,8 +83,9 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         ends its requests. Requests added through `llm_engine` go on meanwhile; their results wait for its next
         `step()`.
 
-        `chat`: the options of `ChatOptions` (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`,
-        `continue_final_message`), for prompts that are conversations.
+        `priority`: one for all prompts, or a list with one each; lower runs first. `chat`: the options of `ChatOptions`
+        (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`), for
+        prompts that are conversations.
 
         Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
@@ -92,7 +94,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         prompts = with_chat_options(prompts, chat)
         self.llm_engine.require_running("generate")
         with self._generating:
-            request_ids = self.llm_engine.add_requests(prompts, _final_only(sampling_params))
+            request_ids = self.llm_engine.add_requests(prompts, _final_only(sampling_params), priority=priority)
             try:
                 return self._run(request_ids, use_tqdm)
             except BaseException:
@@ -132,6 +134,10 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer."""
         return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        return self.llm_engine.get_default_sampling_params()
 
     def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight."""

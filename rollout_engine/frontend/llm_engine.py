@@ -19,7 +19,7 @@ from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateErro
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.weight_update import update_from_source
 from rollout_engine.execution.worker import ModelInfo
-from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index
+from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index, each_priority
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.output_processor import OutputProcessor
@@ -33,7 +33,7 @@ from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
 from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateOptions
 from rollout_engine.metrics import CoreStats, EngineMetrics, RequestStats, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
-from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.sampling_params import SamplingLike, SamplingParams
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
@@ -89,14 +89,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         executor = InlineExecutor.from_config(config)
         info = executor.info
         codec = None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
-        inputs = InputProcessor(
-            codec,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            seed=config.seed,
-            takes_extra_args=bool(config.logits_processors),
-        )
+        inputs = InputProcessor.from_config(config, codec, info)
         core = EngineCore(executor, core_config(config, info))
         outputs = OutputProcessor(codec, on_closed=spans.request)
         engine = cls(
@@ -146,19 +139,21 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         prompts: Prompt | Sequence[Prompt],
         params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
-        priority: int = 0,
+        priority: int | Sequence[int] = 0,
     ) -> list[str]:
         """Queue one prompt or a list of them, under new ids, which are returned in order.
 
-        `params`: one for all or one each. All are checked before any is queued: `RequestError` names the index.
+        `params`, `priority`: one for all or one each. All are checked before any is queued: `RequestError` names the
+        index.
         """
         with self._lock:
             self._require_open()
             checked = self._inputs.check_batch(prompts, params)
+            priorities = each_priority(priority, len(checked))
             request_ids = [self._new_id() for _ in checked]
             for index, request_id in enumerate(request_ids):
                 try:
-                    self._queue(request_id, checked[index], priority)
+                    self._queue(request_id, checked[index], priorities[index])
                 except RequestError as error:  # the core's own door
                     self.abort_request(request_ids[:index], discard=True)
                     raise at_index("prompts", index, error) from error
@@ -257,6 +252,10 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         if self._inputs.codec is None:
             raise LifecycleError("get_tokenizer: there is none, the engine was made with skip_tokenizer_init=True.")
         return self._inputs.codec.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        return self._inputs.default_params()
 
     def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every weight."""

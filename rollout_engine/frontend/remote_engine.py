@@ -49,16 +49,10 @@ class RemoteEngine:
         loggers: Sequence[StatLogger] = (),
     ) -> None:
         self.client, self.ready, self.spans = client, ready, spans
-        seed = ready.config.seed
-        self.inputs = InputProcessor(
-            codec,
-            max_model_len=ready.max_model_len,
-            vocab_size=ready.vocab_size,
-            eos_token_ids=ready.eos_token_ids,
-            # Clients count their requests apart: without a root of its own, each would draw what the others drew.
-            seed=seed if client.client_index == 0 else mix(seed, 2**63 + client.client_index),
-            takes_extra_args=bool(ready.config.logits_processors),
-        )
+        # Clients count their requests apart: without a root of its own, each would draw what the others drew.
+        index, seed = client.client_index, ready.config.seed
+        seed = seed if index == 0 else mix(seed, 2**63 + index)
+        self.inputs = InputProcessor.from_config(ready.config, codec, ready, seed=seed)
         self.streams = OpenStreams(codec, client.abort, on_closed=spans.request)
         self.streams.policy_version = ready.policy_version
         self._admitting = threading.Lock()

@@ -171,6 +171,17 @@ def test_an_engine_without_a_tokenizer_works_on_token_ids(checkpoint, tmp_path):
         assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 3)
 
 
+def test_one_long_prompt_need_not_refuse_a_batch_and_recommended_settings_are_only_told(checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    (copy / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.25}')
+    with LLM(copy, num_kv_blocks=8, max_model_len=32, on_long="clamp") as llm:
+        outputs = generate(llm, [[5], [5] * 30], max_tokens=10, ignore_eos=True)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [10, 2]
+        assert outputs[1].outputs[0].finish_reason == "length"
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.25)
+
+
 def test_a_missing_checkpoint_and_a_misspelt_option_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         LLM(tmp_path / "nowhere")

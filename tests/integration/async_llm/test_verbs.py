@@ -46,6 +46,16 @@ def test_scores_and_metadata_equal_those_in_process(engine, llm):
     assert tokenizer.get_vocab() == llm.get_tokenizer().get_vocab()
 
 
+def test_conversations_and_recommended_settings_are_those_in_process(engine, llm, last_of):
+    prompt = {"messages": [{"role": "user", "content": "hi"}], "continue_final_message": True}
+    params = {"max_tokens": 4, "temperature": 0}
+    output = asyncio.run(last_of(engine, prompt, params))
+    (expected,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.prompt == expected.prompt == "<|user|>hi"
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert asyncio.run(engine.get_default_sampling_params()) == llm.get_default_sampling_params() == SamplingParams()
+
+
 def test_metrics_count_what_the_core_did_and_time_what_the_client_saw(engine, last_of):
     async def run():
         before = await engine.get_metrics()

@@ -57,13 +57,13 @@ def make_engine(codec):
     """Build engines; each must be empty, inside and out, when the test ends."""
     made = []
 
-    def make(*, with_tokenizer=True, seed=0, stat_loggers=(), log_interval=10.0, spans=None, **fake):
+    def make(*, with_tokenizer=True, seed=0, stat_loggers=(), log_interval=10.0, spans=None, max_num_seqs=16, **fake):
         executor = FakeModel(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, **fake)
         config = CoreConfig(
             num_blocks=256,
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=16,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
             vocab_size=VOCAB_SIZE,
         )

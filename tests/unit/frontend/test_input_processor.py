@@ -1,10 +1,11 @@
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from rollout_engine.errors import RequestError
-from rollout_engine.frontend.input_processor import InputProcessor
+from rollout_engine.frontend.input_processor import InputProcessor, each_priority
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 
@@ -73,6 +74,60 @@ def test_max_tokens_none_fills_the_model_length(inputs):
 def test_truncation_keeps_the_last_tokens_and_comes_before_the_bounds(inputs):
     checked = inputs.check(list(range(3, 103)), SamplingParams(truncate_prompt_tokens=4, max_tokens=28))
     assert checked.token_ids == [99, 100, 101, 102]
+
+
+def test_truncation_may_leave_just_the_room_that_max_tokens_needs(inputs):
+    long = list(range(3, 103))
+    cut = [(SamplingParams(truncate_prompt_tokens=-1, max_tokens=most), kept) for most, kept in [(28, 4), (None, 31)]]
+    for params, kept in cut:
+        assert inputs.check(long, params).token_ids == long[-kept:]
+    assert inputs.check([5, 6], SamplingParams(truncate_prompt_tokens=-1, max_tokens=28)).token_ids == [5, 6]
+    with pytest.raises(RequestError, match="max_tokens=32 is not allowed: must be below max_model_len=32"):
+        inputs.check(long, SamplingParams(truncate_prompt_tokens=-1, max_tokens=32))
+    with pytest.raises(RequestError, match="truncate_prompt_tokens=0 is not allowed: must be -1 or >= 1"):
+        SamplingParams(truncate_prompt_tokens=0)
+
+
+@pytest.fixture
+def clamping(codec):
+    return InputProcessor(codec, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, clamps=True)
+
+
+def test_what_does_not_fit_is_shortened_where_the_engine_clamps_and_counted_once(clamping, caplog):
+    checked = clamping.check_batch([[5], [5] * 30, [5] * 31], SamplingParams(max_tokens=10))
+    assert [each.max_tokens for each in checked] == [10, 2, 1]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "max_tokens of 2 of 3 prompts was shortened to the room left in max_model_len=32 "
+        "(first of prompts[1], from 10 to 2)."
+    )
+
+
+def test_nothing_is_said_where_all_fits(clamping, caplog):
+    clamping.check_batch([[5], [5] * 22], SamplingParams(max_tokens=10))
+    clamping.check([5] * 30, None)
+    assert not caplog.records
+
+
+def test_clamping_keeps_what_cannot_be_shortened_refused(clamping):
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt='32 tokens' is not allowed.*truncate_prompt_tokens"):
+        clamping.check_batch([[5], [5] * 32], SamplingParams(max_tokens=10))
+    with pytest.raises(RequestError, match="min_tokens=3 is not allowed: must be at most 2"):
+        clamping.check([5] * 30, SamplingParams(max_tokens=10, min_tokens=3))
+
+
+def test_a_refused_max_tokens_names_the_option_that_shortens_it(inputs):
+    with pytest.raises(RequestError, match=r"EngineConfig\(on_long='clamp'\) shortens it instead"):
+        inputs.check([5] * 30, SamplingParams(max_tokens=10))
+
+
+@pytest.mark.parametrize(
+    "priority, each", [(3, [3, 3]), ([1, 2], [1, 2]), (np.array([1, 2]), [1, 2]), (np.int64(3), [3, 3])]
+)
+def test_a_priority_is_for_all_prompts_or_one_each(priority, each):
+    assert each_priority(priority, 2) == each
+    with pytest.raises(RequestError, match="priority='a list of 3' is not allowed: must be an int, or 2: one per"):
+        each_priority([1, 2, 3], 2)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +235,11 @@ def test_the_params_of_a_batch_are_checked_once(inputs, monkeypatch):
     checked = inputs.check_batch(["a", "b", "c"], SamplingParams(bad_words=["no"]))
     assert [each.bad_words for each in checked] == [[[5]]] * 3
     assert spelt == ["no"]
+
+
+def test_params_that_were_replaced_without_a_check_are_read_as_new_ones(inputs):
+    replaced = msgspec.structs.replace(SamplingParams(), stop="ab", top_k=-1, max_tokens=np.int64(3))
+    assert inputs.check("x", replaced).params == SamplingParams(stop=["ab"], top_k=0, max_tokens=3)
 
 
 def test_extra_args_are_taken_where_processors_may_read_them(codec):

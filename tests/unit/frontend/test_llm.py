@@ -64,6 +64,18 @@ def test_options_of_the_chat_template_are_arguments_of_chat_and_generate(make_ll
         llm.generate("a", max_new_tokens=5)
 
 
+def test_prompts_run_by_their_priorities(make_llm):
+    llm = make_llm(max_num_seqs=1)
+    finished = []
+    step = llm.llm_engine.step
+    llm.llm_engine.step = lambda: [finished.append(output.request_id) or output for output in step()]
+    outputs = llm.generate(["a", "b", "c"], SHORT, use_tqdm=False, priority=[3, 1, 2])
+    assert finished == [outputs[index].request_id for index in (1, 2, 0)]
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: priority='high' is not allowed"):
+        llm.generate(["a", "b"], SHORT, use_tqdm=False, priority=[1, "high"])
+    assert llm.get_num_unfinished_requests() == 0
+
+
 def test_a_bad_prompt_refuses_the_batch_and_leaves_the_engine_usable(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match=r"prompts\[1\]: prompt='' is not allowed"):
