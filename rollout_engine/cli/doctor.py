@@ -85,9 +85,11 @@ def _kernels() -> dict[str, Any]:
 def _row_plan(dtype: torch.dtype) -> dict[str, Any]:
     """How products of this dtype are called so that rows are independent, or why they cannot be."""
     try:
-        return linear.plan_for(torch.zeros(_PROBED, dtype=dtype))._asdict()
+        plan = linear.plan_for(torch.zeros(_PROBED, dtype=dtype))
     except linear.NotInvariant as problem:
         return {"problem": str(problem)}
+    rows = f"{plan.min_rows} to {plan.max_rows}" if plan.is_bounded else "any number"
+    return {"kernel": plan.kernel, "rows at once": rows}
 
 
 def _extras() -> dict[str, dict[str, bool]]:

@@ -26,15 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print every sample of every prompt, in order."""
-    overrides, prompts = parse_overrides(arguments.overrides), read_prompts(arguments)
+    overrides, given = parse_overrides(arguments.overrides), read_prompts(arguments)
     params = rollout_engine.SamplingParams(**overrides.sampling)
+    prompts = [each.prompt for each in given]
     if arguments.chat:
         prompts = [{"messages": [{"role": "user", "content": p}]} if isinstance(p, str) else p for p in prompts]
     with rollout_engine.LLM(arguments.model, **overrides.engine) as llm:
         results = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-    for result in results:
+    for each, result in zip(given, results, strict=True):
         if arguments.json:
-            print(json.dumps(_as_json(result), ensure_ascii=False))
+            print(json.dumps(_as_json(result, each.columns), ensure_ascii=False))
         else:
             _print(result)
 
@@ -47,8 +48,9 @@ def _print(result: RequestOutput) -> None:
         print(f"  [{sample.index}: {sample.finish_reason}{total}] {shown}")
 
 
-def _as_json(result: RequestOutput) -> dict[str, Any]:
+def _as_json(result: RequestOutput, columns: dict[str, Any]) -> dict[str, Any]:
     return {
+        "columns": columns,
         "prompt": result.prompt,
         "prompt_token_ids": result.prompt_token_ids,
         "samples": [_sample_as_json(sample) for sample in result.outputs],

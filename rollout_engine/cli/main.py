@@ -19,8 +19,12 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for what the user can put right, 130 when interrupted."""
-    chosen, rest = _choose(sys.argv[1:] if arguments is None else list(arguments))
+    """Run one command, or print the help without any.
+
+    Returns the exit status: 0, 2 for what the user can put right, 130 when interrupted.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    chosen, rest = _choose(given or ["--help"])
     command = importlib.import_module(f"rollout_engine.cli.{chosen}")
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {chosen}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -28,33 +28,57 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="any field of EngineConfig or SamplingParams, as dtype=float32 max_tokens=64 stop='[\"\\n\"]'; lists are "
-        "JSON; seed= is the engine's",
+        help="any field of EngineConfig or SamplingParams, as dtype=float32 max_tokens=64 stop=END; several values of a "
+        'list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s',
     )
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
-    """Raises `ConfigError` for a name that neither class has, naming the closest, and for what is no `key=value`."""
+    """Raises `ConfigError` for a name that neither class has, naming the closest, for what is no `key=value`, and for
+    a list that is not JSON."""
     found = Overrides({}, {})
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals:
             raise ConfigError(f"'{argument}' is not an option: write key=value, as max_tokens=64.")
         if name in _ENGINE:
-            found.engine[name] = _converted(text, _ENGINE[name])
+            found.engine[name] = _converted(name, text, _ENGINE[name])
         elif name in _SAMPLING:
-            found.sampling[name] = _converted(text, _SAMPLING[name])
+            found.sampling[name] = _converted(name, text, _SAMPLING[name])
         else:
             raise ConfigError(unknown_name("option", name, (*_ENGINE, *_SAMPLING)))
     return found
 
 
-def _converted(text: str, kind: Any) -> Any:
+def _converted(name: str, text: str, kind: Any) -> Any:
     """What `text` means for a field of type `kind`; where it means nothing, `text`, for the field's own error."""
+    value = _from_json(text)
+    if _takes(kind, (list, tuple, dict)) and text.lstrip().startswith(("[", "{")):
+        if value is text:
+            example = '{"5": 1.0}' if _takes(kind, (dict,)) else '["a", "b"]'
+            raise ConfigError(f"{name}={text:.80} is not JSON: write it as {name}='{example}'.")
+        meanings = [value]
+    else:
+        meanings = [text, value, [text]]  # the last: the one value of a list
+    return next((found for meaning in meanings for found in _as_kind(meaning, kind)), value)
+
+
+def _as_kind(value: Any, kind: Any) -> list[Any]:
+    """`value` converted; empty where it is not of that kind."""
     try:
-        return msgspec.convert(text, kind, strict=False)
+        return [msgspec.convert(value, kind, strict=False)]
     except (msgspec.ValidationError, UnicodeEncodeError):  # bytes of the shell that are no text
-        try:
-            return msgspec.json.decode(text)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            return text
+        return []
+
+
+def _from_json(text: str) -> Any:
+    """What `text` says as JSON; `text` itself where it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return text
+
+
+def _takes(kind: Any, origins: tuple[type, ...]) -> bool:
+    """Whether `kind` is one of these generic types, or a union with one."""
+    return any((get_origin(each) or each) in origins for each in (kind, *get_args(kind)))

@@ -2,11 +2,21 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollout_engine.errors import RequestError
+from rollout_engine.frontend.conversations import PROMPT_KINDS
+from rollout_engine.frontend.prompts import PROMPT_KEYS
+
+
+class GivenPrompt(NamedTuple):
+    """A prompt, and what else its line of a file says of it."""
+
+    prompt: Any
+    columns: dict[str, Any]
+    """Keys of its object that are not a prompt's own, for example "answer". Empty for text."""
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -16,28 +26,41 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
         "--file",
         type=Path,
         help="one prompt a line: text; or, in a file named *.jsonl, a JSON string, a list of token ids, or an object "
-        '{"prompt": ...}, {"prompt_token_ids": ...} or {"messages": ...}',
+        '{"prompt": ...}, {"prompt_token_ids": ...} or {"messages": ...}, whose other keys, as "answer", are columns: '
+        "they are written beside the samples where these are JSON",
     )
 
 
-def read_prompts(arguments: argparse.Namespace) -> list[Any]:
+def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
     """All prompts, in the order given; raises `RequestError` without any."""
-    prompts = [*arguments.prompt, *(_read(arguments.file) if arguments.file else ())]
+    prompts = [GivenPrompt(text, {}) for text in arguments.prompt]
+    prompts += _read(arguments.file) if arguments.file else ()
     if not prompts:
         raise RequestError("There are no prompts: give --prompt TEXT or --file FILE.")
     return prompts
 
 
-def _read(path: Path) -> list[Any]:
+def _read(path: Path) -> list[GivenPrompt]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as problem:
         raise RequestError(f"--file {path} cannot be read: {problem}") from None
-    return [_decoded(path, i, line) for i, line in enumerate(lines)] if path.suffix == ".jsonl" else lines
+    if path.suffix != ".jsonl":
+        return [GivenPrompt(line, {}) for line in lines]
+    return [_decoded(f"{path}, prompt {i}", line) for i, line in enumerate(lines)]
 
 
-def _decoded(path: Path, index: int, line: str) -> Any:
+def _decoded(where: str, line: str) -> GivenPrompt:
     try:
-        return msgspec.json.decode(line)
+        prompt = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError) as problem:
-        raise RequestError(f"{path}, prompt {index}: not JSON ({problem}).") from None
+        raise RequestError(f"{where}: not JSON ({problem}).") from None
+    if not isinstance(prompt, dict):
+        return GivenPrompt(prompt, {})
+    if not set(PROMPT_KINDS) & set(prompt):
+        keys = ", ".join(prompt) or "none"
+        raise RequestError(
+            f"{where}: no prompt. It needs one of the keys {', '.join(PROMPT_KINDS)}; it has {keys:.80}."
+        )
+    columns = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
+    return GivenPrompt({key: value for key, value in prompt.items() if key in PROMPT_KEYS}, columns)

@@ -2,7 +2,7 @@
 
     rollout-engine rollout Qwen/Qwen3-0.6B --file prompts.jsonl --out rollouts.jsonl n=8 max_tokens=256
 
-`rollout_engine.batches.jsonl` says what a line holds.
+`rollout_engine.batches.jsonl` says what a line holds; other keys of a prompt's object in the file are its columns.
 """
 
 import argparse
@@ -24,8 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Roll out every prompt and write one line per sample."""
-    overrides, prompts = parse_overrides(arguments.overrides), read_prompts(arguments)
+    overrides, given = parse_overrides(arguments.overrides), read_prompts(arguments)
     params = rollout_engine.SamplingParams(**overrides.sampling)
     with rollout_engine.RolloutPolicy.from_pretrained(arguments.model, **overrides.engine) as policy:
-        batch = policy.rollout(prompts, params, use_tqdm=sys.stderr.isatty())
+        names = dict.fromkeys(name for each in given for name in each.columns)
+        columns = {name: [each.columns.get(name) for each in given] for name in names}
+        batch = policy.rollout([each.prompt for each in given], params, columns=columns, use_tqdm=sys.stderr.isatty())
     rollout_engine.to_jsonl(batch, arguments.out or sys.stdout)

@@ -30,7 +30,7 @@ from rollout_engine.sampling_params import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
-_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "cache_salt")
+PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "cache_salt")
 _PEERS = {
     "vLLM's": dict.fromkeys(
         ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt"),
@@ -61,7 +61,7 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     """The dictionary form of any prompt, its keys and the form of its values checked. Raises `RequestError`."""
     fields = _keyed(prompt)
     for key in fields:
-        if key not in _KEYS:
+        if key not in PROMPT_KEYS:
             raise RequestError(_unknown_key(str(key)), field=str(key), value=fields[key])
     if is_conversation(fields.get("prompt")) and "messages" not in fields:
         fields = {"messages" if key == "prompt" else key: value for key, value in fields.items()}
@@ -163,7 +163,7 @@ def _check_text(fields: dict[str, Any], key: str, bound: str) -> None:
 
 def _unknown_key(key: str) -> str:
     hint = " Other columns of a dataset go to rollout(..., columns={...})."
-    return peer_option(_PEERS, key) or unknown_name("prompt key", key, _KEYS) + hint
+    return peer_option(_PEERS, key) or unknown_name("prompt key", key, PROMPT_KEYS) + hint
 
 
 def _unknown_argument(name: str, verb: Callable[..., Any]) -> str:

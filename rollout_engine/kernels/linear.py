@@ -33,6 +33,11 @@ class RowPlan(NamedTuple):
     min_rows: int
     max_rows: int
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a call with many rows is cut into blocks."""
+        return self.max_rows < _ANY
+
 
 Operand = Tensor | gemm.PackedWeight
 """A weight as a plan's kernel reads it."""

@@ -52,6 +52,58 @@ def test_values_take_the_type_of_their_field(text, value):
     assert parse_overrides([f"deterministic={text}"]).engine == {"deterministic": value}
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("stop=a", ["a"]),
+        ("stop=4", ["4"]),
+        ('stop=["a", "b"]', ["a", "b"]),
+        ("stop_token_ids=5", [5]),
+        ("bad_words=a, b", ["a, b"]),
+        ('logit_bias={"5": 1}', {5: 1.0}),
+    ],
+)
+def test_one_value_is_a_list_of_one_and_several_are_json(argument, value):
+    found = parse_overrides([argument])
+    assert found.sampling == {argument.partition("=")[0]: value}
+    SamplingParams(**found.sampling)
+
+
+@pytest.mark.parametrize(("argument", "example"), [('stop=["a"', '["a", "b"]'), ("logit_bias={5: 1}", '{"5": 1.0}')])
+def test_a_list_that_is_not_json_is_refused_with_an_example(argument, example):
+    name = argument.partition("=")[0]
+    with pytest.raises(ConfigError) as refused:
+        parse_overrides([argument])
+    assert str(refused.value) == f"{argument} is not JSON: write it as {name}='{example}'."
+
+
+def test_without_arguments_the_help_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)
+
+
+def test_other_keys_of_a_json_line_are_columns(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "2 + 2 =", "answer": "4"}\n"text"\n{"messages": [], "tools": null, "level": 1}\n')
+    given = read_prompts(argparse.Namespace(prompt=["first"], file=path))
+    assert [each.prompt for each in given] == ["first", {"prompt": "2 + 2 ="}, "text", {"messages": [], "tools": None}]
+    assert [each.columns for each in given] == [{}, {"answer": "4"}, {}, {"level": 1}]
+
+
+def test_a_json_line_without_a_prompt_says_which_keys_it_has(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "2 + 2 =", "answer": "4"}\n')
+    with pytest.raises(RequestError) as refused:
+        read_prompts(argparse.Namespace(prompt=[], file=path))
+    assert str(refused.value) == (
+        f"{path}, prompt 0: no prompt. It needs one of the keys prompt, prompt_token_ids, messages; it has question, "
+        "answer."
+    )
+
+
 def test_seed_is_the_engines():
     assert parse_overrides(["seed=7"]).engine == {"seed": 7}
 
@@ -144,18 +196,20 @@ def test_chat_wraps_prompts_in_messages(checkpoint, capsys):
 
 
 def test_rollout_writes_one_line_per_sample_that_replays(checkpoint, tmp_path, capsys):
-    (tmp_path / "p.txt").write_text("ab\n\nlonger prompt\n")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "ab", "answer": [4, "b"]}\n\n"longer prompt"\n')
     out = tmp_path / "rollouts.jsonl"
     options = ("n=2", "max_tokens=4", "seed=3", POOL)
-    assert run("rollout", checkpoint, "--file", str(tmp_path / "p.txt"), "--out", str(out), *options) == 0
+    assert run("rollout", checkpoint, "--file", str(prompts), "--out", str(out), *options) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["group_id"], line["sample_index"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [line["prompt"] for line in lines] == ["ab", "ab", "longer prompt", "longer prompt"]
+    assert [line["columns"] for line in lines] == [{"answer": [4, "b"]}] * 2 + [{"answer": None}] * 2
     for line in lines:
         assert len(line["prompt_token_ids"]) == len(line["prompt"])
         counts = {len(line[k]) for k in ("response_token_ids", "log_probs", "policy_version", "kv_min_version")}
         assert len(counts) == 1 and set(line["policy_version"]) <= {0}
-    assert run("rollout", checkpoint, "--file", str(tmp_path / "p.txt"), *options) == 0
+    assert run("rollout", checkpoint, "--file", str(prompts), *options) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines
 
 
@@ -176,6 +230,13 @@ def test_doctor_knows_kernels_plans_and_versions(capsys):
     assert found["transports"] == ["inproc", "gloo", "ipc", "nccl", "shm", "store"]
     assert found["kernels"]["loaded"] or found["kernels"]["problem"]
     assert found["versions"]["torch"]
+
+
+def test_doctor_prints_no_number_that_stands_for_none(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.linear, "plan_for", lambda weight: doctor.linear.PLAIN)
+    assert doctor.examine()["row_plans"]["torch.float32"] == {"kernel": "library", "rows at once": "any number"}
+    monkeypatch.setattr(doctor.linear, "plan_for", lambda weight: doctor.linear.RowPlan("onednn", 2, 256))
+    assert doctor.examine()["row_plans"]["torch.float32"] == {"kernel": "onednn", "rows at once": "2 to 256"}
 
 
 def test_doctor_says_why_a_device_does_not_serve_and_what_one_would_use(capsys, monkeypatch):
