@@ -7,9 +7,9 @@ rollout-engine doctor --json
 import argparse
 import importlib.metadata
 import json
-import logging
 import re
 import shutil
+import subprocess
 from typing import Any
 
 import torch
@@ -65,20 +65,16 @@ def _cuda() -> str:
 
 def _kernels() -> dict[str, Any]:
     """Whether the C++ kernels are built and load; else why not."""
-    reasons: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: reasons.append(record.getMessage())  # type: ignore[method-assign]
-    build.logger.addHandler(listener)
+    problem = None
     try:
-        build.load_kernels.cache_clear()  # a failure is told once; here it is the answer
-        loaded = build.load_kernels() is not None
-    finally:
-        build.logger.removeHandler(listener)
+        build.open_kernels()
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = build.reason(error)
     return {
-        "compiler": shutil.which("g++"),
+        "compiler": shutil.which(build.COMPILER),
         "cache": str(build.cache_directory("kernels")),
-        "loaded": loaded,
-        "problem": "\n".join(reasons) or None,
+        "loaded": problem is None,
+        "problem": problem,
     }
 
 
@@ -109,7 +105,10 @@ def _extras() -> dict[str, dict[str, bool]]:
 def _advice(found: dict[str, Any]) -> list[str]:
     advice = []
     if found["kernels"]["compiler"] is None:
-        advice.append("Install g++: without it torch serves in place of the C++ kernels, more slowly.")
+        cure = "xcode-select --install" if build.COMPILER == "clang++" else "Debian and Ubuntu: apt install g++"
+        advice.append(
+            f"Install {build.COMPILER} ({cure}): without it torch serves in place of the C++ kernels, more slowly."
+        )
     elif not found["kernels"]["loaded"]:
         advice.append("The C++ kernels do not build or load: the problem is above; torch serves in their place.")
     if not {"avx512_bf16", "amx_bf16", "bf16"} & set(found["machine"]["isa"]):

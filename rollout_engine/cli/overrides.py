@@ -28,8 +28,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="any field of EngineConfig or SamplingParams, as dtype=float32 max_tokens=64 stop=END; several values of a "
-        'list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s',
+        help="any field of EngineConfig or SamplingParams, as dtype=float32 max_tokens=64 stop=END; values of "
+        'a list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s',
     )
 
 

@@ -15,12 +15,11 @@
 // tiles of 16 rows, else vectors of sixteen: VDPBF16PS, or fused multiply-adds.
 #include "attention.h"
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "attention_amx.h"
 #include "attention_tile.h"
+#include "openmp.h"
 #include "rows.h"
 #include "vec.h"
 

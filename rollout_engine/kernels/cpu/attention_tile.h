@@ -151,7 +151,7 @@ VEC_INLINE float prepare(float* scores, Span seen, float scale, float softcap) {
             s = vec::product(vec::set1(softcap), 1.0f - 2.0f / (vec::exp(vec::product(s, vec::set1(2.0f / softcap))) + 1.0f));
         if (!sees_all) {
             const I key = lane + i * LANES;
-            s = (key >= seen.low) & (key < seen.high) ? s : hidden;
+            s = ((key >= seen.low) & (key < seen.high)) ? s : hidden;
         }
         vec::store(scores + i * LANES, s);
         highest = vec::max(highest, s);

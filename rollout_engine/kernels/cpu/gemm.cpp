@@ -8,10 +8,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include <omp.h>
-
 #include "amx.h"
 #include "gemm.h"
+#include "openmp.h"
 #include "panels.h"
 #include "vec.h"
 
@@ -19,8 +18,6 @@ namespace {
 
 using namespace panels;
 
-constexpr int64_t TILE_ROWS = 16;  // of an AMX tile
-constexpr int64_t TILE = TILE_ROWS * UNIT_BLOCK;
 constexpr int64_t CACHED_BYTES = 1 << 20;       // rows that stay in the second-level cache while panels pass by
 constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another thread has woken up
 
@@ -190,12 +187,12 @@ Rows staged(const Call& call, Team& team) {
 void run_on_vectors(const Call& call, Team& team) {
     const int64_t row_bytes = 4 * whole_units(call.in_features, call.is_bf16);
     const bool is_better = call.rows > MAX_ROWS && row_bytes % (8 * LINE) == 0;
-    const auto [x, stride] = call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
+    const Rows x = call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
     const Cut cut = cut_of(call, 1);
     const int64_t count = cut.parts * cut.panels, chunk = count / (SHARES * omp_get_num_threads());
     auto multiply = [&](int64_t i) {
         const int64_t begin = i / cut.panels * cut.rows_a_part;
-        vector_panel(call, x, stride, i % cut.panels, begin, std::min(begin + cut.rows_a_part, call.rows));
+        vector_panel(call, x.first, x.stride, i % cut.panels, begin, std::min(begin + cut.rows_a_part, call.rows));
     };
     if (chunk == 0 || call.rows * call.in_features * call.out_features < PRODUCTS_TO_SHARE) {
 #pragma omp for schedule(static) nowait
@@ -210,6 +207,8 @@ void run_on_vectors(const Call& call, Team& team) {
 // ---- AMX: bfloat16
 
 #if HAS_AMX
+
+constexpr int64_t TILE_ROWS = 16, TILE = TILE_ROWS * UNIT_BLOCK;
 
 // TILES * 16 rows by one panel, all of K. `a`: [TILES][units / 16][16][16] units. Sixteen units at a time, `lines`
 // cache lines from `next` on are asked for: memory is kept busy while the panel at hand is used again.

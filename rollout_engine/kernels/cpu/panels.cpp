@@ -1,12 +1,11 @@
 // Weights into panels, from where they lie or in place.
 #include "panels.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "openmp.h"
 #include "vec.h"
 
 #ifdef __linux__
@@ -17,15 +16,27 @@ namespace {
 
 using namespace panels;
 
+// Halves of `a` and `b`, interleaved: the low ones, and the high ones.
+#ifdef __clang__
+#define INTERLEAVED(a, b, h) \
+    __builtin_shufflevector(a, b, h, h + 16, h + 1, h + 17, h + 2, h + 18, h + 3, h + 19, h + 4, h + 20, h + 5, h + 21, h + 6, \
+                            h + 22, h + 7, h + 23)
+VEC_INLINE vec::I low_halves(vec::I a, vec::I b) { return INTERLEAVED(a, b, 0); }
+VEC_INLINE vec::I high_halves(vec::I a, vec::I b) { return INTERLEAVED(a, b, 8); }
+#else
+constexpr vec::I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
+VEC_INLINE vec::I low_halves(vec::I a, vec::I b) { return __builtin_shuffle(a, b, LOW); }
+VEC_INLINE vec::I high_halves(vec::I a, vec::I b) { return __builtin_shuffle(a, b, HIGH); }
+#endif
+
 // Sixteen units of sixteen rows of W -> sixteen columns of a panel: transposed by interleaving halves four times.
 void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
-    constexpr vec::I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
     vec::I block[16], mixed[16];
     for (int i = 0; i < 16; ++i) std::memcpy(&block[i], rows[i] + unit, sizeof(vec::I));
     for (int round = 0; round < 4; ++round) {
         for (int i = 0; i < 8; ++i) {
-            mixed[2 * i] = __builtin_shuffle(block[i], block[i + 8], LOW);
-            mixed[2 * i + 1] = __builtin_shuffle(block[i], block[i + 8], HIGH);
+            mixed[2 * i] = low_halves(block[i], block[i + 8]);
+            mixed[2 * i + 1] = high_halves(block[i], block[i + 8]);
         }
         std::memcpy(block, mixed, sizeof block);
     }

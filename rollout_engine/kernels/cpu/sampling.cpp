@@ -7,11 +7,10 @@
 // Nothing of a row's size is stored but its chunk sums: a draw finds the chunk by them and weighs that chunk again.
 // `weigh_chunk` is the only place that computes weights, and is not inlined, so each time it gives the same bits.
 // Where truncation cuts, the same sums are taken once more with no weight for cut tokens.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 
+#include "openmp.h"
 #include "truncation.h"
 #include "vec.h"
 

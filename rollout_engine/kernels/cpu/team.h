@@ -1,10 +1,11 @@
 // A team of threads that meets many times in one parallel region.
 #pragma once
 
-#include <omp.h>
 #include <sched.h>
 
 #include <atomic>
+
+#include "openmp.h"
 
 // OpenMP's own barriers spin for milliseconds. Where other processes want the cores, the thread that all wait for may not
 // have one, and every barrier of a step costs a slice of the scheduler's time: here who waits soon gives its core away.

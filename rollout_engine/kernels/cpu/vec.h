@@ -11,7 +11,9 @@
 #ifdef __AVX512F__
 #pragma GCC diagnostic push  // GCC 12 warns of its own undefined values in this header
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif

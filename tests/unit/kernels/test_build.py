@@ -1,0 +1,117 @@
+"""How the kernels are compiled: by platform, with word of it, and to the same bits without OpenMP."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_engine.kernels.cpu import build, gemm
+
+SOURCES = Path(build.__file__).parent
+FOLDER = Path("torch")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick_compiler(tmp_path, monkeypatch):
+    """A compiler that compiles one function in place of all sources, and fails with `-DBROKEN`."""
+    (tmp_path / "small.cpp").write_text('extern "C" int answer() { return 42; }')
+    script = tmp_path / "compiler"
+    script.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *--version*) echo 1; exit;; *-DBROKEN*) echo broken >&2; exit 1;; esac\n'
+        f'for last; do :; done; exec g++ -shared -fPIC {tmp_path}/small.cpp -o "$last"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(build, "COMPILER", str(script))
+
+
+def test_every_platform_has_its_native_flag_and_its_openmp(tmp_path):
+    (x86,) = build.recipes("linux", "x86_64", FOLDER)
+    assert {"-march=native", "-fopenmp"} < set(x86.flags) and x86.has_openmp
+    (arm,) = build.recipes("linux", "aarch64", FOLDER)
+    assert {"-mcpu=native", "-fopenmp"} < set(arm.flags) and arm.has_openmp
+    (alone,) = build.recipes("darwin", "arm64", tmp_path)
+    assert "-mcpu=native" in alone.flags and "-fopenmp" not in alone.flags and not alone.has_openmp
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / "libomp.dylib"
+    library.touch()
+    shared, last = build.recipes("darwin", "arm64", tmp_path)
+    assert {"-Xpreprocessor", "-fopenmp", str(library)} < set(shared.flags) and shared.has_openmp
+    assert last == alone
+
+
+@needs_compiler
+def test_compiling_is_announced_once(empty_cache, quick_compiler, caplog):
+    assert build.open_kernels().answer() == 42
+    assert build.open_kernels().answer() == 42
+    assert caplog.messages == [f"Compiling the C++ kernels with {build.COMPILER}. It takes about 10 s, once."]
+    assert len(list((empty_cache / "kernels").iterdir())) == 1
+
+
+@needs_compiler
+def test_what_does_not_compile_with_openmp_is_compiled_without_and_kept(
+    empty_cache, quick_compiler, caplog, monkeypatch
+):
+    ways = [build.Recipe(("-DBROKEN",), True), build.Recipe((), False)]
+    monkeypatch.setattr(build, "recipes", lambda *platform: ways)
+    assert build.open_kernels().answer() == 42
+    assert caplog.messages[1].endswith(", without OpenMP: they will run on one thread. It takes about 10 s, once.")
+    build.open_kernels()
+    assert len(caplog.messages) == 2
+
+
+@needs_compiler
+def test_what_never_compiles_says_what_the_compiler_said(empty_cache, quick_compiler, caplog, monkeypatch):
+    monkeypatch.setattr(build, "recipes", lambda *platform: [build.Recipe(("-DBROKEN",), True)])
+    assert build.load_kernels.__wrapped__() is None
+    assert caplog.messages[-1] == "The C++ kernels are off, torch serves in their place, more slowly: broken\n"
+    assert not list((empty_cache / "kernels").iterdir())
+
+
+COMMANDS = {
+    "g++": ["g++", "-march=native"],
+    "clang++": ["clang++", "-march=native"],
+    "arm64": ["aarch64-linux-gnu-g++", "-march=armv8.2-a+bf16"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("openmp", ["-fopenmp", "-Wno-unknown-pragmas"])
+def test_every_compiler_takes_the_sources_without_a_warning(command, openmp):
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no {command[0]}")
+    files = [str(path) for path in SOURCES.glob("*.cpp")]
+    flags = ["-std=c++17", "-O1", "-fno-math-errno", "-Wall", "-Werror", "-fsyntax-only", openmp]
+    done = subprocess.run([*command, *flags, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_bits_do_not_depend_on_openmp(tmp_path, monkeypatch):
+    operands = [torch.randn(37, 70), torch.randn(90, 70), torch.randn(90)]
+    calls = [operands, [operand.bfloat16() for operand in operands]]
+    expected = [gemm.matmul(x, gemm.pack(weight), bias) for x, weight, bias in calls]
+    (way,) = build.recipes("darwin", "x86_64", tmp_path)
+    build._compile([str(SOURCES / name) for name in ("gemm.cpp", "panels.cpp")], way.flags, tmp_path / "alone.so")
+    monkeypatch.setattr(build, "load_kernels", lambda: ctypes.CDLL(str(tmp_path / "alone.so")))
+    gemm._library.cache_clear()
+    try:
+        torch.set_num_threads(2)
+        assert all(
+            torch.equal(gemm.matmul(x, gemm.pack(weight), bias), out)
+            for (x, weight, bias), out in zip(calls, expected, strict=True)
+        )
+    finally:
+        gemm._library.cache_clear()
