@@ -6,9 +6,8 @@
               <─────────────── (scheduler) <───────────────
               EngineCoreOutputs            ModelRunnerOutput
 
-Ids: a request is `request_id`; with n > 1 its samples are the children `{i}_{request_id}`, with n = 1 the request
-itself. Below the core only children (sequences) exist. Towards the front end a sequence is a number that the front end
-chose, so that a step's message is columns of numbers.
+Ids: core and worker know sequences, each by a number that the front end has counted. A request is its sequences: sample
+i of n is sequence `first_sequence + i`. What a user calls a request stays in the front end.
 """
 
 from typing import Any, Literal, get_args
@@ -24,7 +23,6 @@ from rollout_engine.sampling_params import SamplingParams
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, ready for the core: ids checked, seeds and stop ids resolved."""
 
-    request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
@@ -32,7 +30,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """Sequence seed of sample 0; sample i uses `child_seed(seed, i)`."""
     first_sequence: int
-    """Outputs call sample i `first_sequence + i`: the front end chooses, the core only repeats."""
+    """Sample i is sequence `first_sequence + i`. The front end uses no number twice."""
     eos_token_ids: list[int] = []
     """The checkpoint's end ids, empty with `ignore_eos`."""
     priority: int = 0
@@ -93,8 +91,7 @@ class EngineCoreOutputs(msgspec.Struct):
 class NewSequence(msgspec.Struct):
     """First sight of a sequence by the runner, or its return after preemption: the full state."""
 
-    request_id: str
-    """Child id."""
+    sequence_id: int
     token_ids: list[int]
     """Prompt and tokens sampled so far. The list is the runner's own: it appends what it samples."""
     num_prompt_tokens: int
@@ -109,7 +106,7 @@ class NewSequence(msgspec.Struct):
 class ScheduledSequence(msgspec.Struct):
     """Work of one sequence in one step: compute tokens [num_computed, num_computed + num_tokens)."""
 
-    request_id: str
+    sequence_id: int
     num_computed_tokens: int
     num_tokens: int
     block_ids: list[int]
@@ -118,12 +115,12 @@ class ScheduledSequence(msgspec.Struct):
 
 
 class SampleTask(msgspec.Struct):
-    """Draw one token for `request_id` from the logits of the last scheduled token of `scheduled[row]`.
+    """Draw one token for `sequence_id` from the logits of the last scheduled token of `scheduled[row]`.
 
     Several tasks share a row when the prompt of n samples has just been computed.
     """
 
-    request_id: str
+    sequence_id: int
     row: int
 
 
@@ -132,7 +129,7 @@ class SchedulerOutput(msgspec.Struct):
 
     step: int
     policy_version: int
-    finished: list[str]
+    finished: list[int]
     """Sequences whose state the runner may forget (ended or preempted)."""
     new: list[NewSequence]
     block_copies: list[tuple[int, int]]

@@ -107,8 +107,8 @@ class WorkerLike(Protocol):
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
         ...
 
-    def block_tables(self) -> dict[str, list[int]]:
-        """Sequence id -> KV blocks, of every sequence that has begun and not been forgotten."""
+    def block_tables(self) -> dict[int, list[int]]:
+        """Sequence id -> KV blocks, of every sequence that has begun and not been forgotten. The ids are the core's."""
         ...
 
     def memory_usage(self) -> dict[str, int]:

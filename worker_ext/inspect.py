@@ -28,8 +28,8 @@ class InspectExtension(WorkerExtension):
         return {n: norms(t, dtype=torch.float64).item() for n, t in self._chosen(names).items()}
 
     @rpc
-    def get_block_tables(self) -> dict[str, list[int]]:
-        """Sequence id -> KV blocks, in the order of its tokens."""
+    def get_block_tables(self) -> dict[int, list[int]]:
+        """Sequence id -> KV blocks, in the order of its tokens. `engine.get_sequence_ids` tells a request's ids."""
         return self.worker.block_tables()
 
     def _chosen(self, names: list[str] | None) -> Mapping[str, Tensor]:

@@ -45,8 +45,6 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     """Raise `RequestError` naming field, value and bound if `request` can never be served."""
-    if not isinstance(request.request_id, str) or not request.request_id:
-        raise RequestError.for_field("request_id", request.request_id, "a non-empty string")
     _check_tokens("prompt_token_ids", request.prompt_token_ids, config.vocab_size)
     if not request.prompt_token_ids:
         raise RequestError.for_field("prompt_token_ids", [], "at least one token")

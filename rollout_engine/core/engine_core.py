@@ -63,9 +63,9 @@ class EngineCore:
         return len(self._requests.by_id)
 
     @property
-    def unfinished_request_ids(self) -> list[str]:
-        """Ids of the requests that have not ended, in order of arrival."""
-        return list(self._requests.by_id)
+    def unfinished_sequences(self) -> list[int]:
+        """Ids of all sequences that have not ended, in order of arrival."""
+        return [s.sequence_id for request in self._requests.by_id.values() for s in request.live_sequences]
 
     @property
     def stats(self) -> CoreStats:
@@ -111,7 +111,7 @@ class EngineCore:
         return self._tables.usage
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or its id is in use.
+        """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or with numbers in use.
 
         While paused, asleep or overwritten by an update it waits for the end of that; with admission="reject" it
         raises `RetryableError`. `DirtyWeightsError` where an update has left the weights incomplete, `LifecycleError`
@@ -124,14 +124,11 @@ class EngineCore:
         if admits:
             self._scheduler.add(made)
 
-    def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
-        """End requests, or single samples by child id `{i}_{request_id}`; the outputs say which sequences ended.
-
-        An unknown or finished id is a no-op. Where an id names both a request and a sample of another, the request
-        is meant.
-        """
-        for request_id in request_ids:
-            for sequence in self._requests.named(request_id):
+    def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
+        """End sequences; the outputs say which. An unknown or finished id is a no-op."""
+        for sequence_id in sorted(sequence_ids, reverse=True):  # a leader last, so that no sibling has to take over
+            sequence = self._requests.live(sequence_id)
+            if sequence is not None:
                 self._end(sequence, "abort")
         self._settle_if_draining()
         return self._tell()
@@ -344,7 +341,7 @@ class EngineCore:
                 self._end(step.drawn[index], "error", message)
         for sequence, token_id in zip(step.drawn, result.token_ids, strict=True):
             if not sequence.ended and sequence.append(token_id):
-                self._ended.append(SequenceEnd(sequence.number, *sequence.finish()))
+                self._ended.append(SequenceEnd(sequence.sequence_id, *sequence.finish()))
                 self._retire(sequence)
 
     def _tell(self) -> EngineCoreOutputs:
@@ -379,7 +376,7 @@ class EngineCore:
         """End a sequence that got no token."""
         if reason == "error":
             self._tables.distrust(sequence)
-        self._ended.append(SequenceEnd(sequence.number, reason, error=error))
+        self._ended.append(SequenceEnd(sequence.sequence_id, reason, error=error))
         self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:

@@ -35,8 +35,8 @@ class FakeExecutor:
         block_size: int,
         vocab_size: int,
         fail_at_steps: Collection[int] = (),
-        scripts: Mapping[str, list[int]] = MappingProxyType({}),
-        errors: Mapping[str, str] = MappingProxyType({}),
+        scripts: Mapping[int, list[int]] = MappingProxyType({}),
+        errors: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -46,10 +46,10 @@ class FakeExecutor:
         """Sequence id -> its first tokens, for example a stop id."""
         self.errors = errors
         """Sequence id -> message reported in place of its next token."""
-        self.sequences: dict[str, FakeSequence] = {}
+        self.sequences: dict[int, FakeSequence] = {}
         self.num_steps = 0
         self.num_tokens_computed = 0
-        self.kv_min_versions: dict[str, int] = {}
+        self.kv_min_versions: dict[int, int] = {}
         """Sequence id -> oldest version among the KV its last sample attended."""
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.weights: Literal["live", "kept", "forgotten"] = "live"
@@ -65,11 +65,11 @@ class FakeExecutor:
             self.sequences.pop(sequence_id, None)
             self.kv_min_versions.pop(sequence_id, None)
         for new in work.new:
-            if new.request_id in self.sequences:
-                raise FakeKVError(f"{new.request_id} is new, but already known")
-            self.sequences[new.request_id] = FakeSequence(new)
+            if new.sequence_id in self.sequences:
+                raise FakeKVError(f"sequence {new.sequence_id} is new, but already known")
+            self.sequences[new.sequence_id] = FakeSequence(new)
         for row in work.scheduled:
-            self.sequences[row.request_id].block_ids[row.first_block :] = row.block_ids
+            self.sequences[row.sequence_id].block_ids[row.first_block :] = row.block_ids
         self._copy_blocks(work.block_copies)
         self._check_slots(work.scheduled)
         if work.scheduled and self.weights != "live":
@@ -115,7 +115,7 @@ class FakeExecutor:
 
     def _compute(self, row: ScheduledSequence, version: int) -> None:
         digest, _ = self._read(row, row.num_computed_tokens)
-        tokens = self.sequences[row.request_id].token_ids
+        tokens = self.sequences[row.sequence_id].token_ids
         for position in _positions(row):
             digest = mix(digest, tokens[position])
             self._slots[self._slot(row, position)] = (digest, version)
@@ -125,11 +125,13 @@ class FakeExecutor:
         """Made-up log-probs of complete prompts; raises where a part was not computed."""
         found = {}
         for index, row in enumerate(scheduled):
-            state = self.sequences[row.request_id]
+            state = self.sequences[row.sequence_id]
             if state.params.prompt_logprobs is None or state.num_sampled:
                 continue
             if state.num_scored != row.num_computed_tokens:
-                raise FakeKVError(f"{row.request_id}: no log-probs of prompt tokens {state.num_scored} and on")
+                raise FakeKVError(
+                    f"sequence {row.sequence_id}: no log-probs of prompt tokens {state.num_scored} and on"
+                )
             state.num_scored += row.num_tokens
             if state.num_scored == state.num_prompt_tokens:
                 found[index] = _prompt_columns(state, self.vocab_size)
@@ -139,21 +141,23 @@ class FakeExecutor:
         token_ids, errors = [], {}
         for index, task in enumerate(work.samples):
             row = work.scheduled[task.row]
-            state = self.sequences[task.request_id]
+            state = self.sequences[task.sequence_id]
             end = row.num_computed_tokens + row.num_tokens
             if len(state.token_ids) != end:
-                raise FakeKVError(f"{task.request_id} has {len(state.token_ids)} tokens, but samples after {end}")
-            digest, self.kv_min_versions[task.request_id] = self._read(row, end)
-            if task.request_id in self.errors:
-                errors[index] = self.errors[task.request_id]
+                raise FakeKVError(
+                    f"sequence {task.sequence_id} has {len(state.token_ids)} tokens, but samples after {end}"
+                )
+            digest, self.kv_min_versions[task.sequence_id] = self._read(row, end)
+            if task.sequence_id in self.errors:
+                errors[index] = self.errors[task.sequence_id]
                 token_ids.append(-1)
             else:
-                token_ids.append(self._next_token(task.request_id, digest))
+                token_ids.append(self._next_token(task.sequence_id, digest))
             state.token_ids.append(max(token_ids[-1], 0))
-        params = [self.sequences[task.request_id].params for task in work.samples]
+        params = [self.sequences[task.sequence_id].params for task in work.samples]
         return _with_columns(token_ids, params, errors, self.vocab_size)
 
-    def _next_token(self, sequence_id: str, digest: int) -> int:
+    def _next_token(self, sequence_id: int, digest: int) -> int:
         state = self.sequences[sequence_id]
         script = self.scripts.get(sequence_id, [])
         if state.num_sampled < len(script):
@@ -163,21 +167,21 @@ class FakeExecutor:
     def _read(self, row: ScheduledSequence, end: int) -> tuple[int, int]:
         """(digest of the context, its oldest version) as found in the blocks; raises where they disagree."""
         digest, oldest = 0, 2**63
-        for position, token_id in enumerate(self.sequences[row.request_id].token_ids[:end]):
+        for position, token_id in enumerate(self.sequences[row.sequence_id].token_ids[:end]):
             digest = mix(digest, token_id)
             found = self._slots.get(self._slot(row, position))
             if found is None:
-                raise FakeKVError(f"{row.request_id} reads position {position}, which was never written")
+                raise FakeKVError(f"sequence {row.sequence_id} reads position {position}, which was never written")
             if found[0] != digest:
-                raise FakeKVError(f"{row.request_id} reads KV of another context at position {position}")
+                raise FakeKVError(f"sequence {row.sequence_id} reads KV of another context at position {position}")
             oldest = min(oldest, found[1])
         return digest, oldest
 
     def _slot(self, row: ScheduledSequence, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)
-        block_ids = self.sequences[row.request_id].block_ids
+        block_ids = self.sequences[row.sequence_id].block_ids
         if index >= len(block_ids):
-            raise FakeKVError(f"{row.request_id} has no block for position {position}")
+            raise FakeKVError(f"sequence {row.sequence_id} has no block for position {position}")
         return block_ids[index], offset
 
 

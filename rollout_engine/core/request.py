@@ -57,7 +57,6 @@ class Sequence:
         "num_prompt_tokens",
         "num_sent_blocks",
         "num_writable_tokens",
-        "number",
         "order",
         "prefix",
         "queue",
@@ -71,9 +70,7 @@ class Sequence:
         source = request.source
         self.request = request
         self.index = index
-        self.sequence_id = f"{index}_{source.request_id}" if source.params.n > 1 else source.request_id
-        self.number = source.first_sequence + index
-        """What outputs call it."""
+        self.sequence_id = source.first_sequence + index
         self.order = (source.priority, arrival, index)
         """Who goes first; unique."""
         self.seed = child_seed(source.seed, index)

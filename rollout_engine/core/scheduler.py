@@ -44,7 +44,7 @@ class Scheduler:
         """Tokens in chunks of more than one. The limit of a step in which sequences decode, and what is left of it."""
         self._max_scored_tokens = self._scored_budget = max_scored_tokens
         """Prompt tokens to score: their logits all exist at the same time. A step's limit, and what is left of it."""
-        self._forgotten: list[str] = []
+        self._forgotten: list[int] = []
 
     @property
     def num_queued(self) -> int:
@@ -221,7 +221,7 @@ class Scheduler:
             self.tables.attach_prefix(sequence)
         while self.tables.num_missing(sequence, sequence.num_tokens) > self.tables.num_free:
             if self.running or not self.parked or self.parked[-1] is sequence:
-                assert self.running, f"{sequence.sequence_id} does not fit an empty pool"
+                assert self.running, f"sequence {sequence.sequence_id} does not fit an empty pool"
                 if came_without_blocks:
                     self.tables.release(sequence)
                 return False
@@ -271,7 +271,7 @@ class Scheduler:
         step.num_cached_tokens[request.source.first_sequence] = request.num_cached_tokens or 0
         step.work.new.append(
             NewSequence(
-                request_id=sequence.sequence_id,
+                sequence_id=sequence.sequence_id,
                 token_ids=sequence.token_ids.copy(),  # the runner appends to its own
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 params=request.source.params,
@@ -314,7 +314,7 @@ class Scheduler:
             self._forgotten.append(sequence.sequence_id)
             sequence.in_runner = False
 
-    def _take_forgotten(self) -> list[str]:
+    def _take_forgotten(self) -> list[int]:
         taken, self._forgotten = self._forgotten, []
         return taken
 

@@ -68,4 +68,4 @@ def _refuse(why: str) -> NoReturn:
 
 def _dump_row(row: ScheduledSequence) -> str:
     start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_tokens
-    return f"  {row.request_id}: tokens [{start}, {end}), {row.first_block + len(row.block_ids)} blocks"
+    return f"  sequence {row.sequence_id}: tokens [{start}, {end}), {row.first_block + len(row.block_ids)} blocks"

@@ -12,7 +12,7 @@ def fill_columns(outputs: EngineCoreOutputs, drawn: list[Sequence], result: Mode
 
     Rows with an error are left out, and those of sequences that had ended before.
     """
-    outputs.sequences = [sequence.number for sequence in drawn]
+    outputs.sequences = [sequence.sequence_id for sequence in drawn]
     outputs.kv_min_versions = cast(list[int], [sequence.kv_min_version for sequence in drawn])  # None: it has ended
     outputs.token_ids = result.token_ids
     outputs.logprobs = result.logprobs

@@ -103,7 +103,7 @@ class Worker:
         """Values by the module's names, tied ones once. Raises as `WeightUpdater.live`."""
         return self.updater.live("live_weights")
 
-    def block_tables(self) -> dict[str, list[int]]:
+    def block_tables(self) -> dict[int, list[int]]:
         """Sequence id -> KV blocks, of every sequence whose state the runner holds."""
         return self.runner.block_tables()
 

@@ -122,7 +122,11 @@ class AsyncLLM:
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests: their generators yield what they had, with finish_reason "abort". Unknown ids are a no-op."""
-        self.remote.client.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
+        self.remote.abort(request_ids)
+
+    async def get_sequence_ids(self, request_id: str) -> list[int]:
+        """What the core, its log and `get_block_tables` call the samples of a request; see `LLMEngine`."""
+        return self.remote.streams.sequences_of([request_id])
 
     async def pause_generation(
         self,

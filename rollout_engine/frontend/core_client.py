@@ -126,10 +126,10 @@ class CoreClient:
         self._outbox.append(message)
         self._waker.wake()
 
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests or samples; without a core there is nothing to end."""
-        if request_ids and self.dead_error is None:
-            self.send(Abort(request_ids))
+    def abort(self, sequences: list[int]) -> None:
+        """End sequences; without a core there is nothing to end."""
+        if sequences and self.dead_error is None:
+            self.send(Abort(sequences))
 
     def call(self, name: str, kind: Any = None, **arguments: Any) -> Future[Any]:
         """Call a registered utility; the future gives its result as `kind`, or raises what it raised.
@@ -229,13 +229,9 @@ class CoreClient:
         """A message that cannot be sent: who wanted that is told, and nobody else."""
         match message:
             case AddRequest(request):
-                self._on_message(Refused(request.request_id, failure_of(_unsendable("generate", problem))))
+                self._on_message(Refused(request.first_sequence, failure_of(_unsendable("generate", problem))))
             case Call(number, name) | RpcCall(number, name):
                 self._resolve(Reply(number, failure=failure_of(_unsendable(name, problem))))
-            case Abort([_, _, *_] as request_ids):
-                self._outbox.extendleft(Abort([request_id]) for request_id in request_ids)
-            case Abort():
-                pass  # of a request that could not be sent either
             case _:
                 raise problem
 

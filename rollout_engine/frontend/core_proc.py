@@ -24,7 +24,7 @@ from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import RolloutEngineError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.frontend.background import run_in_background
-from rollout_engine.frontend.client_split import ids_of_client, inner_id, inner_request
+from rollout_engine.frontend.client_split import check_sequences, sequences_of_client
 from rollout_engine.frontend.core_io import ClientLeft, CoreIO, Do, FromClient, Hold, Stop
 from rollout_engine.frontend.core_utilities import CoreUtilities
 from rollout_engine.frontend.lifeline import CoreSettings, Lifeline, address_in, config_digest, lock_directory
@@ -68,7 +68,7 @@ class EngineCoreProc:
             self._take_all(wait=not self._core.can_progress())
             self._outbound.deliver(self._step())
             self._utilities.after_step()
-        self._outbound.deliver(self._core.abort_requests(self._core.unfinished_request_ids))
+        self._outbound.deliver(self._core.abort_sequences(self._core.unfinished_sequences))
         self._outbound.flush()
         return self._stop_reason
 
@@ -92,8 +92,8 @@ class EngineCoreProc:
         match item:
             case FromClient(client_index, AddRequest() as message):
                 self._add(client_index, message)
-            case FromClient(client_index, Abort(request_ids)):
-                self._abort([inner_id(client_index, request_id) for request_id in request_ids])
+            case FromClient(client_index, Abort(sequences)):
+                self._abort(sequences_of_client(client_index, sequences))
             case FromClient(client_index, Call() as call):
                 self._call(client_index, call)
             case Hold():
@@ -108,7 +108,7 @@ class EngineCoreProc:
                 self._weights.leave(client_index)
                 threading.Thread(target=self._executor.caller_left, args=(client_index,), daemon=True).start()
                 remove_directories(self._directory, client_index)
-                self._abort(ids_of_client(client_index, self._core.unfinished_request_ids))
+                self._abort(sequences_of_client(client_index, self._core.unfinished_sequences))
                 self._outbound.forget(client_index)
             case Stop(reason):
                 self._stop_reason = reason
@@ -116,14 +116,14 @@ class EngineCoreProc:
     def _add(self, client_index: int, message: AddRequest) -> None:
         try:
             message.request.params.check()
-            request = inner_request(client_index, message.request)
-            self._core.add_request(request)
-            self._outbound.watch(request)
+            check_sequences(client_index, message.request)
+            self._core.add_request(message.request)
+            self._outbound.watch(message.request)
         except Exception as error:
-            self._io.send(client_index, Refused(message.request.request_id, _failure(error)))
+            self._io.send(client_index, Refused(message.request.first_sequence, _failure(error)))
 
-    def _abort(self, request_ids: list[str]) -> None:
-        self._outbound.deliver(self._core.abort_requests(request_ids))
+    def _abort(self, sequences: list[int]) -> None:
+        self._outbound.deliver(self._core.abort_sequences(sequences))
 
     def _call(self, client_index: int, call: Call) -> None:
         try:

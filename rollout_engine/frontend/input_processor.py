@@ -56,7 +56,9 @@ class InputProcessor:
         takes_extra_args: bool = False,
         clamps: bool = False,
         default_params: Callable[[], SamplingParams] = SamplingParams,
+        first_sequence: int = 0,
     ) -> None:
+        """`first_sequence` is the number of the first sequence that is admitted; all others follow."""
         self.codec = codec
         """None with `skip_tokenizer_init`: prompts are token ids."""
         self._max_model_len = max_model_len
@@ -70,11 +72,18 @@ class InputProcessor:
         self.default_params = default_params
         """Read the sampling settings that the checkpoint recommends."""
         self._prepared: tuple[SamplingParams, SamplingParams, list[list[int]]] | None = None
-        self._num_admitted = self._num_sequences = 0
+        self._num_admitted = 0
+        self._next_sequence = first_sequence
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, codec: TextCodec | None, sizes: ModelSizes, *, seed: int | None = None
+        cls,
+        config: EngineConfig,
+        codec: TextCodec | None,
+        sizes: ModelSizes,
+        *,
+        seed: int | None = None,
+        first_sequence: int = 0,
     ) -> Self:
         """For one engine. `seed`: the root of its requests' seeds; None: the config's."""
         return cls(
@@ -86,6 +95,7 @@ class InputProcessor:
             takes_extra_args=bool(config.logits_processors),
             clamps=config.on_long == "clamp",
             default_params=partial(read_default_params, config.model),
+            first_sequence=first_sequence,
         )
 
     def check_batch(
@@ -107,7 +117,7 @@ class InputProcessor:
         self._log_clamped([checked])
         return checked
 
-    def admit(self, checked: CheckedPrompt, request_id: str, *, priority: int = 0) -> EngineCoreRequest:
+    def admit(self, checked: CheckedPrompt, *, priority: int = 0) -> EngineCoreRequest:
         """The core's request. Without its own seed it gets one from the engine's and the number of those before."""
         priority = plain(priority)
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
@@ -115,10 +125,9 @@ class InputProcessor:
         params = checked.params
         seed = mix(self._seed, self._num_admitted) if params.seed is None else unsigned(params.seed)
         self._num_admitted += 1
-        first_sequence = self._num_sequences
-        self._num_sequences += params.n
+        first_sequence = self._next_sequence
+        self._next_sequence += params.n
         return EngineCoreRequest(
-            request_id=request_id,
             prompt_token_ids=checked.token_ids,
             params=params,
             max_tokens=checked.max_tokens,

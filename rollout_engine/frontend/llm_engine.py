@@ -24,6 +24,7 @@ from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.output_processor import OutputProcessor
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.request_ids import RequestIds, as_request_ids
 from rollout_engine.frontend.scoring import score_pairs
 from rollout_engine.frontend.spans import Spans, TraceHeaders, spans_to
 from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
@@ -75,7 +76,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._calls = WorkerCalls(core, executor, self._control, self._lock, self._spans)
         self._ready: list[RequestOutput] = []
         """Results of aborts and results handed back, for the next step to return."""
-        self._num_named = 0
+        self._ids = RequestIds(self.is_unfinished)
         self._release = weakref.finalize(self, _release, executor)
 
     @classmethod
@@ -129,7 +130,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         """
         with self._lock:
             self._require_open()
-            self._check_id(request_id)
+            self._ids.check(request_id)
             self._spans.check_headers(trace_headers)
             self._queue(request_id, self._inputs.check(prompt, params), priority, trace_headers)
         return request_id
@@ -150,7 +151,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             self._require_open()
             checked = self._inputs.check_batch(prompts, params)
             priorities = each_priority(priority, len(checked))
-            request_ids = [self._new_id() for _ in checked]
+            request_ids = [self._ids.make() for _ in checked]
             for index, request_id in enumerate(request_ids):
                 try:
                     self._queue(request_id, checked[index], priorities[index])
@@ -170,9 +171,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             self._require_open()
             if not self._ready:
                 self._control.require_step()
-            results, stopped = self._outputs.process(self._timed_step())
-            self._ready += results
-            self._core.abort_requests(stopped)
+            self._deliver(self._timed_step())
             self._log.tick(idle=self._outputs.num_open == 0)
             ready, self._ready = self._ready, []
             return ready
@@ -184,8 +183,8 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         """
         with self._lock:
             self._require_open()
-            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            self._deliver(self._core.abort_requests(ids))
+            ids = as_request_ids(request_ids)
+            self._deliver(self._core.abort_sequences(self._outputs.sequences_of(ids)))
             if discard:
                 self._discard(set(ids))
 
@@ -206,6 +205,14 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def is_unfinished(self, request_id: str) -> bool:
         """Whether the finished output of `request_id` is still to be returned."""
         return request_id in self._outputs or any(ready.request_id == request_id for ready in self._ready)
+
+    def get_sequence_ids(self, request_id: str) -> list[int]:
+        """What the core, its log and `get_block_tables` call the samples of a request, in order; [] once it has ended.
+
+        The core knows sequences by numbers of its own, which are never used again.
+        """
+        with self._lock:
+            return self._outputs.sequences_of([request_id])
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything more to give."""
@@ -317,27 +324,19 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self.hand_back(self.step())
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        results, _ = self._outputs.process(outputs)
+        """Keep results for the next `step` to return; what a stop string has ended ends in the core as well."""
+        results, stopped = self._outputs.process(outputs)
         self._ready += results
+        if stopped:
+            self._deliver(self._core.abort_sequences(stopped))
 
     def _queue(
         self, request_id: str, checked: CheckedPrompt, priority: int, trace_headers: TraceHeaders | None = None
     ) -> None:
-        request = self._inputs.admit(checked, request_id, priority=priority)
+        request = self._inputs.admit(checked, priority=priority)
         self._core.add_request(request)
-        self._outputs.add(request, checked.text, trace_headers)
+        self._outputs.add(request_id, request, checked.text, trace_headers)
         self._log.begin()
-
-    def _new_id(self) -> str:
-        self._num_named += 1
-        name = f"request-{self._num_named}"
-        return self._new_id() if self.is_unfinished(name) else name
-
-    def _check_id(self, request_id: str) -> None:
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError.for_field("request_id", request_id, "a non-empty string")
-        if self.is_unfinished(request_id):
-            raise RequestError.for_field("request_id", request_id, "unique among unfinished requests")
 
     def _discard(self, request_ids: set[str]) -> None:
         for request_id in request_ids:

@@ -9,11 +9,11 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
-from rollout_engine.errors import EngineDeadError, RequestError, RolloutEngineError
+from rollout_engine.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.frontend.output_processor import OpenRequest, OutputProcessor
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.wire import Outputs, Refused
@@ -40,6 +40,11 @@ class Stream:
         """The user's."""
         return self.request.request_id
 
+    @property
+    def first_sequence(self) -> int:
+        """The core's."""
+        return self.request.sequences.start
+
 
 class OpenStreams:
     """The output processor behind a lock, and a stream for each of its requests."""
@@ -47,13 +52,15 @@ class OpenStreams:
     def __init__(
         self,
         codec: TextCodec | None,
-        abort: Callable[[list[str]], None],
+        abort: Callable[[list[int]], None],
         *,
         on_closed: Callable[[OpenRequest, BaseException | None], None] = lambda request, error: None,
     ) -> None:
+        """`abort` has the core end sequences."""
         self._processor = OutputProcessor(codec, on_closed=on_closed)
         self._abort = abort
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        """By the first sequence of their request."""
         self._lock = threading.Lock()
         self.policy_version = 0
         """Of the last outputs."""
@@ -62,21 +69,22 @@ class OpenStreams:
         return len(self._streams)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
+        """Whether a request of that id is open."""
+        return request_id in self._processor
 
     @property
     def stats(self) -> RequestStats:
         """Timings of all requests so far."""
         return self._processor.stats
 
-    @property
-    def request_ids(self) -> list[str]:
-        """Of all open requests."""
+    def sequences_of(self, request_ids: Iterable[str]) -> list[int]:
+        """What the core calls the samples of these open requests, in order. Unknown ids have none."""
         with self._lock:
-            return list(self._streams)
+            return self._processor.sequences_of(request_ids)
 
     def add(
         self,
+        request_id: str,
         request: EngineCoreRequest,
         text: str | None,
         wake: Callable[[Stream], None],
@@ -84,18 +92,16 @@ class OpenStreams:
     ) -> Stream:
         """Open a request, before the core hears of it. `wake` is called when there is something to take."""
         with self._lock:
-            if request.request_id in self._streams:
-                raise RequestError.for_field("request_id", request.request_id, "unique among unfinished requests")
-            stream = Stream(self._processor.add(request, text, trace_headers), wake)
-            self._streams[request.request_id] = stream
+            stream = Stream(self._processor.add(request_id, request, text, trace_headers), wake)
+            self._streams[request.first_sequence] = stream
             return stream
 
     def take(self, stream: Stream) -> RequestOutput | None:
         """What is new of a request; None: nothing yet. Raises what ended it, once all it had was taken."""
         with self._lock:
-            output = self._processor.take(stream.request) if stream.request_id in self._streams else None
+            output = self._processor.take(stream.request) if stream.first_sequence in self._streams else None
             if output is not None and output.finished:
-                del self._streams[stream.request_id]
+                del self._streams[stream.first_sequence]
         if output is None and stream.error is not None:
             raise stream.error
         return output
@@ -103,35 +109,36 @@ class OpenStreams:
     def close(self, stream: Stream) -> None:
         """Nobody reads a stream any more: what is unfinished is aborted without a result."""
         with self._lock:
-            if self._streams.get(stream.request_id) is not stream:
+            if self._streams.pop(stream.first_sequence, None) is None:
                 return
-            del self._streams[stream.request_id]
             self._processor.discard(stream.request_id, stream.error)
         if stream.error is None:
-            self._abort([stream.request_id])
+            self._abort(list(stream.request.sequences))
 
     def deliver(self, message: Outputs | Refused) -> None:
         """Take in what the core sent."""
         if isinstance(message, Refused):
-            self._fail([message.request_id], message.failure.as_error)
+            self._fail([message.first_sequence], message.failure.as_error)
             return
         for part in (part for outputs in message.steps for part in _slices(outputs)):
             with self._lock:
                 changed, stopped = self._processor.update(part)
-                streams = [self._streams[request.request_id] for request in changed]
+                streams = [self._streams[request.sequences.start] for request in changed]
             self.policy_version = part.policy_version
+            if stopped:
+                self._abort(stopped)  # before a reader asks the core what it still has to do
             for stream in streams:
                 stream.wake(stream)
-            if stopped:
-                self._abort(stopped)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """The core is gone."""
-        self._fail(self.request_ids, lambda: EngineDeadError(*error.args))
-
-    def _fail(self, request_ids: list[str], make_error: Callable[[], RolloutEngineError]) -> None:
         with self._lock:
-            streams = [self._streams[request_id] for request_id in request_ids if request_id in self._streams]
+            open_now = list(self._streams)
+        self._fail(open_now, lambda: EngineDeadError(*error.args))
+
+    def _fail(self, first_sequences: Iterable[int], make_error: Callable[[], RolloutEngineError]) -> None:
+        with self._lock:
+            streams = [self._streams[first] for first in first_sequences if first in self._streams]
         for stream in streams:
             stream.error = make_error()  # each its own: raising one adds to its traceback
             stream.wake(stream)

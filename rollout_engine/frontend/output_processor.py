@@ -1,17 +1,23 @@
 """Gathers what the core's steps bring into `RequestOutput`s: n samples a request, streamed or at the end."""
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 
 from rollout_engine.frontend.detokenizer import Detokenizer
 from rollout_engine.frontend.request_timer import RequestTimer
 from rollout_engine.frontend.sample import Sample
 from rollout_engine.frontend.tokenizer import TextCodec
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd
 from rollout_engine.metrics import RequestStats
 from rollout_engine.outputs import RequestMetrics, RequestOutput
 from rollout_engine.seeds import child_seed
+
+logger = logging.getLogger("rollout_engine")
+
+_NUM_LOGGED = 8
+"""Samples named in one line of the log."""
 
 
 class OutputProcessor:
@@ -32,6 +38,7 @@ class OutputProcessor:
         self._codec = codec
         self._on_closed = on_closed
         self._requests: dict[str, OpenRequest] = {}
+        """By what the user calls them."""
         self._owners: dict[int, OpenRequest] = {}
         """Every sequence of every open request."""
         self._live: dict[int, Sample] = {}
@@ -52,13 +59,24 @@ class OutputProcessor:
         return request_id in self._requests
 
     def add(
-        self, request: EngineCoreRequest, prompt: str | None, trace_headers: Mapping[str, str] | None = None
+        self,
+        request_id: str,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> "OpenRequest":
         """Open a request that the core has taken. `prompt` is its text, if it had one."""
-        self._requests[request.request_id] = opened = OpenRequest(request, prompt, self._codec, trace_headers)
+        assert request_id not in self._requests, "whoever adds it has checked the id"
+        opened = OpenRequest(request_id, request, prompt, self._codec, trace_headers)
+        self._requests[request_id] = opened
         for sequence, sample in zip(opened.sequences, opened.samples, strict=True):
             self._owners[sequence], self._live[sequence] = opened, sample
         return opened
+
+    def sequences_of(self, request_ids: Iterable[str]) -> list[int]:
+        """What the core calls the samples of these open requests, in order. Unknown ids have none."""
+        found = (self._requests[request_id] for request_id in request_ids if request_id in self._requests)
+        return [sequence for request in found for sequence in request.sequences]
 
     def discard(self, request_id: str, error: BaseException | None = None) -> None:
         """Close a request without a result, for `error` if there is one. An unknown id is a no-op."""
@@ -72,13 +90,13 @@ class OutputProcessor:
                 del self._owners[sequence]
                 self._live.pop(sequence, None)
 
-    def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
-        """(results, ids of the sequences that a stop string has ended and the core must abort)."""
+    def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[int]]:
+        """(results, the sequences that a stop string has ended and the core must abort)."""
         changed, stopped = self.update(outputs)
         return [result for request in changed if (result := self.take(request)) is not None], stopped
 
-    def update(self, outputs: EngineCoreOutputs) -> tuple[list["OpenRequest"], list[str]]:
-        """(requests with something to `take`, ids of the sequences that a stop string has ended)."""
+    def update(self, outputs: EngineCoreOutputs) -> tuple[list["OpenRequest"], list[int]]:
+        """(requests with something to `take`, the sequences that a stop string has ended and the core must abort)."""
         for sequence, count in outputs.num_cached_tokens.items():
             if sequence in self._owners:
                 self._owners[sequence].num_cached_tokens = count
@@ -91,13 +109,15 @@ class OutputProcessor:
         stopped = [sequence for sequence in changed if self._live[sequence].read_text()]
         for sequence in stopped:
             self._end(sequence, outputs.policy_version)
+        self._log_errors(outputs.ended)
         for end in outputs.ended:
             if end.sequence in self._live:  # not discarded, nor ended by a stop string before
                 self._live[end.sequence].finish(end)
                 self._end(end.sequence, outputs.policy_version)
                 changed.append(end.sequence)
-        names = [self._owners[sequence].sequence_id(sequence) for sequence in stopped]
-        return self._mark(changed), names
+            else:
+                self._timer.discarded([end.sequence])
+        return self._mark(changed), stopped
 
     def take(self, request: "OpenRequest") -> RequestOutput | None:
         """What there is to tell of a request since the last call, if anything; when it is complete it is closed."""
@@ -139,14 +159,26 @@ class OutputProcessor:
             self._timer.finished(request.metrics, request.num_prompt_tokens, num_generated)
             self._on_closed(request, None)
 
+    def _log_errors(self, ended: list[SequenceEnd]) -> None:
+        """Say which of the user's requests failed: the core's own log knows them as numbers."""
+        failed: dict[str | None, list[str]] = {}
+        for end in ended:
+            if end.finish_reason == "error" and end.sequence in self._live:
+                request = self._owners[end.sequence]
+                sample = f"sample {end.sequence - request.sequences.start} of {request.request_id!r}"
+                failed.setdefault(end.error, []).append(f"{sample} (sequence {end.sequence})")
+        for error, samples in failed.items():
+            more = f" and {len(samples) - _NUM_LOGGED} more" if len(samples) > _NUM_LOGGED else ""
+            logger.warning("%s; this ended %s%s", error, ", ".join(samples[:_NUM_LOGGED]), more)
+
     def _mark(self, changed: list[int]) -> list["OpenRequest"]:
         """The requests of these sequences, each once."""
-        requests: dict[str, OpenRequest] = {}
+        requests: dict[OpenRequest, None] = {}
         for sequence in changed:
             request = self._owners[sequence]
             request.changed.add(sequence - request.sequences.start)
-            requests[request.request_id] = request
-        return list(requests.values())
+            requests[request] = None
+        return list(requests)
 
 
 class OpenRequest:
@@ -154,6 +186,7 @@ class OpenRequest:
 
     def __init__(
         self,
+        request_id: str,
         request: EngineCoreRequest,
         prompt: str | None,
         codec: TextCodec | None,
@@ -162,8 +195,10 @@ class OpenRequest:
         params = request.params
         self.trace_headers = trace_headers
         """The caller's trace."""
-        self.request_id = request.request_id
+        self.request_id = request_id
+        """The user's."""
         self.sequences = range(request.first_sequence, request.first_sequence + params.n)
+        """The core's."""
         self.changed: set[int] = set()
         """Samples with something new since the last `render`."""
         self.num_cached_tokens = 0
@@ -186,10 +221,6 @@ class OpenRequest:
             )
             for index in range(params.n)
         ]
-
-    def sequence_id(self, sequence: int) -> str:
-        """What the core calls it."""
-        return self.request_id if len(self.samples) == 1 else f"{sequence - self.sequences.start}_{self.request_id}"
 
     def render(self) -> RequestOutput | None:
         """What there is to tell since the last call, if anything."""

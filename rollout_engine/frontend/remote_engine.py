@@ -6,7 +6,7 @@
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,12 +15,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RolloutEngineError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RolloutEngineError
+from rollout_engine.frontend.client_split import first_sequence_of
 from rollout_engine.frontend.core_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES, CoreClient
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor
 from rollout_engine.frontend.lifeline import CoreProcess
 from rollout_engine.frontend.open_streams import OpenStreams, Stream
 from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.request_ids import RequestIds, as_request_ids
 from rollout_engine.frontend.spans import Spans, TraceHeaders, spans_to
 from rollout_engine.frontend.stat_loggers import all_loggers
 from rollout_engine.frontend.stat_thread import StatThread
@@ -52,11 +54,13 @@ class RemoteEngine:
         # Clients count their requests apart: without a root of its own, each would draw what the others drew.
         index, seed = client.client_index, ready.config.seed
         seed = seed if index == 0 else mix(seed, 2**63 + index)
-        self.inputs = InputProcessor.from_config(ready.config, codec, ready, seed=seed)
+        self.inputs = InputProcessor.from_config(
+            ready.config, codec, ready, seed=seed, first_sequence=first_sequence_of(index)
+        )
         self.streams = OpenStreams(codec, client.abort, on_closed=spans.request)
         self.streams.policy_version = ready.policy_version
         self._admitting = threading.Lock()
-        self._num_named = 0
+        self._ids = RequestIds(self.streams.__contains__)
         client.listen(self.streams.deliver, self.streams.fail_all)
         self.stat_thread = StatThread(
             loggers, _metrics_of(client, self.streams), self.streams.__len__, ready.config.log_interval
@@ -124,6 +128,10 @@ class RemoteEngine:
         checked = self.inputs.check_batch(list(prompts), list(params))
         return [self._queue(each, None, wake, 0) for each in checked]
 
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; their streams still give what they had. An unknown or finished id is a no-op."""
+        self.client.abort(self.streams.sequences_of(as_request_ids(request_ids)))
+
     def take(self, stream: Stream) -> RequestOutput | None:
         """What is new of a request; None: nothing yet. Raises what ended it."""
         return self.streams.take(stream)
@@ -173,15 +181,11 @@ class RemoteEngine:
         priority: int,
         trace_headers: TraceHeaders | None = None,
     ) -> Stream:
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise RequestError.for_field("request_id", request_id, "a non-empty string")
         self._require_alive()
         with self._admitting:
-            name = self._new_id() if request_id is None else request_id
-            if name in self.streams:
-                raise RequestError.for_field("request_id", name, "unique among unfinished requests")
-            request = self.inputs.admit(checked, name, priority=priority)
-            stream = self.streams.add(request, checked.text, wake, trace_headers)
+            name = self._ids.make() if request_id is None else self._ids.check(request_id)
+            request = self.inputs.admit(checked, priority=priority)
+            stream = self.streams.add(name, request, checked.text, wake, trace_headers)
             try:
                 self.client.send(AddRequest(request))
             except RolloutEngineError as error:
@@ -189,11 +193,6 @@ class RemoteEngine:
                 self.streams.close(stream)
                 raise
         return stream
-
-    def _new_id(self) -> str:
-        self._num_named += 1
-        name = f"request-{self._num_named}"
-        return self._new_id() if name in self.streams else name
 
     def _require_alive(self) -> None:
         if self.client.dead_error is not None:

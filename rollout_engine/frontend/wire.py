@@ -21,7 +21,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Both ends must speak the same."""
 MAX_FRAME_BYTES = 64 << 20
 """A frame longer than this ends the connection it came over."""
@@ -94,9 +94,9 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=T
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
-    """End requests, or single samples by child id; unknown ids are a no-op."""
+    """End sequences; unknown numbers are a no-op."""
 
-    request_ids: list[str]
+    sequences: list[int]
 
 
 class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
@@ -144,7 +144,8 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", forbid_unknown_fields=
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     """The core did not take a request."""
 
-    request_id: str
+    first_sequence: int
+    """The request's."""
     failure: Failure
 
 

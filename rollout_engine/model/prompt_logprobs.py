@@ -24,33 +24,33 @@ class PromptScorer:
     def __init__(self, kernel: FiguresOf = figures_of) -> None:
         """`kernel` reads logits where they lie."""
         self._kernel = kernel
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[int, _Prompt] = {}
         self._pieces: list[_Piece] = []
 
     def learn(self, new: Sequence[NewSequence], scheduled: Sequence[ScheduledSequence]) -> None:
         """Score the prompts of `new` sequences that ask for it and start now; forks start later, their prompt told."""
-        asked = {each.request_id: each for each in new if each.params.prompt_logprobs is not None}
+        asked = {each.sequence_id: each for each in new if each.params.prompt_logprobs is not None}
         for chunk in scheduled if asked else ():
-            sequence = asked.get(chunk.request_id)
+            sequence = asked.get(chunk.sequence_id)
             if sequence is not None and len(sequence.token_ids) == sequence.num_prompt_tokens:
-                self._prompts[chunk.request_id] = _Prompt(sequence)
+                self._prompts[chunk.sequence_id] = _Prompt(sequence)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, sequence_id: int) -> None:
         """An unknown id is a no-op."""
-        self._prompts.pop(request_id, None)
+        self._prompts.pop(sequence_id, None)
 
     def rows(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
         """Rows of this step's flat batch whose logits `score` needs."""
         self._pieces, rows, first_row = [], [], 0
         for index, chunk in enumerate(scheduled if self._prompts else ()):
-            prompt = self._prompts.get(chunk.request_id)
+            prompt = self._prompts.get(chunk.sequence_id)
             if prompt is not None:
                 end = chunk.num_computed_tokens + chunk.num_tokens
                 piece = _Piece(index, prompt, chunk.num_computed_tokens, end)
                 self._pieces.append(piece)
                 rows += range(first_row, first_row + piece.size)
                 if end == len(prompt.token_ids):
-                    del self._prompts[chunk.request_id]
+                    del self._prompts[chunk.sequence_id]
             first_row += chunk.num_tokens
         return rows
 

@@ -27,7 +27,7 @@ class ModelRunner:
         self._prompts = PromptScorer()
         self._sequences = KnownSequences(vocab_size, processors, self._prompts)
         self._blocks = BlockRows()
-        self._settings: tuple[list[str], SamplingBatch] | None = None
+        self._settings: tuple[list[int], SamplingBatch] | None = None
         """Sampling columns of the last step, and of which sequences."""
 
     @property
@@ -35,7 +35,7 @@ class ModelRunner:
         """Sequences whose state is held; 0 when idle."""
         return len(self._sequences)
 
-    def block_tables(self) -> dict[str, list[int]]:
+    def block_tables(self) -> dict[int, list[int]]:
         """Sequence id -> KV blocks, of every sequence whose state is held."""
         return self._blocks.tables()
 
@@ -57,7 +57,7 @@ class ModelRunner:
         logits = logits[: len(rows)]
         if len(rows) < len(drawn):
             logits = logits[torch.from_numpy(np.searchsorted(rows, drawn))]
-        out = self._sample(logits, [task.request_id for task in work.samples])
+        out = self._sample(logits, [task.sequence_id for task in work.samples])
         out.prompt_logprobs = prompt_logprobs
         return out
 
@@ -65,14 +65,14 @@ class ModelRunner:
         if work.finished or work.new:
             self._settings = None
         self._sequences.note(work)
-        for request_id in work.finished:
-            self._blocks.forget(request_id)
+        for sequence_id in work.finished:
+            self._blocks.forget(sequence_id)
         self._blocks.learn(work.scheduled)
 
     def _flat_batch(self, scheduled: list[ScheduledSequence]) -> FlatBatch:
         first = [chunk.num_computed_tokens for chunk in scheduled]
         sizes = [chunk.num_tokens for chunk in scheduled]
-        tokens = [self._sequences[chunk.request_id].token_ids for chunk in scheduled]
+        tokens = [self._sequences[chunk.sequence_id].token_ids for chunk in scheduled]
         if max(sizes) == 1:
             token_ids = [ids[start] for ids, start in zip(tokens, first, strict=True)]
         else:
@@ -86,23 +86,23 @@ class ModelRunner:
         )
         return FlatBatch(np.array(token_ids, np.int64), columns)
 
-    def _sample(self, logits: torch.Tensor, request_ids: list[str]) -> ModelRunnerOutput:
-        sequences = [self._sequences[request_id] for request_id in request_ids]
+    def _sample(self, logits: torch.Tensor, sequence_ids: list[int]) -> ModelRunnerOutput:
+        sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
         positions = [len(sequence.token_ids) for sequence in sequences]
-        batch = self._batch(request_ids, sequences, positions)
+        batch = self._batch(sequence_ids, sequences, positions)
         out = sample(logits, batch, self._sequences.edits_of(sequences, positions))
         for sequence, token in zip(sequences, out.token_ids, strict=True):
             sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
         return out
 
-    def _batch(self, request_ids: list[str], sequences: list[NewSequence], positions: list[int]) -> SamplingBatch:
+    def _batch(self, sequence_ids: list[int], sequences: list[NewSequence], positions: list[int]) -> SamplingBatch:
         """Of the same sequences as in the last step only positions have changed."""
-        if self._settings is not None and self._settings[0] == request_ids:
+        if self._settings is not None and self._settings[0] == sequence_ids:
             return self._settings[1]._replace(positions=np.array(positions, np.int64))
         batch = SamplingBatch.from_tasks(
             [s.params for s in sequences],
             seeds=[s.seed for s in sequences],
             positions=positions,
         )
-        self._settings = (request_ids, batch)
+        self._settings = (sequence_ids, batch)
         return batch

@@ -49,7 +49,7 @@ def core_messages() -> list[Frames]:
     """What a client may say."""
     params = SamplingParams(n=2, stop_token_ids=[9], logit_bias={5: 1.0}, max_tokens=3)
     request = EngineCoreRequest(
-        request_id="a", prompt_token_ids=[3, 4], params=params, max_tokens=3, seed=7, first_sequence=0, cache_salt="s"
+        prompt_token_ids=[3, 4], params=params, max_tokens=3, seed=7, first_sequence=0, cache_salt="s"
     )
     manifest = sync.make_sender("inproc").offer({"a": torch.ones(3)}, 5, {})
     options, meeting = UpdateOptions(timeout=1.0), Meeting("shm", "/nowhere", 1.0)
@@ -66,7 +66,7 @@ def core_messages() -> list[Frames]:
     return _frames_of(
         Hello(1),
         AddRequest(request),
-        Abort(["a", "0_b"]),
+        Abort([0, 1 << 40]),
         *(Call(7, name, pack(calls.get(name, {}))) for name in [*plain, *calls]),
         RpcCall(9, "ping", pack([[1], {"x": 2}]), [np.zeros(3, np.uint8), np.zeros(3000, np.uint8)], 1.5),
     )

@@ -241,10 +241,11 @@ def test_a_call_finds_the_requests_that_run(remote):
 def test_block_tables_grow_with_the_sequences_and_end_with_them(llm):
     engine = llm.llm_engine
     engine.add_request("grows", [5] * 20, SamplingParams(max_tokens=30, ignore_eos=True))
-    lengths = []
+    ids, lengths = engine.get_sequence_ids("grows"), []
     while engine.has_unfinished_requests():
         engine.step()
         (tables,) = llm.collective_rpc("get_block_tables")
+        assert list(tables) == ids
         lengths += [len(blocks) for blocks in tables.values()]
     assert lengths[0] == 2 and lengths[-1] == 4 and lengths == sorted(lengths)
     llm.collective_rpc("score_tokens", args=([[5]], [[6]]))

@@ -138,7 +138,7 @@ class DeviceDraws(NamedTuple):
 class DrawSettings(NamedTuple):
     """What is drawn for the same sequences in every step; columns without positions."""
 
-    request_ids: list[str]
+    sequence_ids: list[int]
     batch: SamplingBatch
     columns: DrawColumns[np.ndarray]
     special: SpecialColumns[np.ndarray] | None
@@ -151,7 +151,7 @@ class DrawSettings(NamedTuple):
             [s.params for s in sequences], seeds=[s.seed for s in sequences], positions=[0] * len(sequences)
         )
         special = special_columns(batch, [], np.empty(0, np.int64))
-        return cls([s.request_id for s in sequences], batch, columns_of(batch, places), special)
+        return cls([s.sequence_id for s in sequences], batch, columns_of(batch, places), special)
 
 
 def columns_of(batch: SamplingBatch, places: np.ndarray) -> DrawColumns[np.ndarray]:

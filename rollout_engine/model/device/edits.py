@@ -17,22 +17,22 @@ class EditRecords:
     def __init__(self, vocab_size: int, context: int, device: torch.device) -> None:
         """`context`: the most tokens of a sequence."""
         self._vocab_size, self._context, self._device = vocab_size, context, device
-        self._records: dict[str, Tensor] = {}
+        self._records: dict[int, Tensor] = {}
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def forget(self, sequence_ids: Iterable[int]) -> None:
         """Of each, what its tokens have come to; unknown ids are a no-op."""
-        for request_id in request_ids:
-            self._records.pop(request_id, None)
+        for sequence_id in sequence_ids:
+            self._records.pop(sequence_id, None)
 
     def addresses(self, edits: Iterable[LogitEdits]) -> np.ndarray:
         """int64, in order: where the kernels find them."""
         return np.array([self._record(each).data_ptr() for each in edits], np.int64)
 
     def _record(self, edits: LogitEdits) -> Tensor:
-        request_id = edits.sequence.request_id
-        if request_id not in self._records:
-            (self._records[request_id],) = upload([record_of(edits, self._vocab_size, self._context)], self._device)
-        return self._records[request_id]
+        sequence_id = edits.sequence.sequence_id
+        if sequence_id not in self._records:
+            (self._records[sequence_id],) = upload([record_of(edits, self._vocab_size, self._context)], self._device)
+        return self._records[sequence_id]
 
 
 def record_of(edits: LogitEdits, vocab_size: int, context: int) -> np.ndarray:

@@ -35,7 +35,7 @@ class FlatColumns(NamedTuple):
     def of(
         cls,
         scheduled: Sequence[ScheduledSequence],
-        sequences: dict[str, NewSequence],
+        sequences: dict[int, NewSequence],
         rows: np.ndarray,
         tables: np.ndarray,
         block_size: int,
@@ -47,7 +47,7 @@ class FlatColumns(NamedTuple):
         np.cumsum(sizes, out=starts[1:])
         token_ids: list[int] = []
         for chunk in scheduled:
-            known = sequences[chunk.request_id].token_ids
+            known = sequences[chunk.sequence_id].token_ids
             start, end = chunk.num_computed_tokens, chunk.num_computed_tokens + chunk.num_tokens
             token_ids += known[start:end]
             token_ids += [UNKNOWN] * (end - max(start, len(known)))

@@ -73,7 +73,7 @@ class DeviceRunner:
         """Sequences whose state is held; 0 when idle."""
         return len(self._sequences)
 
-    def block_tables(self) -> dict[str, list[int]]:
+    def block_tables(self) -> dict[int, list[int]]:
         """Sequence id -> KV blocks, of every sequence whose state is held."""
         return self.rows.block_tables()
 
@@ -99,7 +99,7 @@ class DeviceRunner:
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
         order = decodes_first(work.scheduled)
         scheduled = [work.scheduled[index] for index in order]
-        rows = self.rows.rows([chunk.request_id for chunk in scheduled])
+        rows = self.rows.rows([chunk.sequence_id for chunk in scheduled])
         flat = FlatColumns.of(scheduled, self._sequences, rows, self.rows.host_tables, self.model.kv.block_size)
         asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled))
         draws = self._draws(work, asked.positions)
@@ -122,10 +122,10 @@ class DeviceRunner:
         if work.finished or work.new:
             self._settings = None
         self._sequences.note(work)
-        for request_id in work.finished:
-            self.rows.forget(request_id)
-        self._records.forget([*work.finished, *(new.request_id for new in work.new)])
-        self.rows.add(new.request_id for new in work.new)
+        for sequence_id in work.finished:
+            self.rows.forget(sequence_id)
+        self._records.forget([*work.finished, *(new.sequence_id for new in work.new)])
+        self.rows.add(new.sequence_id for new in work.new)
         return self.rows.learn(work.scheduled)
 
     def _replay(self, step: "_Step") -> "_Computed | None":
@@ -180,10 +180,10 @@ class DeviceRunner:
 
     def _draws(self, work: SchedulerOutput, positions: np.ndarray) -> Draws:
         """Of the same sequences as in the last step nothing has changed but positions and edits."""
-        request_ids = [task.request_id for task in work.samples]
-        sequences = [self._sequences[request_id] for request_id in request_ids]
-        if self._settings is None or self._settings.request_ids != request_ids:
-            self._settings = DrawSettings.of(sequences, self.rows.rows(request_ids))
+        sequence_ids = [task.sequence_id for task in work.samples]
+        sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
+        if self._settings is None or self._settings.sequence_ids != sequence_ids:
+            self._settings = DrawSettings.of(sequences, self.rows.rows(sequence_ids))
         batch, columns, special = self._settings[1:]
         edits = self._sequences.edits_of(sequences, positions.tolist())
         on_host = {row: each for row, each in edits.items() if each.need_host}

@@ -37,24 +37,24 @@ class SequenceRows:
         """int32 [rows, max_blocks]; what lies beyond a sequence's own blocks means nothing."""
         self.last_tokens = torch.zeros(_TOKENS, dtype=torch.int64, device=device)
         """int64, of each row."""
-        self._row_of: dict[str, int] = {}
-        self._num_blocks: dict[str, int] = {}
+        self._row_of: dict[int, int] = {}
+        self._num_blocks: dict[int, int] = {}
         self._free = list(range(_ROWS))[::-1]
 
-    def add(self, request_ids: Iterable[str]) -> None:
+    def add(self, sequence_ids: Iterable[int]) -> None:
         """Give each a row, and a known one its row anew."""
-        for request_id in request_ids:
-            self.forget(request_id)
+        for sequence_id in sequence_ids:
+            self.forget(sequence_id)
             if not self._free:
                 self._grow()
-            self._row_of[request_id], self._num_blocks[request_id] = self._free.pop(), 0
+            self._row_of[sequence_id], self._num_blocks[sequence_id] = self._free.pop(), 0
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, sequence_id: int) -> None:
         """Its row is free for another. An unknown id is a no-op."""
-        row = self._row_of.pop(request_id, None)
+        row = self._row_of.pop(sequence_id, None)
         if row is not None:
             self._free.append(row)
-            del self._num_blocks[request_id]
+            del self._num_blocks[sequence_id]
 
     def learn(self, scheduled: Iterable[ScheduledSequence]) -> TableChanges:
         """Note new entries on the host; returns them for `write`."""
@@ -62,10 +62,10 @@ class SequenceRows:
         places, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         for sequence in scheduled:
             if sequence.block_ids:
-                row, start = self._row_of[sequence.request_id], sequence.first_block
+                row, start = self._row_of[sequence.sequence_id], sequence.first_block
                 end = start + len(sequence.block_ids)
                 self.host_tables[row, start:end] = sequence.block_ids
-                self._num_blocks[sequence.request_id] = end
+                self._num_blocks[sequence.sequence_id] = end
                 places.append(np.arange(row * width + start, row * width + end))
                 blocks.append(np.array(sequence.block_ids, np.int32))
         return TableChanges(np.concatenate(places), np.concatenate(blocks))
@@ -79,11 +79,11 @@ class SequenceRows:
         """The same, by an upload of their own."""
         self.write(*upload(changes, self.tables.device))
 
-    def rows(self, request_ids: Sequence[str]) -> np.ndarray:
+    def rows(self, sequence_ids: Sequence[int]) -> np.ndarray:
         """int64, in order."""
-        return np.array([self._row_of[request_id] for request_id in request_ids], np.int64)
+        return np.array([self._row_of[sequence_id] for sequence_id in sequence_ids], np.int64)
 
-    def block_tables(self) -> dict[str, list[int]]:
+    def block_tables(self) -> dict[int, list[int]]:
         """Every sequence's own blocks, by its id."""
         return {name: self.host_tables[row, : self._num_blocks[name]].tolist() for name, row in self._row_of.items()}
 

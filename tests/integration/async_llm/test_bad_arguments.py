@@ -35,7 +35,7 @@ def test_a_priority_is_an_integer_of_64_bits(engine, llm, priority):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda engine: anext(engine.generate([5, 6], PARAMS, request_id=HALF_A_PAIR)),
+        lambda engine: anext(engine.generate({"prompt_token_ids": [5, 6], "cache_salt": HALF_A_PAIR}, PARAMS)),
         lambda engine: engine.collective_rpc("get_norms", args=[2**70]),
         lambda engine: engine.collective_rpc(HALF_A_PAIR),
         lambda engine: engine.sleep(level=2**70),

@@ -55,7 +55,7 @@ class Rig:
         )
         self.config = CoreConfig(**(sizes | config))
         self.fail_at_steps: set[int] = set()
-        self.errors: dict[str, str] = {}
+        self.errors: dict[int, str] = {}
         self.executor = FakeExecutor(
             block_size=self.config.block_size,
             vocab_size=self.config.vocab_size,
@@ -67,10 +67,11 @@ class Rig:
         self.tokens: dict[Key, list[int]] = {}
         self.ends: dict[Key, Said] = {}
         self.keys: dict[int, Key] = {}
+        """Sequence id -> (request id, sample index); the ids count up from 0 in the order of `add`."""
         self.num_cached_tokens: dict[str, int] = {}
         self.prompt_logprobs: dict[str, list[float]] = {}
         self.works: list[SchedulerOutput] = []
-        self.drawn: dict[tuple[str, int], tuple[int, int]] = {}
+        self.drawn: dict[tuple[int, int], tuple[int, int]] = {}
         """(sequence id, tokens it had before) -> policy version and oldest KV of what was drawn for it then."""
         self.eager = eager
         self.failed: Failed | None = None
@@ -109,15 +110,15 @@ class Rig:
         self.works.append(work)
         before = {name: state.num_scored for name, state in self.executor.sequences.items()}
         result = self.executor.execute(work)
-        scored = {row.request_id for row in work.scheduled if row.num_tokens > 1}
+        scored = {row.sequence_id for row in work.scheduled if row.num_tokens > 1}
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
         assert num_scored <= self.config.max_scored_tokens
         for task in work.samples:
-            state = self.executor.sequences[task.request_id]
-            kv_min_version = self.executor.kv_min_versions[task.request_id]
+            state = self.executor.sequences[task.sequence_id]
+            kv_min_version = self.executor.kv_min_versions[task.sequence_id]
             assert self.oldest_kv <= kv_min_version <= work.policy_version
-            self.drawn[task.request_id, len(state.token_ids) - 1] = work.policy_version, kv_min_version
+            self.drawn[task.sequence_id, len(state.token_ids) - 1] = work.policy_version, kv_min_version
         return result
 
     def add(
@@ -133,7 +134,6 @@ class Rig:
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
-            request_id=request_id,
             prompt_token_ids=list(prompt),
             params=SamplingParams(**params),
             max_tokens=max_tokens,
@@ -155,8 +155,17 @@ class Rig:
         self.core.check_integrity()
         return self._record(outputs)
 
-    def abort(self, *request_ids: str) -> list[Said]:
-        return self._take_ends(self.core.abort_requests(request_ids))
+    def label(self, sequence_id: int) -> str:
+        """What tests call a sequence: "a" like its request, or "0_a", "1_a" where it is one of several samples."""
+        request_id, index = self.keys[sequence_id]
+        return f"{index}_{request_id}" if self.requests[request_id].params.n > 1 else request_id
+
+    def ids(self, name: str) -> list[int]:
+        """Sequence ids that a request's or sequence's name has or had, the newest last; none for a stranger's."""
+        return [number for number, (request_id, _) in self.keys.items() if name in (request_id, self.label(number))]
+
+    def abort(self, *names: str) -> list[Said]:
+        return self._take_ends(self.core.abort_sequences(number for name in names for number in self.ids(name)))
 
     def pause(self, mode: str, **options: Any) -> list[Said]:
         return self._take_ends(self.core.pause(mode, **options))
@@ -268,20 +277,18 @@ class Rig:
             each = said[end.sequence]
             assert each.finish_reason is None, f"{each} ended twice"
             each.finish_reason, each.stop_reason, each.error = end.finish_reason, end.stop_reason, end.error
-        for each in said.values():
-            self._check(each)
+        for sequence, each in said.items():
+            self._check(sequence, each)
         return [*said.values()]
 
-    def _check(self, said: Said) -> None:
+    def _check(self, sequence: int, said: Said) -> None:
         key = (said.request_id, said.index)
         assert key not in self.ends, f"{key} ended twice"
         if said.finish_reason not in ("abort", "error"):
             assert len(said.new_token_ids) == 1
         if said.new_token_ids:
-            request = self.requests[said.request_id]
-            name = f"{said.index}_{said.request_id}" if request.params.n > 1 else said.request_id
-            had = len(request.prompt_token_ids) + len(self.tokens[key])
-            assert self.drawn[name, had] == (said.policy_version, said.kv_min_version)
+            had = len(self.requests[said.request_id].prompt_token_ids) + len(self.tokens[key])
+            assert self.drawn[sequence, had] == (said.policy_version, said.kv_min_version)
         self.tokens[key] += said.new_token_ids
         if said.finish_reason is not None:
             self.ends[key] = said

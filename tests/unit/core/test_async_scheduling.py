@@ -12,9 +12,9 @@ def rig(request, make_rig_in_turn):
     return make_rig_in_turn(async_scheduling=True, eager=request.param)
 
 
-def computed(rig, request_id):
+def computed(rig, name):
     """Tokens computed for a sequence, step by step."""
-    return [row.num_tokens for work in rig.works for row in work.scheduled if row.request_id == request_id]
+    return [row.num_tokens for work in rig.works for row in work.scheduled if rig.label(row.sequence_id) == name]
 
 
 def test_the_next_step_is_submitted_before_the_last_one_is_waited_for(make_rig_in_turn):
@@ -48,7 +48,7 @@ def test_in_turn_nothing_is_in_flight_between_two_steps(make_rig_in_turn):
 
 
 def test_an_end_found_late_costs_one_token_that_nobody_is_told_of(rig):
-    rig.executor.scripts = {"a": [50, 51, 41]}
+    rig.executor.scripts = {0: [50, 51, 41]}
     rig.add("a", eos=[41], max_tokens=20)
     rig.run()
     rig.step()
@@ -68,7 +68,7 @@ def test_an_end_by_length_is_foreseen(rig):
 
 
 def test_a_sequence_that_cannot_be_sampled_ends_alone(rig):
-    rig.errors["a"] = "NaN logits"
+    rig.errors[0] = "NaN logits"
     rig.add("a")
     rig.add("b")
     rig.run()

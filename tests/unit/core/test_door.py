@@ -1,13 +1,13 @@
+import msgspec
 import pytest
 
 from rollout_engine.errors import RequestError
+from rollout_engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
     ("field", "message", "request_fields"),
     [
-        ("request_id", "non-empty string", dict(request_id="")),
-        ("request_id", "non-empty string", dict(request_id=7)),
         ("prompt_token_ids", "at least one token", dict(prompt=[])),
         ("prompt_token_ids[2]", r"=97 is not allowed: must be in \[0, 97\)", dict(prompt=[0, 96, 97])),
         ("prompt_token_ids[0]", r"in \[0, 97\)", dict(prompt=[-1])),
@@ -39,25 +39,13 @@ def test_a_request_that_fills_the_pool_exactly_is_served_and_one_token_more_is_r
     rig.assert_clean()
 
 
-def test_an_id_in_use_is_refused_and_free_again_afterwards(make_rig):
+def test_sequence_numbers_in_use_are_refused(make_rig):
     rig = make_rig()
-    rig.add("a")
-    with pytest.raises(RequestError, match="unique"):
-        rig.core.add_request(rig.requests["a"])
-    rig.run()
-    rig.assert_clean()
-    rig.add("a")
-    rig.run()
-    rig.assert_clean()
-
-
-@pytest.mark.parametrize("first", ["1_a", "a"])
-def test_an_id_that_would_name_the_same_sequence_as_another_request_is_refused(make_rig, first):
-    rig = make_rig()
-    fields = {"1_a": dict(n=1), "a": dict(n=2)}
-    second = ({"1_a", "a"} - {first}).pop()
-    rig.add(first, **fields[first])
-    with pytest.raises(RequestError, match="sequence '1_a'"):
-        rig.add(second, **fields[second])
+    rig.add("a", n=2)
+    rig.add("b")
+    for first, n in ((0, 2), (1, 1), (2, 3)):
+        request = msgspec.structs.replace(rig.requests["a"], first_sequence=first, params=SamplingParams(n=n))
+        with pytest.raises(RequestError, match=f"first_sequence={first} is not allowed: .* no unfinished sequence has"):
+            rig.core.add_request(request)
     rig.run()
     rig.assert_clean()

@@ -46,7 +46,7 @@ def test_n_samples_differ_and_each_replays_alone_from_its_seed(make_rig):
 )
 def test_end_tokens_are_kept_and_named_once_min_tokens_exist(make_rig, fields, num_tokens, reason, stop_reason):
     rig = make_rig()
-    rig.executor.scripts = {"a": [50, 51, 41, 52, 53, 54]}
+    rig.executor.scripts = {0: [50, 51, 41, 52, 53, 54]}
     rig.add("a", **(dict(max_tokens=6) | fields))
     rig.run()
     end = rig.ends["a", 0]
@@ -55,7 +55,7 @@ def test_end_tokens_are_kept_and_named_once_min_tokens_exist(make_rig, fields, n
 
 def test_one_bad_row_ends_one_sequence_and_no_other(make_rig):
     rig = make_rig()
-    rig.errors["1_a"] = "NaN logits"
+    rig.errors[1] = "NaN logits"
     rig.add("a", n=3)
     rig.add("b")
     rig.run()
@@ -66,7 +66,7 @@ def test_one_bad_row_ends_one_sequence_and_no_other(make_rig):
 
 def test_kv_of_a_sequence_that_went_wrong_is_not_given_to_others(make_rig):
     rig = make_rig()
-    rig.errors["a"] = "NaN logits"
+    rig.errors[0] = "NaN logits"
     rig.add("a", range(20))
     rig.run()
     rig.add("b", range(20))
@@ -101,7 +101,7 @@ def test_columns_nobody_asked_for_are_absent(make_rig):
 
 def test_a_row_that_failed_is_left_out_of_every_column(make_rig):
     rig = make_rig()
-    rig.errors["1_a"] = "NaN logits"
+    rig.errors[1] = "NaN logits"
     rig.add("a", n=3, max_tokens=1, logprobs=2, top_p=0.5)
     outputs = rig.core.step()
     assert outputs.sequences == [0, 2] and -1 not in outputs.token_ids
@@ -155,14 +155,12 @@ def test_aborting_all_samples_one_by_one_ends_the_request(make_rig):
     rig.assert_clean()
 
 
-def test_an_id_that_names_a_request_and_a_sample_means_the_request(make_rig):
+def test_numbers_that_name_no_live_sequence_abort_nothing(make_rig):
     rig = make_rig()
     rig.add("a", n=2)
-    rig.add("0_a", n=2)
-    assert {output.request_id for output in rig.abort("0_a")} == {"0_a"}
-    rig.run()
-    assert {rig.ends["a", i].finish_reason for i in range(2)} == {"length"}
-    rig.assert_clean()
+    ended = [end.sequence for end in rig.core.abort_sequences([2, -1, 1, 1 << 70, 1]).ended]
+    assert ended == [1] and rig.core.unfinished_sequences == [0]
+    assert rig.core.abort_sequences([0]).ended and rig.core.unfinished_sequences == []
 
 
 # Failing steps
@@ -178,7 +176,7 @@ def test_a_failed_step_ends_what_it_scheduled_and_nothing_else(make_rig, caplog)
     assert [rig.ends["a", i].finish_reason for i in range(3)] == ["error", "length", "length"]
     assert "step 1 failed: RuntimeError: told to fail" in rig.ends["b", 0].error
     [record] = caplog.records
-    assert record.levelno == logging.WARNING and "0_a: tokens [10, 11), 3 blocks" in record.getMessage()
+    assert record.levelno == logging.WARNING and "sequence 0: tokens [10, 11), 3 blocks" in record.getMessage()
     assert (rig.core.stats.num_failed_steps, rig.core.cache_usage()) == (1, 0.0)
     rig.assert_clean()
 

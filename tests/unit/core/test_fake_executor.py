@@ -9,17 +9,17 @@ from rollout_engine.sampling_params import SamplingParams
 PROMPT = [5, 6, 7, 8, 9]
 
 
-def new(name="a", **params):
-    return NewSequence(name, PROMPT.copy(), len(PROMPT), SamplingParams(**params), seed=3)
+def new(sequence_id=0, **params):
+    return NewSequence(sequence_id, PROMPT.copy(), len(PROMPT), SamplingParams(**params), seed=3)
 
 
 def work(*rows, step=0, version=0, new=(), copies=(), finished=(), samples=None):
-    samples = [SampleTask(row.request_id, i) for i, row in enumerate(rows)] if samples is None else samples
+    samples = [SampleTask(row.sequence_id, i) for i, row in enumerate(rows)] if samples is None else samples
     return SchedulerOutput(step, version, list(finished), list(new), list(copies), list(rows), samples)
 
 
-def prefill(name="a", blocks=(0, 1), start=0, end=5):
-    return ScheduledSequence(name, start, end - start, list(blocks))
+def prefill(sequence_id=0, blocks=(0, 1), start=0, end=5):
+    return ScheduledSequence(sequence_id, start, end - start, list(blocks))
 
 
 @pytest.fixture
@@ -40,15 +40,15 @@ def test_a_position_never_written_raises(fake):
 
 
 def test_kv_of_another_context_raises(fake):
-    other = NewSequence("b", [1, 2, 3, 4, 9], 5, SamplingParams(), seed=3)
+    other = NewSequence(1, [1, 2, 3, 4, 9], 5, SamplingParams(), seed=3)
     fake.execute(work(prefill(), new=[new()]))
-    with pytest.raises(FakeKVError, match="b reads KV of another context at position 0"):
-        fake.execute(work(prefill("b", start=4), new=[other], step=1))
+    with pytest.raises(FakeKVError, match="1 reads KV of another context at position 0"):
+        fake.execute(work(prefill(1, start=4), new=[other], step=1))
 
 
 def test_two_sequences_writing_one_slot_raise(fake):
     with pytest.raises(FakeKVError, match="same KV slot"):
-        fake.execute(work(prefill(), prefill("b", blocks=(2, 1)), new=[new(), new("b")]))
+        fake.execute(work(prefill(), prefill(1, blocks=(2, 1)), new=[new(), new(1)]))
 
 
 def test_a_missing_block_raises(fake):
@@ -75,19 +75,19 @@ def test_copies_that_depend_on_their_order_raise(fake, copies):
 
 def test_a_copied_block_carries_its_context(fake):
     fake.execute(work(prefill(), new=[new()]))
-    token = fake.execute(work(prefill("b", blocks=(0, 2), start=5, end=5), new=[new("b")], copies=[(1, 2)], step=1))
+    token = fake.execute(work(prefill(1, blocks=(0, 2), start=5, end=5), new=[new(1)], copies=[(1, 2)], step=1))
     assert token.token_ids == [fake_next_token(PROMPT, 3, 50)]
 
 
 def test_the_oldest_version_attended_is_reported(fake):
     fake.execute(work(prefill(), new=[new()], version=4))
     fake.execute(work(prefill(start=5, end=6), version=6, step=1))
-    assert fake.kv_min_versions == {"a": 4}
+    assert fake.kv_min_versions == {0: 4}
 
 
 def test_it_fails_scripts_and_errs_as_told():
-    fake = FakeExecutor(block_size=4, vocab_size=50, fail_at_steps={1}, scripts={"a": [2]}, errors={"b": "NaN logits"})
-    output = fake.execute(work(prefill(), prefill("b", blocks=(2, 3)), new=[new(), new("b")]))
+    fake = FakeExecutor(block_size=4, vocab_size=50, fail_at_steps={1}, scripts={0: [2]}, errors={1: "NaN logits"})
+    output = fake.execute(work(prefill(), prefill(1, blocks=(2, 3)), new=[new(), new(1)]))
     assert (output.token_ids, output.errors) == ([2, -1], {1: "NaN logits"})
     with pytest.raises(RuntimeError, match="told to fail at step 1"):
         fake.execute(work(prefill(start=5, end=6), step=1))
@@ -98,11 +98,11 @@ def test_columns_come_only_where_asked(fake):
     token = asked.token_ids[0]
     assert asked.logprobs == [-1.0 - token / 50] and asked.kept_logprob_mass == [-0.125]
     assert asked.top_logprobs[0].tolist() == [[token, (token + 1) % 50]]
-    plain = fake.execute(work(prefill("b", blocks=(2, 3)), new=[new("b")], step=1))
+    plain = fake.execute(work(prefill(1, blocks=(2, 3)), new=[new(1)], step=1))
     assert (plain.logprobs, plain.kept_logprob_mass, plain.top_logprobs) == (None, None, None)
 
 
 def test_finished_sequences_are_forgotten_and_unknown_ones_ignored(fake):
     fake.execute(work(prefill(), new=[new()]))
-    assert fake.execute(work(finished=["a", "never seen"], step=1)).token_ids == []
+    assert fake.execute(work(finished=[0, 99], step=1)).token_ids == []
     assert fake.sequences == {}

@@ -104,7 +104,7 @@ def test_held_requests_run_by_priority_then_arrival(rig):
         rig.add(name, priority=priority)
     rig.resume()
     rig.step()
-    assert [row.request_id for row in rig.works[-1].scheduled] == ["first", "second", "late"]
+    assert [rig.label(row.sequence_id) for row in rig.works[-1].scheduled] == ["first", "second", "late"]
     rig.run()
 
 

@@ -90,8 +90,7 @@ class Monkey:
         live = [key for key in self.rig.tokens if key not in self.rig.ends]
         if live:
             request_id, index = self.random.choice(live)
-            n = self.rig.requests[request_id].params.n
-            self.rig.errors[f"{index}_{request_id}" if n > 1 else request_id] = "spoilt"
+            self.rig.errors[self.rig.requests[request_id].first_sequence + index] = "spoilt"
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -6,8 +6,8 @@ from rollout_engine.core import door
 
 
 def rows(rig):
-    """Per step: sequence id -> number of tokens."""
-    return [{row.request_id: row.num_tokens for row in work.scheduled} for work in rig.works]
+    """Per step: sequence -> number of tokens."""
+    return [{rig.label(row.sequence_id): row.num_tokens for row in work.scheduled} for work in rig.works]
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences(make_rig_in_turn):
@@ -67,11 +67,11 @@ def test_preemption_takes_the_last_by_priority_and_arrival_and_keeps_its_tokens(
     rig.add("older", range(7), max_tokens=10, seed=2)
     rig.add("younger", range(7), max_tokens=10, seed=3)
     rig.run()
-    lost = [name for work in rig.works for name in work.finished]
-    assert lost[0] == "unimportant"
+    lost = [number for work in rig.works for number in work.finished]
+    assert rig.label(lost[0]) == "unimportant"
     assert rig.core.stats.num_preemptions > 0
     back = next(new for work in rig.works[1:] for new in work.new)
-    assert back.request_id == "unimportant" and back.num_prompt_tokens == 7
+    assert rig.label(back.sequence_id) == "unimportant" and back.num_prompt_tokens == 7
     assert back.token_ids[7:-1] == rig.tokens["unimportant", 0][: len(back.token_ids) - 8]
     rig.assert_clean()
 
@@ -81,7 +81,7 @@ def test_the_first_running_sequence_is_never_preempted(make_rig):
     for i in range(4):
         rig.add(f"r{i}", [i] * 4, max_tokens=12)
     rig.run()
-    assert "r0" not in [name for work in rig.works[:12] for name in work.finished]
+    assert "r0" not in [rig.label(number) for work in rig.works[:12] for number in work.finished]
     assert rig.core.stats.num_preemptions > 0
     rig.assert_clean()
 
@@ -101,7 +101,7 @@ def test_n_samples_compute_the_prompt_once_and_draw_from_its_one_row(make_rig):
     rig.add("a", range(30), n=16, max_tokens=5)
     rig.step()
     assert rig.core.stats.num_prompt_tokens_computed == 30
-    assert [(task.request_id, task.row) for task in rig.works[0].samples] == [(f"{i}_a", 0) for i in range(16)]
+    assert [(task.sequence_id, task.row) for task in rig.works[0].samples] == [(i, 0) for i in range(16)]
     assert {tuple(new.token_ids[:30]) for new in rig.works[0].new} == {tuple(range(30))}
     assert len({tokens[0] for (_, _), tokens in rig.tokens.items()}) > 1
     rig.run()
@@ -161,7 +161,7 @@ def test_references_of_parked_samples_are_dropped_before_anything_running_is_pre
     rig.add("a", range(6), n=4, max_tokens=9)
     while not rig.core.stats.num_references_dropped:
         rig.step()
-    assert rig.works[-1].finished == ["3_a", "2_a"]
+    assert rig.works[-1].finished == [3, 2]
     assert set(rows(rig)[-1]) == {"0_a", "1_a"} and rig.core.stats.num_preemptions == 0
     rig.run()
     rig.assert_clean()

@@ -1,11 +1,11 @@
-"""Clients of one core are kept apart by number and by name."""
+"""Clients of one core are kept apart by the numbers of their sequences."""
 
 import msgspec
 import numpy as np
 import pytest
 
 from rollout_engine.errors import RequestError
-from rollout_engine.frontend.client_split import ids_of_client, inner_id, inner_request, split
+from rollout_engine.frontend.client_split import check_sequences, first_sequence_of, sequences_of_client, split
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.sampling_params import SamplingParams
 
@@ -14,23 +14,23 @@ SECOND = 1 << 40
 
 def make_request(first_sequence, n=1):
     params = SamplingParams(n=n)
-    return EngineCoreRequest(
-        request_id="a", prompt_token_ids=[3], params=params, max_tokens=1, seed=0, first_sequence=first_sequence
-    )
+    return EngineCoreRequest(prompt_token_ids=[3], params=params, max_tokens=1, seed=0, first_sequence=first_sequence)
 
 
-def test_equal_names_and_numbers_of_two_clients_differ_inside():
-    ours, theirs = (inner_request(client, make_request(7)) for client in (0, 1))
-    assert (ours.request_id, theirs.request_id) == ("a:0", "a:1")
-    assert (ours.first_sequence, theirs.first_sequence) == (7, SECOND + 7)
-    assert inner_id(1, "0_a") == f"0_{theirs.request_id}"
-    assert ids_of_client(1, ["a:0", "a:1", "b:11", "x:1:0"]) == ["a:1"]
+def test_each_client_counts_from_a_number_of_its_own():
+    assert [first_sequence_of(client) for client in range(3)] == [0, SECOND, 2 * SECOND]
+    assert sequences_of_client(1, [7, SECOND, -1, SECOND + 7, 2 * SECOND, 1 << 70]) == [SECOND, SECOND + 7]
+
+
+def test_a_client_may_use_all_its_numbers():
+    check_sequences(0, make_request(0))
+    check_sequences(1, make_request(2 * SECOND - 2, n=2))
 
 
 @pytest.mark.parametrize("first", [-1, SECOND - 1, SECOND, 2**70])
 def test_sequence_numbers_of_others_are_refused(first):
-    with pytest.raises(RequestError, match="first_sequence"):
-        inner_request(0, make_request(first, n=2))
+    with pytest.raises(RequestError, match=rf"first_sequence={first} .* in \[0 \* 2\*\*40, .* client 0's own"):
+        check_sequences(0, make_request(first, n=2))
 
 
 def test_each_client_gets_its_own_columns():
@@ -50,11 +50,11 @@ def test_each_client_gets_its_own_columns():
     assert sorted(shares) == [0, 1]
     first, second = shares[0], shares[1]
     assert (first.sequences, first.token_ids, first.kv_min_versions, first.logprobs) == ([3], [11], [2], [-2.0])
-    assert (second.sequences, second.token_ids, second.logprobs) == ([0, 2], [10, 12], [-1.0, -3.0])
+    assert (second.sequences, second.token_ids, second.logprobs) == ([SECOND, SECOND + 2], [10, 12], [-1.0, -3.0])
     assert second.top_logprobs[0].tolist() == [[1], [3]] and first.kept_logprob_mass is None
-    assert second.ended == [SequenceEnd(2, "stop")] and first.ended == [SequenceEnd(3, "length")]
-    assert (first.num_cached_tokens, second.num_cached_tokens) == ({}, {0: 16})
-    assert (first.prompt_logprobs, second.prompt_logprobs) == ({3: "ours"}, {0: "theirs"})
+    assert second.ended == [SequenceEnd(SECOND + 2, "stop")] and first.ended == [SequenceEnd(3, "length")]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == ({}, {SECOND: 16})
+    assert (first.prompt_logprobs, second.prompt_logprobs) == ({3: "ours"}, {SECOND: "theirs"})
     assert {share.policy_version for share in shares.values()} == {4} and first.start_time == 9.0
 
 
@@ -65,5 +65,6 @@ def test_no_field_of_the_outputs_is_forgotten():
 
 
 def test_one_client_alone_gets_the_outputs_as_they_are():
-    outputs = EngineCoreOutputs(0, [1, 2], [5, 6], [0, 0])
-    assert split(outputs)[0] is outputs
+    for client in (0, 1):
+        outputs = EngineCoreOutputs(0, [client * SECOND + 1, client * SECOND + 2], [5, 6], [0, 0])
+        assert split(outputs)[client] is outputs

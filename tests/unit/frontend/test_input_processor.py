@@ -225,7 +225,7 @@ def test_without_a_tokenizer_what_needs_text_is_refused(field):
 
 
 def test_bad_words_are_spelt_alone_and_after_a_space(inputs, encode):
-    request = inputs.admit(inputs.check("x", SamplingParams(bad_words=["no", " yes"])), "r")
+    request = inputs.admit(inputs.check("x", SamplingParams(bad_words=["no", " yes"])))
     assert request.bad_words == [encode("no"), encode(" no"), encode(" yes")]
 
 
@@ -249,24 +249,24 @@ def test_extra_args_are_taken_where_processors_may_read_them(codec):
 
 def test_seeds_come_from_the_request_or_from_the_engine_and_the_ordinal(inputs):
     given = [None, 5, None]
-    admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed)), f"r{i}") for i, seed in enumerate(given)]
+    admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed))) for seed in given]
     assert [request.seed for request in admitted] == [mix(7, 0), 5, mix(7, 2)]
 
 
 def test_a_negative_seed_is_the_unsigned_one_of_the_same_bits(inputs):
-    admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed)), f"r{seed}") for seed in (-1, -(2**63))]
+    admitted = [inputs.admit(inputs.check("x", SamplingParams(seed=seed))) for seed in (-1, -(2**63))]
     assert [request.seed for request in admitted] == [2**64 - 1, 2**63]
 
 
 def test_refused_requests_do_not_move_the_seeds(inputs):
     with pytest.raises(RequestError):
         inputs.check("", None)
-    assert inputs.admit(inputs.check("x", None), "r").seed == mix(7, 0)
+    assert inputs.admit(inputs.check("x", None)).seed == mix(7, 0)
 
 
 def test_end_ids_are_the_checkpoints_unless_ignored(inputs):
-    assert inputs.admit(inputs.check("x", None), "r").eos_token_ids == [EOS]
-    assert inputs.admit(inputs.check("x", SamplingParams(ignore_eos=True)), "r").eos_token_ids == []
+    assert inputs.admit(inputs.check("x", None)).eos_token_ids == [EOS]
+    assert inputs.admit(inputs.check("x", SamplingParams(ignore_eos=True))).eos_token_ids == []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_no_prompts_give_no_outputs(make_llm):
 
 
 def test_default_params_sample_to_the_end_token_or_the_model_length(make_llm):
-    (output,) = make_llm(scripts={"request-1": [70, 2]}).generate([[5]], use_tqdm=False)
+    (output,) = make_llm(scripts={0: [70, 2]}).generate([[5]], use_tqdm=False)
     assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([70, 2], "stop")
 
 
@@ -131,7 +131,7 @@ def test_results_taken_by_another_caller_are_missed_at_once(make_llm):
 
 
 def test_a_failed_sample_is_reported_and_the_others_come_back(make_llm):
-    llm = make_llm(errors={"request-2": "NaN logits"})
+    llm = make_llm(errors={1: "NaN logits"})
     outputs = llm.generate(["a", "b", "c"], SHORT, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[1].outputs[0].error == "NaN logits"

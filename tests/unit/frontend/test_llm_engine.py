@@ -7,6 +7,7 @@ import pytest
 from rollout_engine.core.fake_executor import fake_next_token
 from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.frontend.stat_loggers import LogLine
+from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 259
@@ -41,7 +42,7 @@ def test_requests_of_every_output_kind_end_with_the_same_tokens(engine, drain):
 
 
 def test_a_stop_string_frees_the_sequence_at_once(make_engine, encode):
-    engine = make_engine(scripts={"r": encode("hello world")})
+    engine = make_engine(scripts={0: encode("hello world")})
     engine.add_request("r", "x", SamplingParams(stop=["lo"], max_tokens=50, output_kind="final_only"))
     outputs = []
     for _ in encode("hello"):
@@ -53,7 +54,7 @@ def test_a_stop_string_frees_the_sequence_at_once(make_engine, encode):
 
 
 def test_a_stop_string_ends_one_sample_and_the_others_go_on(make_engine, drain, encode):
-    engine = make_engine(scripts={"1_r": encode("ab")})
+    engine = make_engine(scripts={1: encode("ab")})
     engine.add_request("r", "x", SamplingParams(n=3, stop=["ab"], max_tokens=20, ignore_eos=True, min_tokens=2))
     finished = drain(engine)[-1]
     assert [s.finish_reason for s in finished.outputs] == ["length", "stop", "length"]
@@ -61,7 +62,7 @@ def test_a_stop_string_ends_one_sample_and_the_others_go_on(make_engine, drain, 
 
 
 def test_the_end_token_is_kept_in_ids_and_left_out_of_the_text(make_engine, drain, encode):
-    engine = make_engine(scripts={"r": [*encode("hi"), 2]})
+    engine = make_engine(scripts={0: [*encode("hi"), 2]})
     engine.add_request("r", "x", SamplingParams(max_tokens=50))
     sample = drain(engine)[-1].outputs[0]
     assert (sample.token_ids, sample.text) == ([*encode("hi"), 2], "hi")
@@ -141,11 +142,14 @@ def test_a_refused_batch_queues_nothing(engine):
 
 
 def test_refusal_at_the_cores_door_takes_the_batch_back_and_nothing_else(engine):
-    engine.add_request("0_request-2", "x", SamplingParams(max_tokens=1))  # as a sample of request-2 would be called
-    with pytest.raises(RequestError, match=r"prompts\[1\]: request_id='request-2'"):
-        engine.add_requests(["a", "b", "c"], SamplingParams(max_tokens=1, n=2))
+    params = SamplingParams(max_tokens=1, n=2)
+    stranger = EngineCoreRequest(prompt_token_ids=[5], params=params, max_tokens=1, seed=0, first_sequence=3)
+    engine.core.add_request(stranger)
+    engine.add_request("a", "x", SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match=r"prompts\[1\]: first_sequence=3"):
+        engine.add_requests(["a", "b", "c"], params)
     (output,) = engine.step()
-    assert output.request_id == "0_request-2"
+    assert output.request_id == "a"
 
 
 def test_new_ids_avoid_those_of_open_requests(engine, drain):
@@ -281,7 +285,7 @@ class FailingTokenizer:
 
 @pytest.mark.parametrize("options", [dict(), dict(output_kind="final_only"), dict(stop=["\x00"]), dict(n=2)])
 def test_a_tokenizer_that_raises_fails_its_own_sample_and_no_other(make_engine, drain, codec, options):
-    engine = make_engine(scripts={"bad": [9, 200, 9, 9, 9], "0_bad": [9, 200, 9, 9, 9], "good": [9] * 5})
+    engine = make_engine(scripts={0: [9, 200, 9, 9, 9], options.get("n", 1): [9] * 5})
     engine._outputs._codec = FailingTokenizer(codec, 200)
     for name in ("bad", "good"):
         engine.add_request(name, [5], SamplingParams(max_tokens=5, ignore_eos=True, **options))

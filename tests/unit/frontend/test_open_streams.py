@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import msgspec
 import pytest
 
 from rollout_engine.errors import EngineDeadError, RequestError
@@ -12,16 +13,13 @@ from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, Sequen
 from rollout_engine.sampling_params import SamplingParams
 
 
+def request(number, **params):
+    params = SamplingParams(**params)
+    return EngineCoreRequest(prompt_token_ids=[3], params=params, max_tokens=9, seed=0, first_sequence=number)
+
+
 def add(streams, number, wake=lambda stream: None, **params):
-    request = EngineCoreRequest(
-        request_id=f"r{number}",
-        prompt_token_ids=[3],
-        params=SamplingParams(**params),
-        max_tokens=9,
-        seed=0,
-        first_sequence=number,
-    )
-    return streams.add(request, None, wake)
+    return streams.add(f"r{number}", request(number, **params), None, wake)
 
 
 def step(numbers, token_id, *, ended=()):
@@ -69,7 +67,27 @@ def test_a_stream_that_is_closed_early_is_aborted_once_and_hears_no_more(streams
     streams.close(stream)
     streams.close(stream)
     streams.deliver(step([0], 5, ended=[0]))
-    assert streams.aborted == ["r0"] and len(streams) == 0
+    assert streams.aborted == [0] and len(streams) == 0
+
+
+def test_a_reader_hears_of_a_stop_string_after_the_core_did(codec):
+    told = []
+    streams = OpenStreams(codec, told.append)
+    stream = add(streams, 0, lambda _: told.append("reader"), stop=["F"])
+    streams.deliver(step([0], *codec.encode("F")))
+    assert told == [[0], "reader"]
+    assert streams.take(stream).outputs[0].finish_reason == "stop" and "r0" not in streams
+
+
+def test_a_new_request_under_the_id_of_one_before_gets_none_of_its_news(streams):
+    first = add(streams, 0)
+    streams.close(first)
+    second = streams.add("r0", msgspec.structs.replace(request(0), first_sequence=7), None, lambda _: None)
+    streams.deliver(step([0], 5, ended=[0]))
+    streams.deliver(step([7], 6, ended=[7]))
+    streams.deliver(Refused(0, failure_of(RequestError.for_field("n", 0, "at least 1"))))
+    assert streams.take(first) is None
+    assert streams.take(second).outputs[0].token_ids == [6]
 
 
 def test_death_reaches_every_stream_after_what_it_still_had(streams):
@@ -89,12 +107,10 @@ def test_death_reaches_every_stream_after_what_it_still_had(streams):
 
 def test_a_refused_request_raises_why_and_others_go_on(streams):
     refused, other = add(streams, 0), add(streams, 1)
-    streams.deliver(Refused("r0", failure_of(RequestError.for_field("n", 0, "at least 1"))))
+    streams.deliver(Refused(0, failure_of(RequestError.for_field("n", 0, "at least 1"))))
     with pytest.raises(RequestError, match="n=0"):
         streams.take(refused)
     assert streams.take(other) is None
-    with pytest.raises(RequestError, match="unique"):
-        add(streams, 1)
 
 
 def test_ten_thousand_streams_leave_the_loop_free(streams):

@@ -37,9 +37,7 @@ def step(*sequences, ended=()):
 
 def request(first_sequence, **params):
     params = SamplingParams(**params)
-    return EngineCoreRequest(
-        request_id="a", prompt_token_ids=[1], params=params, max_tokens=9, seed=0, first_sequence=first_sequence
-    )
+    return EngineCoreRequest(prompt_token_ids=[1], params=params, max_tokens=9, seed=0, first_sequence=first_sequence)
 
 
 def test_steps_that_nobody_reads_leave_in_one_message_with_the_end(out, sent):
@@ -81,7 +79,7 @@ def test_flush_sends_what_is_held_to_each_client_once(out, sent):
     out.deliver(step(OTHER))
     out.flush()
     out.flush()
-    assert sent == [(0, 0, [[0]]), (1, 0, [[0], [0]])]
+    assert sent == [(0, 0, [[0]]), (1, 0, [[OTHER], [OTHER]])]
 
 
 def test_a_client_that_left_gets_nothing_more(out, sent):

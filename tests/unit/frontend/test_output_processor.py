@@ -20,14 +20,13 @@ def processor(codec):
 def add(processor, request_id="r", seed=3, **params):
     made = SamplingParams(**params)
     request = EngineCoreRequest(
-        request_id=request_id,
         prompt_token_ids=[5, 6],
         params=made,
         max_tokens=99,
         seed=seed,
         first_sequence=FIRST_SEQUENCE,
     )
-    processor.add(request, "prompt")
+    processor.add(request_id, request, "prompt")
     return request
 
 
@@ -160,7 +159,7 @@ def test_a_stop_string_ends_the_sample_and_names_its_sequence(processor, codec, 
     for token_id in codec.encode("hello"):
         outputs, ids = processor.process(token(token_id, index=n - 1))
         stopped += ids
-    assert stopped == (["r"] if n == 1 else ["2_r"])
+    assert stopped == [FIRST_SEQUENCE + n - 1]
     if n > 1:
         (outputs, _) = processor.process(ended("abort", n - 1, *range(n - 1)))
     sample = outputs[0].outputs[n - 1]
@@ -260,14 +259,22 @@ def test_an_end_id_that_is_ignored_is_text(processor):
 def test_the_text_goes_on_where_the_prompt_stops(processor):
     """The prompt ends in the first byte of a character."""
     request = EngineCoreRequest(
-        request_id="r",
         prompt_token_ids=processor._codec.encode("\N{LATIN SMALL LETTER E WITH ACUTE}")[:1],
         params=SamplingParams(),
         max_tokens=9,
         seed=0,
         first_sequence=FIRST_SEQUENCE,
     )
-    processor.add(request, "?")
+    processor.add("r", request, "?")
     last = processor._codec.encode("\N{LATIN SMALL LETTER E WITH ACUTE}")[1]
     (output,), _ = processor.process(token(last, end="length"))
     assert output.outputs[0].text == "\N{LATIN SMALL LETTER E WITH ACUTE}"
+
+
+def test_tokens_that_come_after_a_request_was_discarded_leave_nothing(processor):
+    add(processor)
+    processor.process(token(70))
+    processor.discard("r")
+    processor.process(token(71))
+    processor.process(ended("abort"))
+    assert processor._timer._last_token == {}

@@ -85,7 +85,7 @@ def test_requests_that_nobody_waits_for_have_a_span_too(engine, exporter, drain)
 
 
 def test_a_request_that_failed_says_why(make_engine, provider, exporter, drain):
-    engine = make_engine(spans=OpenTelemetrySpans(provider), errors={"a": "NaN logits"})
+    engine = make_engine(spans=OpenTelemetrySpans(provider), errors={0: "NaN logits"})
     engine.add_request("a", [7], greedy(5))
     drain(engine)
     (span,) = exporter.get_finished_spans()

@@ -36,7 +36,6 @@ BIG, SMALL = np.arange(3000, dtype=np.float32).reshape(100, 30), np.arange(6, dt
 
 def request(**changes):
     fields = dict(
-        request_id="a",
         prompt_token_ids=[3, 4],
         params=SamplingParams(n=2, stop=["x"]),
         max_tokens=5,
@@ -53,13 +52,13 @@ def sample_messages():
         vocab_size=9, eos_token_ids=[2], choices="", heartbeat_seconds=0.5, policy_version=3,
     )  # fmt: skip
     to_core = [
-        Hello(1), AddRequest(request()), Abort(["a", "0_b"]), Call(7, "score", pack({"x": [1.5]})),
+        Hello(1), AddRequest(request()), Abort([0, 1 << 40]), Call(7, "score", pack({"x": [1.5]})),
         wire.Goodbye(),
     ]  # fmt: skip
     columns = EngineCoreOutputs(1, [0, 1], [5, 6], [1, 1], [-0.5, -1.0], ended=[SequenceEnd(0, "stop", 2)])
     columns.top_logprobs = (SMALL, BIG)
     to_client = [
-        Welcome(1, ready), Outputs(0, [columns]), Refused("a", Failure("RequestError", "no", "n", "1")),
+        Welcome(1, ready), Outputs(0, [columns]), Refused(3, Failure("RequestError", "no", "n", "1")),
         Reply(7, pack([SMALL])), Reply(8, failure=Failure("LifecycleError", "no")), wire.Rejected("?"),
         wire.Heartbeat(), wire.Farewell("bye"),
     ]  # fmt: skip

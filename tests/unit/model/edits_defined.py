@@ -13,7 +13,7 @@ EOS = 2
 
 def sequence(prompt, output=(), *, params, bad_words=()):
     words = [list(word) for word in bad_words]
-    return NewSequence("s", [*prompt, *output], len(prompt), params, seed=0, eos_token_ids=[EOS], bad_words=words)
+    return NewSequence(0, [*prompt, *output], len(prompt), params, seed=0, eos_token_ids=[EOS], bad_words=words)
 
 
 def slow_edit(row, of):

@@ -6,34 +6,34 @@ from rollout_engine.messages import ScheduledSequence
 from rollout_engine.model.block_rows import BlockRows
 
 
-def read(rows, name, length):
-    (start,) = rows.starts([ScheduledSequence(name, 0, 1, [])])
+def read(rows, sequence_id, length):
+    (start,) = rows.starts([ScheduledSequence(sequence_id, 0, 1, [])])
     return rows.matrix.reshape(-1)[start : start + length].tolist()
 
 
 def test_tables_grow_and_change_in_place():
     rows = BlockRows()
-    rows.learn([ScheduledSequence("a", 0, 1, [5, 6, 7]), ScheduledSequence("b", 0, 1, [1])])
-    rows.learn([ScheduledSequence("a", 3, 1, [9, 8], first_block=2), ScheduledSequence("b", 1, 1, [], first_block=1)])
-    assert (read(rows, "a", 4), read(rows, "b", 1)) == ([5, 6, 9, 8], [1])
+    rows.learn([ScheduledSequence(0, 0, 1, [5, 6, 7]), ScheduledSequence(1, 0, 1, [1])])
+    rows.learn([ScheduledSequence(0, 3, 1, [9, 8], first_block=2), ScheduledSequence(1, 1, 1, [], first_block=1)])
+    assert (read(rows, 0, 4), read(rows, 1, 1)) == ([5, 6, 9, 8], [1])
 
 
 def test_many_long_tables_survive_growth_and_the_end_of_others():
     rows, draws, tables = BlockRows(), random.Random(0), {}
     for i in range(300):
-        tables[str(i)] = [draws.randrange(1000) for _ in range(draws.randint(1, 200))]
-        rows.learn([ScheduledSequence(str(i), 0, 1, tables[str(i)])])
+        tables[i] = [draws.randrange(1000) for _ in range(draws.randint(1, 200))]
+        rows.learn([ScheduledSequence(i, 0, 1, tables[i])])
         if i % 3 == 0:
             gone = draws.choice([*tables])
             del tables[gone]
             rows.forget(gone)
-    rows.forget("stranger")
+    rows.forget(-1)
     assert all(read(rows, name, len(table)) == table for name, table in tables.items())
 
 
 def test_rows_of_ended_sequences_are_used_again():
     rows = BlockRows()
     for i in range(1000):
-        rows.learn([ScheduledSequence(str(i), 0, 1, [i])])
-        rows.forget(str(i))
+        rows.learn([ScheduledSequence(i, 0, 1, [i])])
+        rows.forget(i)
     assert len(rows.matrix) == 64

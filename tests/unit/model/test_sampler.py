@@ -28,7 +28,7 @@ def _edits(params, vocab_size, *, num_sampled, eos=()):
     """Of sequences that have sampled `num_sampled` tokens."""
     made = {}
     for row, each in enumerate(params):
-        sequence = NewSequence(f"{row}", [0] * (1 + num_sampled), 1, each, seed=0, eos_token_ids=list(eos))
+        sequence = NewSequence(row, [0] * (1 + num_sampled), 1, each, seed=0, eos_token_ids=list(eos))
         edits = LogitEdits.of(sequence, (), vocab_size)
         if edits is not None and edits.active_at(1 + num_sampled):
             made[row] = edits

@@ -182,7 +182,7 @@ def test_an_interrupt_in_the_reward_function_leaves_nothing_behind(rig):
 
 
 def test_a_failed_sequence_ends_the_rollout_with_its_reason(make_rig):
-    rig = make_rig(errors={"1_request-2": "logits are NaN"})
+    rig = make_rig(errors={3: "logits are NaN"})
     with pytest.raises(EngineGenerateError, match=r"prompts\[1\], sample 1: logits are NaN"):
         rig.rollout(num_samples=2)
     rig.assert_clean()

@@ -15,14 +15,14 @@ from rollout_engine.sampling_params import SamplingParams
 @pytest.mark.parametrize("num_blocks", [3, 7], ids=["travel with the step", "are too many and travel before it"])
 def test_new_blocks_reach_the_batch_and_stay(device, num_blocks):
     rows = SequenceRows(8, torch.device(device))
-    rows.add(["other", "a", "b"])
+    rows.add([7, 0, 1])
     inputs = DecodeInputs(4, 4, rows)
-    known = {name: NewSequence(name, [5, 6, 7], 3, SamplingParams(), seed=0) for name in "ab"}
-    where = rows.rows(["a", "b"])
+    known = {number: NewSequence(number, [5, 6, 7], 3, SamplingParams(), seed=0) for number in (0, 1)}
+    where = rows.rows([0, 1])
     rows.last_tokens[torch.from_numpy(where).to(device)] = torch.tensor([70, 71], device=device)
-    blocks = {"a": list(range(20, 20 + num_blocks)), "b": list(range(40, 40 + num_blocks))}
+    blocks = [list(range(20, 20 + num_blocks)), list(range(40, 40 + num_blocks))]
     for position, new in ((2, True), (3, False)):  # the last of the prompt, then a token that the host does not know
-        step = [ScheduledSequence(name, position, 1, blocks[name] if new else []) for name in "ab"]
+        step = [ScheduledSequence(number, position, 1, blocks[number] if new else []) for number in (0, 1)]
         changes = rows.learn(step)
         flat = FlatColumns.of(step, known, where, rows.host_tables, 4)
         inputs.put(DecodeStep(flat, None, None, changes), 3)
@@ -40,9 +40,9 @@ def test_last_tokens_keep_their_memory_while_rows_are_added_and_their_values_whe
     monkeypatch.setattr(sequences, "_TOKENS", 128)
     rows = SequenceRows(2, torch.device(device))
     first = rows.last_tokens
-    rows.add(str(i) for i in range(128))
+    rows.add(range(128))
     assert rows.last_tokens is first and len(rows.tables) == 128
     first[:] = torch.arange(128, device=device)
-    rows.add(["one more"])
+    rows.add([128])
     assert rows.last_tokens[:128].tolist() == list(range(128))
     assert len(rows.last_tokens) == len(rows.tables) == 256

@@ -37,9 +37,7 @@ any_params = st.builds(
 
 def draw_both(params, device, broken=None, seed=0):
     """(on the device, on the CPU) of random logits; those of row `broken` hold NaN."""
-    sequences = [
-        NewSequence(str(row), [row, row + 1, 3 * row], 2, each, seed=seed + row) for row, each in enumerate(params)
-    ]
+    sequences = [NewSequence(row, [row, row + 1, 3 * row], 2, each, seed=seed + row) for row, each in enumerate(params)]
     logits = torch.randn(len(params), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
     if broken is not None:
         logits[broken % len(params), 5] = torch.nan

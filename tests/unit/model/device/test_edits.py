@@ -30,7 +30,7 @@ def test_any_mix_of_rows_has_the_bits_of_the_definition_as_tokens_are_drawn(devi
     of = [sequence(prompt, known, params=params, bad_words=bad_words) for params, prompt, known, _ in sequences]
     edits = [LogitEdits(each, (), VOCAB_SIZE) for each in of]
     for index, each in enumerate(of):
-        each.request_id = str(index)
+        each.sequence_id = index
     last_tokens = torch.full((9,), -7, device=device)
     places = torch.arange(len(of)).flip(0).to(device) * 2
     rows = (torch.arange(len(of)) + 1).to(device)
