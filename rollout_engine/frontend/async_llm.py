@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.lifecycle import PauseMode
 from rollout_engine.errors import DrainTimeoutError, EngineDeadError
+from rollout_engine.frontend.conversations import ChatOptions
 from rollout_engine.frontend.open_streams import LoopWaker
-from rollout_engine.frontend.prompts import Prompt
+from rollout_engine.frontend.prompts import Prompt, check_chat_arguments, with_chat_options
 from rollout_engine.frontend.remote_engine import RemoteEngine
 from rollout_engine.frontend.rpc_wire import ask
 from rollout_engine.frontend.spans import TraceHeaders
@@ -91,16 +92,19 @@ class AsyncLLM:
         *,
         priority: int = 0,
         trace_headers: TraceHeaders | None = None,
+        **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what a request brings, by `output_kind`; the last output has `finished=True`.
 
         A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
         cancelling it or dropping the generator aborts the request. Lower `priority` runs first. Raises `RequestError`,
-        nothing queued, and `EngineDeadError`. `trace_headers` as in `LLMEngine.add_request`.
+        nothing queued, and `EngineDeadError`. `trace_headers` as in `LLMEngine.add_request`, `chat` as in
+        `LLM.generate`.
         """
+        check_chat_arguments(chat, self.generate)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
         stream = self.remote.add_request(
-            prompt,
+            with_chat_options(prompt, chat),
             sampling_params,
             request_id,
             lambda _: waker.wake(event),

@@ -188,11 +188,12 @@ class InputProcessor:
 
         The params are cloned: nobody has checked what `msgspec.structs.replace` made.
         """
-        if self._prepared is None or self._prepared[0] is not params:
+        prepared = self._prepared  # another thread may prepare others meanwhile
+        if prepared is None or prepared[0] is not params:
             clone = params.clone()
             self._check_params(clone)
-            self._prepared = params, clone, self._spell(clone.bad_words or [])
-        return self._prepared[1:]
+            self._prepared = prepared = params, clone, self._spell(clone.bad_words or [])
+        return prepared[1:]
 
     def _check_params(self, params: SamplingParams) -> None:
         for field in ("stop", "bad_words"):
@@ -229,7 +230,8 @@ class InputProcessor:
             bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
             raise RequestError.for_field(kind, fields[kind], bound)
         if kind == "prompt":
-            text, token_ids = fields["prompt"], self.codec.encode(fields["prompt"])
+            text, adds = fields["prompt"], fields.get("add_special_tokens")
+            token_ids = self.codec.encode(text, add_special_tokens=adds is None or adds)
         else:
             options = {key: fields[key] for key in CHAT_KEYS if key in fields}
             text, token_ids = self.codec.encode_chat(fields["messages"], **options)

@@ -3,8 +3,9 @@
     "text"   [1, 2, 3]   [{"role": "user", "content": "text"}]
     {"prompt": "text"}   {"prompt_token_ids": [1, 2, 3]}   {"messages": [{"role": ...}], "tools": [...]}
 
-Token ids may be an array or tensor of one dimension. Dictionaries may also carry "cache_salt", and with a conversation
-the options of `ChatOptions`. A list of any of these is a batch; a list that starts with an int or with a message (a
+Token ids may be an array or tensor of one dimension. Dictionaries may also carry "cache_salt", with a text
+"add_special_tokens" (False: none that the tokenizer adds by itself), and with a conversation the options of
+`ChatOptions`. A list of any of these is a batch; a list that starts with an int or with a message (a
 dictionary with "role" or "content") is one prompt.
 """
 
@@ -30,7 +31,7 @@ from rollout_engine.sampling_params import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
-PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "cache_salt")
+PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt")
 _PEERS = {
     "vLLM's": dict.fromkeys(
         ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt"),
@@ -46,12 +47,12 @@ _PEERS = {
 
 def as_batch(prompts: Any) -> list[Any] | None:
     """The prompts of a batch; None: it is one prompt. Raises `RequestError` for neither."""
-    if isinstance(prompts, str | dict):
+    if isinstance(prompts, str | Mapping):
         return None
     if _is_array(prompts) and getattr(prompts.dtype, "kind", "") not in ("O", "U"):
         _refuse_rows(prompts)
         return None
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | set | frozenset):
         raise _not_a_prompt(prompts)
     listed = list(prompts)
     return None if listed and _is_id(listed[0]) or is_conversation(listed) else listed
@@ -71,6 +72,9 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     _check_text(fields, "prompt", "a str, or a conversation")
     if fields.get("cache_salt") is not None:
         _check_text(fields, "cache_salt", "a str")
+    adds = fields.get("add_special_tokens")
+    if adds is not None and not ("prompt" in fields and isinstance(adds, bool)):
+        raise RequestError.for_field("add_special_tokens", adds, "a bool, given with a text (prompt)")
     check_chat_options(fields)
     if "messages" in fields:
         return {**fields, "messages": as_messages(fields["messages"])}
@@ -120,14 +124,17 @@ def _with(options: ChatOptions, prompt: Any) -> Any:
 
 def _keyed(prompt: Any) -> dict[str, Any]:
     """The dictionary form of any prompt, nothing in it checked."""
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         if is_message(prompt):
             raise RequestError.for_field("prompt", prompt, "a prompt, not a message", "Put the message into a list.")
-        return prompt
+        return dict(prompt)
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if is_conversation(prompt):
         return {"messages": prompt}
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple | Mapping):
+        hint = "Each request of add_request and AsyncLLM.generate is one."
+        raise RequestError.for_field("prompt", prompt, "one prompt, not a list of them", hint)
     if isinstance(prompt, list | tuple) or _is_array(prompt):
         return {"prompt_token_ids": prompt}
     raise _not_a_prompt(prompt)

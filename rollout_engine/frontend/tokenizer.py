@@ -21,7 +21,7 @@ class TextCodec:
         added = hf.added_tokens_decoder
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._warned: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
         self._tables = {}
         if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
             for skipped in (frozenset[int](), self._special):
@@ -38,9 +38,16 @@ class TextCodec:
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a prompt, with the special tokens the tokenizer adds by itself. Raises `RequestError`."""
-        return self._encode(text, add_special_tokens=True)
+        token_ids = self._encode(text, add_special_tokens=add_special_tokens)
+        first = self.hf.bos_token_id
+        if first is not None and token_ids[:2] == [first, first]:
+            self._warn_once(
+                f"A prompt's text begins with {self.hf.bos_token!r}, which the tokenizer adds by itself: it is there "
+                'twice. Give {"prompt": text, "add_special_tokens": False}, or the conversation itself.'
+            )
+        return token_ids
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Ids of a word as a text of its own, and after a space where that differs. Raises `RequestError`."""
@@ -118,11 +125,15 @@ class TextCodec:
             raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
 
     def _warn_of_unread(self, template: str, names: list[str]) -> None:
-        """Say once that a template never reads one of `names`: what it was given for has no effect."""
+        """Say that a template never reads one of `names`: what it was given for has no effect."""
         for name in names:
-            if (name, template) not in self._warned and not re.search(rf"\b{re.escape(name)}\b", template):
-                self._warned.add((name, template))
-                logger.warning("The chat template never reads '%s': giving it changes no prompt.", name)
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                self._warn_once(f"The chat template never reads '{name}': giving it changes no prompt.")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     def _decode(self, token_ids: list[int]) -> str:
         if self.hf.is_fast:  # the tokenizer itself, without the clean-up that rewrites earlier text

@@ -53,6 +53,8 @@ def test_conversations_and_recommended_settings_are_those_in_process(engine, llm
     (expected,) = llm.generate([prompt], params, use_tqdm=False)
     assert output.prompt == expected.prompt == "<|user|>hi"
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    with pytest.raises(RequestError, match="Hugging Face's .* give max_tokens"):
+        asyncio.run(anext(engine.generate("a", max_new_tokens=5)))
     assert asyncio.run(engine.get_default_sampling_params()) == llm.get_default_sampling_params() == SamplingParams()
 
 

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from rollout_engine.errors import RequestError
 from rollout_engine.frontend.input_processor import InputProcessor
@@ -45,6 +46,7 @@ def texts(inputs, prompts):
         ([HI, HI], ["<user>hi;<assistant>"] * 2),
         ([HI, "a", [5], {"prompt": HI}], ["<user>hi;<assistant>", "a", None, "<user>hi;<assistant>"]),
         ({"prompt": HI}, ["<user>hi;<assistant>"]),
+        ({"prompt": "a", "add_special_tokens": False}, ["a"]),
         ((each for each in [HI, HI]), ["<user>hi;<assistant>"] * 2),
         (np.array(["a", "b"]), ["a", "b"]),
         ({"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}, ["<user>hi;<assistant><no>"]),
@@ -71,6 +73,11 @@ def test_a_conversation_is_one_prompt_wherever_it_stands(thinking, prompts, rend
 def test_arrays_of_ids_are_one_prompt_and_lists_of_them_many(inputs, ids):
     assert [checked.token_ids for checked in inputs.check_batch(ids, None)] == [[74, 75]]
     assert [checked.token_ids for checked in inputs.check_batch([ids, ids], None)] == [[74, 75]] * 2
+
+
+def test_a_set_of_prompts_has_no_order_and_is_refused(inputs):
+    with pytest.raises(RequestError, match="a str, a list of token ids, a conversation"):
+        inputs.check_batch({"a", "b"}, None)
 
 
 def test_a_padded_batch_of_ids_is_refused_with_the_reason():
@@ -140,6 +147,12 @@ def test_a_bad_message_is_named_by_its_index_and_field(inputs, messages, field, 
         ({"prompt": "x", "answer": 5}, "answer", r"Other columns of a dataset go to rollout\(\.\.\., columns="),
         ({"prompt": "x", "multi_modal_data": {}}, "multi_modal_data", "vLLM's"),
         ({"input_ids": [5]}, "input_ids", "give prompt_token_ids"),
+        (BatchEncoding({"input_ids": [5]}), "input_ids", "give prompt_token_ids"),
+        ({"messages": HI, "add_special_tokens": True}, "add_special_tokens", "given with a text"),
+        ({"prompt": "x", "add_special_tokens": 1}, "add_special_tokens", "a bool"),
+        (["a", "b"], "prompt", "one prompt, not a list of them"),
+        ([HI, HI], "prompt", "one prompt, not a list of them"),
+        ({"a", "b"}, "prompt", "a str, a list of token ids, a conversation"),
     ],
 )
 def test_a_bad_option_of_a_conversation_is_refused_by_its_name(inputs, prompt, field, words):

@@ -237,6 +237,19 @@ def test_the_params_of_a_batch_are_checked_once(inputs, monkeypatch):
     assert spelt == ["no"]
 
 
+def test_a_check_in_another_thread_changes_nothing(codec):
+    others = SamplingParams(seed=2)
+
+    class Raced(InputProcessor):
+        """Another thread has always just prepared its own params."""
+
+        _prepared = property(lambda self: (others, others, []), lambda self, value: None)
+
+    mine = SamplingParams(bad_words=["no"], seed=1)
+    checked = Raced(codec, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE).check("x", mine)
+    assert (checked.params, checked.bad_words) == (mine, [codec.encode("no"), codec.encode(" no")])
+
+
 def test_params_that_were_replaced_without_a_check_are_read_as_new_ones(inputs):
     replaced = msgspec.structs.replace(SamplingParams(), stop="ab", top_k=-1, max_tokens=np.int64(3))
     assert inputs.check("x", replaced).params == SamplingParams(stop=["ab"], top_k=0, max_tokens=3)

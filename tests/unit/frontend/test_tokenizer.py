@@ -20,6 +20,14 @@ def test_text_prompts_get_the_tokenizers_own_first_token():
     assert codec_with_first_token().encode("hi hi") == [0, 1, 1]
 
 
+def test_a_first_token_that_is_there_twice_is_said_once_and_can_be_left_out(caplog):
+    codec = codec_with_first_token()
+    assert codec.encode("<s> hi") == codec.encode("<s> hi") == [0, 0, 1]
+    assert codec.encode("<s> hi", add_special_tokens=False) == [0, 1]
+    (record,) = caplog.records
+    assert "begins with '<s>', which the tokenizer adds by itself: it is there twice" in record.getMessage()
+
+
 def test_a_chat_template_that_writes_the_first_token_gets_no_second():
     assert codec_with_first_token().encode_chat([{"role": "user", "content": "hi"}], None) == ("<s>hi", [0, 1])
 
