@@ -13,6 +13,7 @@ from rollout_engine.frontend.conversations import CHAT_KEYS
 from rollout_engine.frontend.default_params import read_default_params
 from rollout_engine.frontend.prompts import Prompt, as_batch, as_fields, as_token_ids
 from rollout_engine.frontend.tokenizer import TextCodec
+from rollout_engine.frontend.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix, unsigned
@@ -85,12 +86,18 @@ class InputProcessor:
         seed: int | None = None,
         first_sequence: int = 0,
     ) -> Self:
-        """For one engine. `seed`: the root of its requests' seeds; None: the config's."""
+        """For one engine. `seed`: the root of its requests' seeds; None: the config's.
+
+        Without end ids of the checkpoint the tokenizer's end token ends sequences. That is logged, and so is a
+        tokenizer that is larger than the vocabulary.
+        """
+        if codec is not None:
+            warn_of_larger_tokenizer(codec, sizes.vocab_size)
         return cls(
             codec,
             max_model_len=sizes.max_model_len,
             vocab_size=sizes.vocab_size,
-            eos_token_ids=sizes.eos_token_ids,
+            eos_token_ids=end_ids(sizes.eos_token_ids, codec, sizes.vocab_size),
             seed=config.seed if seed is None else seed,
             takes_extra_args=bool(config.logits_processors),
             clamps=config.on_long == "clamp",

@@ -390,5 +390,5 @@ def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
         f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "
         f"max_num_batched_tokens {config.max_num_batched_tokens}, "
         f"async scheduling {'on' if config.schedules_ahead else 'off'}, tokenizer {tokenizer}, "
-        f"end ids {info.eos_token_ids}, seed {config.seed}"
+        f"end ids of the checkpoint {info.eos_token_ids}, seed {config.seed}"
     )

@@ -1,0 +1,45 @@
+"""Whether a tokenizer and a model belong together, said once at start-up, and which ids end a sequence."""
+
+import logging
+from collections.abc import Sequence
+
+from rollout_engine.frontend.tokenizer import TextCodec
+
+logger = logging.getLogger("rollout_engine")
+
+
+def end_ids(named: Sequence[int], codec: TextCodec | None, vocab_size: int) -> list[int]:
+    """Ids that end a sequence: those the checkpoint has `named`, else the tokenizer's end token, which is logged."""
+    if named:
+        return list(named)
+    end_id = None if codec is None else codec.hf.eos_token_id
+    if codec is None or end_id is None or end_id >= vocab_size:
+        logger.warning(
+            "No id ends a sequence: neither generation_config.json nor config.json names an eos_token_id%s. "
+            "Sequences end at max_tokens, stop strings or stop_token_ids alone.",
+            "" if codec is None else ", nor does the tokenizer",
+        )
+        return []
+    logger.warning(
+        "The checkpoint names no eos_token_id: the tokenizer's end token %r (id %d) ends sequences. ignore_eos=True "
+        "lets them go on.",
+        codec.hf.eos_token,
+        end_id,
+    )
+    return [end_id]
+
+
+def warn_of_larger_tokenizer(codec: TextCodec, vocab_size: int) -> None:
+    """Log a line where the tokenizer has ids that the model has not: prompts with them will be refused."""
+    if len(codec.hf) <= vocab_size:
+        return
+    beyond = sorted((token_id, token) for token, token_id in codec.hf.get_vocab().items() if token_id >= vocab_size)
+    if beyond:
+        logger.warning(
+            "The tokenizer has %d tokens that the model, whose vocabulary is %d, does not know; the first is %r (id "
+            "%d). Prompts with them are refused: is it this model's tokenizer, and were its embeddings resized?",
+            len(beyond),
+            vocab_size,
+            beyond[0][1],
+            beyond[0][0],
+        )
