@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
         model = options.model or testing.tiny_checkpoint(directory)
-        with RolloutPolicy.from_pretrained(model, worker_extensions=[f"{__name__}:ActivationNorms"]) as policy:
+        with RolloutPolicy.from_pretrained(model, worker_extensions=[ActivationNorms]) as policy:
             policy.collective_rpc("start_norms")
             policy.rollout(["The sky is", "2 + 2 ="], SamplingParams(max_tokens=32), num_samples=4, use_tqdm=False)
             for layer, norm in enumerate(policy.collective_rpc("take_norms")[0]):

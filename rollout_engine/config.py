@@ -1,11 +1,13 @@
 """Engine options: frozen, documented under each field, checked once, closed to strangers."""
 
 import os
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rollout_engine._structs import UserStruct
+from rollout_engine.class_names import name_of
 from rollout_engine.errors import ConfigError
 from rollout_engine.peer_options import ENGINE_PEERS
 
@@ -36,8 +38,16 @@ def _read_device(value: Any) -> Any:
     return name.removesuffix(":0") if isinstance(name, str) else name
 
 
-def _read_names(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+def _read_classes(field: str) -> Callable[[Any], Any]:
+    """For `field`: names of classes, from one or several names or classes."""
+
+    def read(value: Any) -> Any:
+        listed = [value] if isinstance(value, str | type) else value
+        if not isinstance(listed, list | tuple):
+            return value
+        return tuple(name_of(each, field) if isinstance(each, type) else each for each in listed)
+
+    return read
 
 
 class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,8 +63,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         "tokenizer": _read_path,
         "dtype": _read_dtype,
         "device": _read_device,
-        "logits_processors": _read_names,
-        "worker_extensions": _read_names,
+        "logits_processors": _read_classes("logits_processors"),
+        "worker_extensions": _read_classes("worker_extensions"),
     }
 
     model: str
@@ -112,11 +122,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     the room left, a log line counts how many, and a completion that fills it ends with finish_reason "length". A prompt
     that leaves no room for one token is refused either way: shorten it, or see `truncate_prompt_tokens`."""
     logits_processors: tuple[str, ...] = ()
-    """Classes "package.module:Class" that edit logits, in this order; imported where the model runs. See
-    `model.logits_processors`."""
+    """Classes that edit logits, in this order, or their names "package.module:Class"; imported where the model runs.
+    See `model.logits_processors`."""
     worker_extensions: tuple[str, ...] = ()
-    """Classes "package.module:Class" whose methods `collective_rpc` calls, beside the stock ones; imported where the
-    model runs. See `worker_ext.base`."""
+    """Classes, or their names "package.module:Class", whose methods `collective_rpc` calls, beside the stock ones;
+    imported where the model runs. See `worker_ext.base`."""
     log_stats: bool = True
     """Log a line of statistics every `log_interval` seconds while there is work, and when it is done."""
     log_interval: Annotated[float, msgspec.Meta(gt=0)] = 10.0

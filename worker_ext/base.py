@@ -6,7 +6,7 @@
             norms = {name: tensor.norm().item() for name, tensor in self.worker.live_weights().items()}
             return dict(sorted(norms.items(), key=lambda item: -item[1])[:count])
 
-    engine = LLM(path, worker_extensions=["my_package.weights:LargestWeights"])
+    engine = LLM(path, worker_extensions=[LargestWeights])  # or by name: "my_package.weights:LargestWeights"
     engine.collective_rpc("largest_weights", kwargs={"count": 5})     # one result per rank
 
 Every argument and the result are annotated, with types that msgspec knows, `torch.Tensor` or `numpy.ndarray`: that is

@@ -6,7 +6,6 @@
 Nothing else of a worker can be reached: a name that is not in the table does not exist, whatever it is.
 """
 
-import importlib
 import inspect
 import logging
 import threading
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, get_origin, get_type_hints
 
 import msgspec
 
+from rollout_engine.class_names import find_class
 from rollout_engine.errors import ConfigError, RolloutEngineError, RPCError, as_weight_errors, unknown_name
 from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc, runs_beside_steps
 from worker_ext.inspect import InspectExtension
@@ -64,7 +64,7 @@ class ExtensionTable:
         """Of the stock extensions, those that packages have registered, and "package.module:Class" of `names`."""
         entries = entry_points(group=ENTRY_POINTS)
         registered = [_checked(f"{entry.name} = {entry.value}", entry.load) for entry in entries]
-        return cls([*STOCK, *registered, *(_checked(name, partial(_imported, name)) for name in names)])
+        return cls([*STOCK, *registered, *(_checked(name, partial(find_class, name)) for name in names)])
 
     def _add(self, owner: type[WorkerExtension], name: str, method: Any) -> None:
         where = f"worker extension {owner.__module__}:{owner.__qualname__}: method '{name}'"
@@ -193,20 +193,13 @@ def _same(kind: Any, value: Any) -> Any:
     return value
 
 
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    if not (module and attribute.isidentifier()):
-        raise ValueError("must be of the form 'package.module:Class'")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def _checked(name: str, load: Callable[[], Any]) -> type[WorkerExtension]:
     try:
         found = load()
     except Exception as problem:  # whatever the user's module does when it is loaded
-        raise ConfigError(
-            f"worker_extensions: '{name}' cannot be loaded: {type(problem).__name__}: {problem}."
-        ) from problem
+        text = f"worker_extensions: '{name}' cannot be loaded: {type(problem).__name__}: {str(problem).rstrip('.')}."
+        hint = " Modules are found in the program's folder, in PYTHONPATH and where packages are installed."
+        raise ConfigError(text + hint * isinstance(problem, ModuleNotFoundError)) from problem
     if not (isinstance(found, type) and issubclass(found, WorkerExtension)):
         raise ConfigError(f"worker_extensions: '{name}' is no subclass of worker_ext.base.WorkerExtension.")
     return found

@@ -168,6 +168,7 @@ def serve(lifeline: Lifeline) -> int:
     assert isinstance(settings, CoreSettings), "by its type"
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
     lock_directory(settings.directory)
+    sys.path[:] = settings.import_path  # our own packages are loaded: nothing of the user's takes their place
     try:
         settings.config.check()
         executor = InlineExecutor.from_config(settings.config)

@@ -22,12 +22,14 @@ from pathlib import Path
 
 import msgspec
 
+from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.frontend.wire import PROTOCOL, Failure, Ready
 
 logger = logging.getLogger("rollout_engine")
 
+CORE_MODULE = "rollout_engine.frontend.core_proc"
 SHARED_MEMORY = "/dev/shm"
 """Where weights pass between processes of one machine, where there is room."""
 _PREFIX = "rollout-engine-"
@@ -54,6 +56,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     heartbeat_seconds: float
     max_backlog_bytes: int
     log_level: int
+    import_path: list[str]
+    """Where modules of the user are found, as in the parent."""
 
 
 def address_in(directory: str | Path) -> str:
@@ -107,8 +111,10 @@ class CoreProcess:
 
     def __init__(self, config: EngineConfig, *, heartbeat_seconds: float, max_backlog_bytes: int) -> None:
         """Start the process; it loads the model while the caller goes on. Raises `ConfigError`."""
+        _refuse_cores_of_cores()
         sweep_stale_directories()
         sweep_stale_directories(SHARED_MEMORY)
+        config = _named_elsewhere(config)
         self._config, self._owner = config, os.getpid()
         self.directory = tempfile.mkdtemp(prefix=_PREFIX)
         if len(address_in(self.directory)) > _MAX_ADDRESS_BYTES:
@@ -121,10 +127,11 @@ class CoreProcess:
             heartbeat_seconds=heartbeat_seconds,
             max_backlog_bytes=max_backlog_bytes,
             log_level=logger.getEffectiveLevel(),
+            import_path=import_path(),
         )
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", "rollout_engine.frontend.core_proc", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", CORE_MODULE, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -181,6 +188,23 @@ class CoreProcess:
             self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
         return self._process.returncode
+
+
+def _refuse_cores_of_cores() -> None:
+    """A core's process may import the program for the sake of a class in it; that must not start the next core."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == CORE_MODULE:
+        raise ConfigError(
+            "an engine is started where the core's process imports the program: put what the program runs under "
+            '`if __name__ == "__main__":`'
+        )
+
+
+def _named_elsewhere(config: EngineConfig) -> EngineConfig:
+    """The same with classes of the user named as the core's process finds them. Raises `ConfigError`."""
+    fields = ("logits_processors", "worker_extensions")
+    names = {field: tuple(name_elsewhere(name, field) for name in getattr(config, field)) for field in fields}
+    return msgspec.structs.replace(config, **names)
 
 
 def lock_directory(directory: str | Path) -> int:

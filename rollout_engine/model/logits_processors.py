@@ -1,4 +1,4 @@
-"""Your own rules for logits: classes named in `EngineConfig(logits_processors=("package.module:Class",))`.
+"""Your own rules for logits: `EngineConfig(logits_processors=[NoDigits])`, or by name, "package.module:Class".
 
     class NoDigits:
         def __init__(self, vocab_size: int) -> None: ...
@@ -16,12 +16,12 @@ of a sequence: work it out from its tokens, so that forked, preempted and replay
 With `async_scheduling` it may see a sequence one token past its end; what comes of that row is dropped.
 """
 
-import importlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from rollout_engine.class_names import find_class
 from rollout_engine.errors import ConfigError
 from rollout_engine.sampling_params import SamplingParams
 
@@ -62,11 +62,8 @@ def load_processors(names: Sequence[str], vocab_size: int) -> list[LogitsProcess
 
 
 def _load(name: str, vocab_size: int) -> LogitsProcessor:
-    module, _, attribute = name.partition(":")
-    if not (module and attribute.isidentifier()):
-        raise ConfigError(f"logits_processors: '{name}' is not allowed: must be of the form 'package.module:Class'.")
     try:
-        made: LogitsProcessor = getattr(importlib.import_module(module), attribute)(vocab_size)
+        made: LogitsProcessor = find_class(name)(vocab_size)
     except Exception as problem:  # whatever the user's module does when it is loaded
         raise ConfigError(
             f"logits_processors: '{name}' cannot be made: {type(problem).__name__}: {problem}"

@@ -12,6 +12,7 @@ FLOOR_2 = tuple(
     f"rollout_engine.{name}"
     for name in (
         "_structs",
+        "class_names",
         "config",
         "errors",
         "messages",
