@@ -127,6 +127,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     worker_extensions: tuple[str, ...] = ()
     """Classes, or their names "package.module:Class", whose methods `collective_rpc` calls, beside the stock ones;
     imported where the model runs. See `worker_ext.base`."""
+    stream_interval: Positive = 1
+    """Tokens of a sample between two of its streamed outputs: fewer outputs cost less. The first token and the last
+    come at once whatever it is."""
     log_stats: bool = True
     """Log a line of statistics every `log_interval` seconds while there is work, and when it is done."""
     log_interval: Annotated[float, msgspec.Meta(gt=0)] = 10.0

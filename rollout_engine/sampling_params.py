@@ -4,6 +4,7 @@ import math
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+import regex
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import RequestError
@@ -15,6 +16,12 @@ MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1_024
+MAX_STOP_REGEX = 16
+MAX_STOP_REGEX_CHARS = 1_024
+STOP_REGEX_WINDOW = 1_024
+"""Characters: the longest match of a stop pattern that is found."""
+STOP_REGEX_SECONDS = 0.5
+"""Of computing: what searching for the patterns of one sample may take, and a millisecond more for each token."""
 MAX_STOP_TOKEN_IDS = 1_024
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARS = 1_024
@@ -36,6 +43,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     peers = SAMPLING_PEERS
     readings = {
         "stop": lambda value: [value] if isinstance(value, str) else value,
+        "stop_regex": lambda value: [value] if isinstance(value, str) else value,
         "bad_words": lambda value: [value] if isinstance(value, str) else value,
         "stop_token_ids": lambda value: [value] if type(value) is int else value,
         "top_k": lambda value: 0 if type(value) is int and value == -1 else value,
@@ -70,6 +78,11 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Stop ids cannot be sampled, and stop strings do not count, before this many tokens."""
     stop: list[str] | None = None
     """Strings (or one string) that end the completion; cut from the text unless `include_stop_str_in_output`."""
+    stop_regex: list[str] | None = None
+    """Regular expressions (or one), of the `regex` package's syntax, that end the completion: after each token its text
+    is searched, and cut where the first match begins (`include_stop_str_in_output`: where it ends). `stop_reason` is
+    the pattern; a stop string at the same token goes first. Matches of up to 1,024 characters are found. A sample whose
+    patterns take more than 0.5 s of computing, and a millisecond for each token, ends with an error."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the completion, besides the checkpoint's own end ids. The token stays in the ids, and its text
     is cut unless `include_stop_str_in_output`."""
@@ -124,8 +137,13 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _check_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
         _check_ids("stop_token_ids", self.stop_token_ids)
-        if self.stop and not self.detokenize:
-            raise RequestError.for_field("stop", self.stop, "absent when detokenize=False", "Stop strings need text.")
+        _check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEX, MAX_STOP_REGEX_CHARS)
+        for place, pattern in enumerate(self.stop_regex or ()):
+            _check_pattern(f"stop_regex[{place}]", pattern)
+        for field in ("stop", "stop_regex"):
+            if getattr(self, field) and not self.detokenize:
+                hint = "Stop strings need text."
+                raise RequestError.for_field(field, getattr(self, field), "absent when detokenize=False", hint)
 
     def _check_masks(self) -> None:
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
@@ -135,6 +153,11 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _check_ids("logit_bias", self.logit_bias)
         for token, bias in (self.logit_bias or {}).items():
             _require(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")
+
+    @property
+    def stops_on_text(self) -> bool:
+        """Whether its text may end a completion."""
+        return bool(self.stop or self.stop_regex)
 
     @property
     def truncates(self) -> bool:
@@ -169,6 +192,15 @@ def _check_texts(field: str, texts: list[str] | None, max_count: int, max_chars:
     _check_count(field, texts, max_count, "strings")
     for text in texts or ():
         _require(field, text, 0 < len(text) <= max_chars, f"strings of 1 to {max_chars} characters")
+
+
+def _check_pattern(field: str, pattern: str) -> None:
+    try:
+        matches_nothing = regex.compile(pattern).search("", timeout=STOP_REGEX_SECONDS)
+    except Exception as problem:  # the compiler's own error, or what too deep a pattern brings about
+        bound = f"a regular expression ({type(problem).__name__}: {problem})"
+        raise RequestError.for_field(field, pattern, bound) from problem
+    _require(field, pattern, matches_nothing is None, "a pattern that does not match the empty text")
 
 
 def _check_count(field: str, values: list[Any] | dict[int, float] | None, most: int, kind: str) -> None:

@@ -1,7 +1,8 @@
-"""The text of one completion: decoded as tokens come, ended by stop strings, without the token that stopped it."""
+"""The text of one completion: decoded as tokens come, ended by stop strings and patterns, without its stop token."""
 
 from collections.abc import Collection, Sequence
 
+from rollout_engine.frontend.stop_patterns import StopPatterns
 from rollout_engine.frontend.stop_strings import stop_automaton
 from rollout_engine.frontend.text_stream import TextStream
 from rollout_engine.sampling_params import SamplingParams
@@ -11,8 +12,9 @@ class Detokenizer:
     """Turns the tokens of one completion into text.
 
     Stop strings are found at the token that completes them, the earliest first, the longest of those that end
-    together. Without stop strings nothing is decoded before somebody reads the text. A stop token that ends the
-    sequence is not decoded at all: no stop string can end in it.
+    together; stop patterns at the first token with a match, if no stop string ends in it. Without either nothing is
+    decoded before somebody reads the text. A stop token that ends the sequence is not decoded at all: no stop string
+    can end in it.
     """
 
     def __init__(self, stream: TextStream, params: SamplingParams, stop_token_ids: Collection[int] = ()) -> None:
@@ -20,34 +22,39 @@ class Detokenizer:
         self._stream = stream
         self._cut_token_ids = frozenset() if params.include_stop_str_in_output else frozenset(stop_token_ids)
         self._stops = stop_automaton(tuple(params.stop)) if params.stop else None
+        self._patterns = StopPatterns(params.stop_regex) if params.stop_regex else None
         self._keep_stop = params.include_stop_str_in_output
         self._num_tokens_before_stop = params.min_tokens
         self._undecoded: list[int] = []
         self._text = ""
         self._state = 0
+        self._first_end: int | None = None
+        """Where a pattern's match may end at the earliest; None before `min_tokens`."""
         self._finished = False
         self.stop: str | None = None
-        """The stop string that ended the text."""
+        """The stop string or pattern that ended the text."""
+        self.error: str | None = None
+        """Why the patterns cannot be searched for any more; nothing is decoded from then on."""
 
     def push(self, token_ids: Sequence[int]) -> int:
         """Take tokens; returns how many belong to the completion: all, or up to the one that completed a stop."""
         num_left = self._num_tokens_before_stop - len(token_ids)
         ends = num_left <= 0 and bool(token_ids) and token_ids[-1] in self._cut_token_ids
         text_ids = token_ids[:-1] if ends else token_ids
-        if self._stops is None:
+        if self._stops is None and self._patterns is None:
             self._num_tokens_before_stop = num_left
             self._undecoded += text_ids
             return len(token_ids)
         for count, token_id in enumerate(text_ids, start=1):
             self._num_tokens_before_stop -= 1
             self._append(self._stream.push([token_id]))
-            if self.stop is not None:
+            if self.stop is not None or self.error is not None:
                 return count
         return len(token_ids)
 
     def finish(self) -> None:
         """Nothing follows: no text is held back any more."""
-        if self.stop is None:
+        if self.stop is None and self.error is None:
             self._decode()
             self._append(self._stream.flush())
         self._finished = True
@@ -55,9 +62,14 @@ class Detokenizer:
     def text(self) -> str:
         """What is certain so far: neither half a character nor what may yet become a stop string."""
         self._decode()
-        if self._stops is None or self._finished or self._keep_stop or self.stop is not None:
+        if self._finished or self.stop is not None:
             return self._text
-        return self._text[: len(self._text) - self._stops.num_held[self._state]]
+        end = len(self._text)
+        if self._stops is not None and not self._keep_stop:
+            end -= self._stops.num_held[self._state]
+        if self._patterns is not None:
+            end = min(end, self._patterns.held_from)
+        return self._text[:end]
 
     def _decode(self) -> None:
         if self._undecoded:
@@ -67,8 +79,13 @@ class Detokenizer:
     def _append(self, new: str) -> None:
         start = len(self._text)
         self._text += new
-        if self._stops is None:
-            return
+        if self._stops is not None:
+            self._find_string(start, new)
+        if self._patterns is not None and self.stop is None and new:
+            self._find_pattern(self._patterns, start)
+
+    def _find_string(self, start: int, new: str) -> None:
+        assert self._stops is not None
         for end, char in enumerate(new, start=start + 1):
             self._state = self._stops.step(self._state, char)
             found = self._stops.match[self._state]
@@ -76,3 +93,17 @@ class Detokenizer:
                 self.stop = found
                 self._text = self._text[: end if self._keep_stop else end - len(found)]
                 return
+
+    def _find_pattern(self, patterns: StopPatterns, start: int) -> None:
+        """Search after a token that brought the text from `start` on. What ended before `min_tokens` does not count."""
+        counts = self._num_tokens_before_stop <= 0
+        if counts and self._first_end is None:
+            self._first_end = start + 1
+        try:
+            found = patterns.search(self._text, self._first_end if counts else len(self._text) + 1)
+        except TimeoutError as problem:
+            self.error = str(problem)
+            return
+        if found is not None:
+            self.stop = found.pattern
+            self._text = self._text[: found.end if self._keep_stop else found.start]

@@ -203,7 +203,7 @@ class InputProcessor:
         return prepared[1:]
 
     def _check_params(self, params: SamplingParams) -> None:
-        for field in ("stop", "bad_words"):
+        for field in ("stop", "stop_regex", "bad_words"):
             if getattr(params, field) and self.codec is None:
                 bound = "absent with skip_tokenizer_init=True"
                 raise RequestError.for_field(field, getattr(params, field), bound, "It needs text.")

@@ -92,7 +92,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         codec = None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
         inputs = InputProcessor.from_config(config, codec, info)
         core = EngineCore(executor, core_config(config, info))
-        outputs = OutputProcessor(codec, on_closed=spans.request)
+        outputs = OutputProcessor(codec, stream_interval=config.stream_interval, on_closed=spans.request)
         engine = cls(
             core, executor, inputs, outputs, stat_loggers=loggers, log_interval=config.log_interval, spans=spans
         )

@@ -54,10 +54,11 @@ class OpenStreams:
         codec: TextCodec | None,
         abort: Callable[[list[int]], None],
         *,
+        stream_interval: int = 1,
         on_closed: Callable[[OpenRequest, BaseException | None], None] = lambda request, error: None,
     ) -> None:
         """`abort` has the core end sequences."""
-        self._processor = OutputProcessor(codec, on_closed=on_closed)
+        self._processor = OutputProcessor(codec, stream_interval=stream_interval, on_closed=on_closed)
         self._abort = abort
         self._streams: dict[int, Stream] = {}
         """By the first sequence of their request."""

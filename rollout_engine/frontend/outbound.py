@@ -24,7 +24,7 @@ class Outbound:
 
     def watch(self, request: EngineCoreRequest) -> None:
         """The core has taken a request, in its own numbers."""
-        if request.params.output_kind != "final_only" or request.params.stop:
+        if request.params.output_kind != "final_only" or request.params.stops_on_text:
             self._watched.update(range(request.first_sequence, request.first_sequence + request.params.n))
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:

@@ -32,10 +32,12 @@ class OutputProcessor:
         self,
         codec: TextCodec | None,
         *,
+        stream_interval: int = 1,
         on_closed: "Callable[[OpenRequest, BaseException | None], None]" = lambda request, error: None,
     ) -> None:
         """`on_closed` is told once of every request: when its last sample has ended, or when it is discarded before."""
         self._codec = codec
+        self._stream_interval = stream_interval
         self._on_closed = on_closed
         self._requests: dict[str, OpenRequest] = {}
         """By what the user calls them."""
@@ -91,7 +93,7 @@ class OutputProcessor:
                 self._live.pop(sequence, None)
 
     def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[int]]:
-        """(results, the sequences that a stop string has ended and the core must abort)."""
+        """(results, the sequences that a stop string or pattern has ended and the core must abort)."""
         changed, stopped = self.update(outputs)
         return [result for request in changed if (result := self.take(request)) is not None], stopped
 
@@ -109,6 +111,8 @@ class OutputProcessor:
         stopped = [sequence for sequence in changed if self._live[sequence].read_text()]
         for sequence in stopped:
             self._end(sequence, outputs.policy_version)
+        if self._stream_interval > 1:
+            changed = [sequence for sequence in changed if self._is_due(sequence)]
         self._log_errors(outputs.ended)
         for end in outputs.ended:
             if end.sequence in self._live:  # not discarded, nor ended by a stop string before
@@ -125,6 +129,13 @@ class OutputProcessor:
         if result is not None and result.finished:
             self.discard(result.request_id)
         return result
+
+    def _is_due(self, sequence: int) -> bool:
+        """Whether a sample that changed has an output to give: it has ended, or has enough new tokens."""
+        sample = self._live.get(sequence)
+        if sample is None or not sample.num_rendered:
+            return True
+        return sample.num_tokens - sample.num_rendered >= self._stream_interval
 
     def _append(self, outputs: EngineCoreOutputs) -> list[int]:
         """Every column to its samples; returns the sequences that somebody watches while they grow.

@@ -57,7 +57,9 @@ class RemoteEngine:
         self.inputs = InputProcessor.from_config(
             ready.config, codec, ready, seed=seed, first_sequence=first_sequence_of(index)
         )
-        self.streams = OpenStreams(codec, client.abort, on_closed=spans.request)
+        self.streams = OpenStreams(
+            codec, client.abort, stream_interval=ready.config.stream_interval, on_closed=spans.request
+        )
         self.streams.policy_version = ready.policy_version
         self._admitting = threading.Lock()
         self._ids = RequestIds(self.streams.__contains__)

@@ -23,7 +23,7 @@ class Sample:
     def __init__(
         self, index: int, seed: int, params: SamplingParams, text: Detokenizer | None, metrics: RequestMetrics
     ) -> None:
-        self.is_watched = params.output_kind != "final_only" or bool(params.stop)
+        self.is_watched = params.output_kind != "final_only" or params.stops_on_text
         """Whether somebody wants to know of each token as it comes."""
         self._index = index
         self._seed = seed
@@ -44,7 +44,9 @@ class Sample:
         self._spans: list[tuple[int, int, int]] = []
         """(first token, policy_version, kv_min_version); each ends where the next starts."""
         self._cumulative_logprob = 0.0
-        self._num_read = self._num_summed = self._num_rendered_tokens = self._num_rendered_chars = 0
+        self._num_read = self._num_summed = self._num_rendered_chars = 0
+        self.num_rendered = 0
+        """Tokens in the last output."""
 
     @property
     def policy_versions(self) -> set[int]:
@@ -75,39 +77,30 @@ class Sample:
             self._kept_logprob_mass.append(mass)
 
     def read_text(self) -> bool:
-        """Decode what is new. True: a stop string has ended the sample, or a tokenizer that raised, and the core need
-        not go on with it."""
-        text = self._text
-        if text is not None:
+        """Decode what is new. True: its text has ended the sample, or what reads it failed, and the core need not go on
+        with it."""
+        if self._text is not None:
             new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
-            self._decoded(partial(text.push, new))
-            if text.stop is not None:
-                self.finish_reason, self._stop_reason = "stop", text.stop
-        if self._undecodable is not None:
-            self.finish_reason, self._stop_reason, self.error = "error", None, self._undecodable
-        return self._undecodable is not None or (text is not None and text.stop is not None)
+            self._decoded(partial(self._text.push, new))
+        return self._is_ended_by_text()
 
     def finish(self, end: SequenceEnd) -> None:
         """The core has ended the sequence."""
         self.finish_reason, self._stop_reason, self.error = end.finish_reason, end.stop_reason, end.error
-        text = self._text
-        if text is not None:
-            self.read_text()
-            self._decoded(text.finish)
-            if text.stop is not None:
-                self.finish_reason, self._stop_reason, self.error = "stop", text.stop, None
-        if self._undecodable is not None:
-            self.finish_reason, self._stop_reason, self.error = "error", None, self._undecodable
+        self.read_text()
+        if self._text is not None:
+            self._decoded(self._text.finish)
+        self._is_ended_by_text()
 
     def render(self, *, only_new: bool) -> CompletionOutput:
         """The sample so far, or what is new since the last call. Positions in spans count from the start either way."""
         num_tokens = len(self._token_ids)
         for column in (self._logprobs, self._top_logprobs, self._kept_logprob_mass):
             assert column is None or len(column) == num_tokens, f"a column of {len(column)} for {num_tokens} tokens"
-        start = self._num_rendered_tokens if only_new else 0
+        start = self.num_rendered if only_new else 0
         first_char = self._num_rendered_chars if only_new else 0
         text = "" if self._text is None else self._decoded(self._text.text) or ""
-        self._num_rendered_tokens, self._num_rendered_chars = num_tokens, len(text)
+        self.num_rendered, self._num_rendered_chars = num_tokens, len(text)
         return CompletionOutput(
             index=self._index,
             text=text[first_char:],
@@ -122,6 +115,17 @@ class Sample:
             seed=self._seed,
             error=self.error,
         )
+
+    def _is_ended_by_text(self) -> bool:
+        """Whether a stop string or pattern, or a failure to read the text, ends the sample; note which."""
+        error = self._undecodable if self._text is None else self._text.error
+        if error is not None:
+            self.finish_reason, self._stop_reason, self.error = "error", None, error
+        elif self._text is not None and self._text.stop is not None:
+            self.finish_reason, self._stop_reason, self.error = "stop", self._text.stop, None
+        else:
+            return False
+        return True
 
     def _decoded(self, decode: Callable[[], _T]) -> _T | None:
         """What `decode` returns. Where it raises the sample fails: its tokens stay, its text is empty."""

@@ -278,3 +278,41 @@ def test_tokens_that_come_after_a_request_was_discarded_leave_nothing(processor)
     processor.process(token(71))
     processor.process(ended("abort"))
     assert processor._timer._last_token == {}
+
+
+def test_a_stop_pattern_ends_its_sample_and_is_the_reason(processor):
+    add(processor, n=2, stop_regex=["h+i"])
+    processor.process(joined(token(74), token(75, index=1)))
+    (output,), stopped = processor.process(joined(token(75), token(76, index=1)))
+    assert stopped == [FIRST_SEQUENCE]
+    first = output.outputs[0]
+    assert (first.text, first.token_ids, first.finish_reason, first.stop_reason) == ("", [74, 75], "stop", "h+i")
+    processor.process(ended("abort", 0, 1))
+
+
+def test_a_pattern_that_explodes_fails_its_sample_alone(processor):
+    add(processor, n=2, stop_regex=["(h|hh)+c"], output_kind="final_only")
+    stopped = []
+    for _ in range(60):
+        stopped += processor.process(joined(token(74), token(75, index=1)))[1]
+    assert stopped == [FIRST_SEQUENCE]
+    (output,), _ = processor.process(ended("length", 1))
+    assert [sample.finish_reason for sample in output.outputs] == ["error", "length"]
+    assert "took more than" in output.outputs[0].error
+
+
+@pytest.mark.parametrize("kind, lengths", [("delta", [1, 3, 3, 1]), ("cumulative", [1, 4, 7, 8]), ("final_only", [8])])
+def test_streamed_outputs_come_every_few_tokens_and_at_the_end(codec, kind, lengths):
+    processor = OutputProcessor(codec, stream_interval=3)
+    add(processor, output_kind=kind)
+    steps = [token(74 + i, end="length" if i == 7 else None) for i in range(8)]
+    seen = [output for step in steps for output in processor.process(step)[0]]
+    assert [len(output.outputs[0].token_ids) for output in seen] == lengths
+    assert [output.finished for output in seen] == [False] * (len(lengths) - 1) + [True]
+
+
+def test_a_stop_string_between_two_streamed_outputs_ends_at_once(codec):
+    processor = OutputProcessor(codec, stream_interval=5)
+    add(processor, stop=["j"])
+    seen = [output for t in (74, 75, 76) for output in processor.process(token(t))[0]]
+    assert [(output.outputs[0].text, output.finished) for output in seen] == [("h", False), ("hi", True)]
