@@ -96,6 +96,16 @@ def test_in_order_engine_and_trainer_compute_the_same_bits(contexts):
         torch.testing.assert_close(lse[0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_packed_sequences_are_computed_as_if_each_were_alone(device):
+    lengths = [20, 1, 70, 9]
+    q, k, v = (torch.randn(1, heads, sum(lengths), DIM, device=device) for heads in (6, 2, 2))
+    out, lse = attend_dense(q, k, v, SCORING, None, lengths)
+    parts = [x.split(lengths, 2) for x in (q, k, v)]
+    alone = [attend_dense(*part, SCORING) for part in zip(*parts, strict=True)]
+    assert torch.equal(out, torch.cat([one for one, _ in alone], 1))
+    assert torch.equal(lse, torch.cat([one for _, one in alone], 1))
+
+
 def test_a_sequence_is_written_and_read_chunk_by_chunk(device):
     length, block_size = 45, 16
     q, k, v = (torch.randn(length, heads, DIM, device=device) for heads in (6, 2, 2))

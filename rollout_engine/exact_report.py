@@ -1,0 +1,175 @@
+"""Compares a trainer's log-probs with a rollout's, and names the likely cause where they differ."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_engine.provenance import logprobs_note, rollout_note
+
+
+class ExactReport(NamedTuple):
+    """How a trainer's log-probs of sampled tokens compare with the engine's. `print` it, or read the fields."""
+
+    num_tokens: int
+    """Sampled tokens compared: those whose whole context was computed under the version that sampled them."""
+    num_different: int
+    """Of these, tokens whose log-probs are not equal bit for bit."""
+    largest_difference: float
+    """Between two log-probs, in nats; inf where one of them is not a number."""
+    first_different: tuple[int, int] | None
+    """(row, column) of the first such token in `batch["tokens", "full"]`."""
+    num_mixed: int
+    """Sampled tokens left out: they continued KV of an older version (`kv="keep"`), so no trainer can equal them."""
+    cause: str
+    """The likely reason, and what to do; "" where all are equal."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all compared tokens are equal."""
+        return self.num_different == 0
+
+    def __str__(self) -> str:
+        left_out = f" ({self.num_mixed} more, sampled over older KV, were left out)" if self.num_mixed else ""
+        if self.is_exact:
+            return f"exact: {self.num_tokens} tokens equal bit for bit{left_out}"
+        return (
+            f"not exact: {self.num_different} of {self.num_tokens} tokens differ, by up to "
+            f"{self.largest_difference:.3g}, first at {self.first_different}{left_out}. {self.cause}"
+        )
+
+
+def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport:
+    """Compare `logprobs` float [B, T - 1], as `exact.token_logprobs` returns them, with the rollout's own.
+
+    Args:
+        batch: what `RolloutPolicy.rollout` returned, padded or packed.
+        logprobs: entry `[:, i]` belongs to token `i + 1` of `batch["tokens", "full"]`.
+        temperature: at which `logprobs` were computed, where they do not say so themselves.
+
+    Raises `ValueError` for log-probs of another shape.
+    """
+    theirs = batch["log_probs", "full"][:, 1:]
+    if logprobs.shape != theirs.shape:
+        raise ValueError(
+            f"logprobs must be {tuple(theirs.shape)}, one for each token after the first of batch['tokens', 'full'], "
+            f"got {tuple(logprobs.shape)}"
+        )
+    ours = logprobs.detach().to(theirs.device, torch.float32)
+    sampled = batch["masks", "all_assistant_mask"][:, 1:]
+    versions = batch["policy_version"][:, 1:]
+    compared = sampled & (batch["kv_min_version"][:, 1:] == versions)
+    different = compared & (ours != theirs)
+    places = different.nonzero()
+    gaps = (ours - theirs)[different].abs().nan_to_num(torch.inf)
+    found = _Differences(batch, ours, theirs, compared, different, gaps)
+    return ExactReport(
+        num_tokens=int(compared.sum()),
+        num_different=len(places),
+        largest_difference=float(gaps.max()) if len(places) else 0.0,
+        first_different=(int(places[0, 0]), int(places[0, 1]) + 1) if len(places) else None,
+        num_mixed=int((sampled & ~compared).sum()),
+        cause=_cause(found, logprobs, temperature) if len(places) else "",
+    )
+
+
+class _Differences(NamedTuple):
+    """Tensors [B, T - 1] but for `gaps` [differing tokens]."""
+
+    batch: Any
+    ours: Tensor
+    theirs: Tensor
+    compared: Tensor
+    different: Tensor
+    gaps: Tensor
+
+
+def _cause(found: _Differences, logprobs: Tensor, temperature: float) -> str:
+    candidates = (
+        _noted(found, logprobs, temperature),
+        _not_numbers(found),
+        _shifted(found),
+        _packed_as_one(found),
+        _other_version(found),
+    )
+    return next((text for text in candidates if text), _by_size(found))
+
+
+def _noted(found: _Differences, logprobs: Tensor, temperature: float) -> str:
+    """What the tensors themselves say they were made with."""
+    trainer, rollout = logprobs_note(logprobs), rollout_note(found.batch["tokens", "full"])
+    if trainer is not None and not trainer.is_enabled:
+        return "The model was not made exact: call exact.enable(model) once, before training."
+    if trainer is not None and rollout is not None and trainer.dtype != rollout.dtype:
+        return (
+            f"The trainer computes in {trainer.dtype}, the engine sampled in {rollout.dtype}: load the model with "
+            f"dtype=torch.{rollout.dtype}, or the engine with dtype='{trainer.dtype}'."
+        )
+    given = (temperature or 1.0) if trainer is None else trainer.temperature
+    if rollout is not None and rollout.temperature is not None and rollout.temperature != given:
+        return (
+            f"Log-probs are of temperature {given:g}, the rollout's of {rollout.temperature:g}: pass "
+            f"temperature={rollout.temperature:g} to exact.token_logprobs."
+        )
+    return ""
+
+
+def _not_numbers(found: _Differences) -> str:
+    num = int(found.ours[found.compared].isnan().sum())
+    return f"{num} of the trainer's log-probs are NaN: look at its weights and gradients." if num else ""
+
+
+def _shifted(found: _Differences) -> str:
+    """Equal one column away: most often a slice too many."""
+    for step in (1, -1):
+        wanted = found.compared[:, 1:] & found.compared[:, :-1]
+        ours, theirs = (found.ours[:, :-1], found.theirs[:, 1:]) if step > 0 else (found.ours[:, 1:], found.theirs[:, :-1])
+        if wanted.any() and torch.equal(ours[wanted], theirs[wanted]):
+            return f"They are shifted by {step} column: logprobs[:, i] belongs to token i + 1 of the row."
+    return ""
+
+
+def _packed_as_one(found: _Differences) -> str:
+    """Only the first of several packed sequences is equal: the others saw it."""
+    if "cu_seqlens" not in found.batch.keys():
+        return ""
+    second = int(found.batch["cu_seqlens"][1])
+    first_differs = bool(found.different[:, : second - 1].any())
+    rest = found.compared[:, second - 1 :]
+    if first_differs or not rest.any() or not found.different[:, second - 1 :][rest].float().mean() > 0.9:
+        return ""
+    return (
+        "Only the first sequence of the packed row is equal: the trainer read the row as one sequence. Pass "
+        "cu_seqlens=batch['cu_seqlens'] to exact.token_logprobs."
+    )
+
+
+def _other_version(found: _Differences) -> str:
+    """Tokens of some versions are equal, of others not."""
+    versions = found.batch["policy_version"][:, 1:]
+    differing, compared = (set(versions[mask].tolist()) for mask in (found.different, found.compared))
+    equal = compared - differing
+    if not equal or not differing:
+        return ""
+    return (
+        f"Tokens sampled by {_named(equal)} are equal, those by {_named(differing)} are not: the trainer has the weights "
+        f"of {_named(equal)}. Compare each token with log-probs under its own version."
+    )
+
+
+def _by_size(found: _Differences) -> str:
+    versions = set(found.batch["policy_version"][:, 1:][found.compared].tolist())
+    largest, same_size = float(found.gaps.max()), float(found.gaps.median())
+    pushed = (
+        f"weights that are not those of {_named(versions)} (the trainer stepped, or was loaded anew, and update_weights "
+        "was not called before the rollout; or update_weights was given other weights)"
+    )
+    rounding = "a model that was not given to exact.enable, another dtype than the engine's, or deterministic=False"
+    if largest < 1e-3 or (same_size < 1e-2 and largest < 0.3):
+        return f"Differences of this size come from rounding ({rounding}), or from {pushed}."
+    return f"Differences of this size come from {pushed}, from another temperature, or from other tokens or masks."
+
+
+def _named(versions: set[int]) -> str:
+    numbers = ", ".join(map(str, sorted(versions)))
+    return f"version {numbers}" if len(versions) == 1 else f"versions {numbers}"

@@ -1,0 +1,47 @@
+"""What a tensor of a rollout, or log-probs of a trainer, were made with: noted on the tensor object itself.
+
+A note travels with the object that a batch returns, and is gone from what is computed from it (slices, copies, moved
+tensors). So it serves to name mistakes early, never to decide what is computed.
+"""
+
+from typing import NamedTuple
+
+
+class RolloutNote(NamedTuple):
+    """On the tokens of a rollout."""
+
+    dtype: str
+    """Of the engine's weights, such as "float32"."""
+    temperature: float | None
+    """At which its log-probs were computed; None: several, or log-probs of edited logits."""
+    is_packed: bool
+    """Several sequences lie end to end in a row."""
+
+
+class LogprobsNote(NamedTuple):
+    """On what `exact.token_logprobs` returns."""
+
+    dtype: str
+    temperature: float
+    is_enabled: bool
+    """The model computed by the engine's arithmetic."""
+
+
+_NAME = "_rollout_engine_note"
+
+
+def attach(tensor: object, note: RolloutNote | LogprobsNote) -> None:
+    """Note on `tensor`, instead of what was noted before."""
+    setattr(tensor, _NAME, note)
+
+
+def rollout_note(tensor: object) -> RolloutNote | None:
+    """What was noted on tokens, if anything."""
+    note = getattr(tensor, _NAME, None)
+    return note if isinstance(note, RolloutNote) else None
+
+
+def logprobs_note(tensor: object) -> LogprobsNote | None:
+    """What was noted on log-probs, if anything."""
+    note = getattr(tensor, _NAME, None)
+    return note if isinstance(note, LogprobsNote) else None
