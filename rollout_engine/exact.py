@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.exact_report import ExactReport, check
 from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
 from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
-from rollout_engine.model.call_checks import install_checks, refuse_moved
+from rollout_engine.model.call_checks import install_checks, refuse_moved, warn_once
 from rollout_engine.model.fusion import repack
 from rollout_engine.model.packed_rows import positions_from, starts_of
 from rollout_engine.model.rotary import refuse_long_batches
 from rollout_engine.model.token_batch import token_batch
+from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, rollout_note
+
+__all__ = ["ExactReport", "check", "enable", "refresh", "token_logprobs"]
 
 
 def enable(model: nn.Module) -> nn.Module:
@@ -84,15 +88,27 @@ def token_logprobs(
             Padding may only follow the sequences of a row. Give either this or `cu_seqlens`.
 
     Raises `ValueError` for ids beyond the model's vocabulary, and for shapes, masks and positions that do not fit one
-    another.
+    another. Logs a warning, once a model, where the model is not exact, and for tokens of a rollout in another dtype
+    than the model's or at another temperature.
     """
+    rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
+    temperature = temperature or 1.0
+    note = LogprobsNote(_dtype_of(model), temperature, _enabled(model) is not None)
+    _compare_notes(model, note, rollout, positions)
     if positions is not None:
-        return _packed_logprobs(model, input_ids, mask, positions, temperature or 1.0)
+        result = _packed_logprobs(model, input_ids, mask, positions, temperature)
+    else:
+        result = _padded_logprobs(model, input_ids, mask, temperature)
+    attach(result, note)
+    return result
+
+
+def _padded_logprobs(model: nn.Module, input_ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
     order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
     moved, real = input_ids.gather(1, order), mask.gather(1, order)
-    result = right_padded_logprobs(model, moved, real, temperature or 1.0)
+    result = right_padded_logprobs(model, moved, real, temperature)
     if torch.equal(real, mask):
         return result
     spread = result.new_zeros(input_ids.shape).scatter(1, order[:, 1:], result)  # entry of token order[i + 1]
@@ -161,6 +177,40 @@ def _refuse_dtypes(model: nn.Module) -> None:
                 f"'{name}' is {buffer.dtype}, so it rotates positions otherwise than the engine does. Load the model "
                 "with from_pretrained(..., dtype=torch.bfloat16) instead of casting it afterwards."
             )
+
+
+def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | None, positions: Tensor | None) -> None:
+    """Say what will make log-probs differ from the rollout's; refuse to read its packed rows as one sequence."""
+    if not ours.is_enabled:
+        warn_once(
+            model,
+            f"exact.token_logprobs: {type(model).__name__} was not given to exact.enable, so its log-probs are "
+            "close to the engine's, not equal. Call exact.enable(model) once, before training.",
+        )
+    if rollout is None:
+        return
+    if rollout.is_packed and positions is None:
+        raise ValueError(
+            "These tokens are packed (layout='packed'): read as one sequence, each would see those before it. Pass "
+            "cu_seqlens=batch['cu_seqlens']."
+        )
+    if ours.dtype != rollout.dtype:
+        warn_once(
+            model,
+            f"exact.token_logprobs: the model computes in {ours.dtype}, the engine sampled in {rollout.dtype}: ratios "
+            f"will not be exactly 1.0. Load the model with dtype=torch.{rollout.dtype}, or the engine with "
+            f"dtype='{ours.dtype}'.",
+        )
+    if rollout.temperature is not None and rollout.temperature != ours.temperature:
+        warn_once(
+            model,
+            f"exact.token_logprobs: temperature={ours.temperature:g}, but the rollout's log-probs are of temperature "
+            f"{rollout.temperature:g}: ratios will not be exactly 1.0. Pass temperature={rollout.temperature:g}.",
+        )
+
+
+def _dtype_of(model: nn.Module) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 class _Enabled(NamedTuple):

@@ -120,12 +120,12 @@ def _not_numbers(found: _Differences) -> str:
 
 
 def _shifted(found: _Differences) -> str:
-    """Equal one column away: most often a slice too many."""
-    for step in (1, -1):
-        wanted = found.compared[:, 1:] & found.compared[:, :-1]
-        ours, theirs = (found.ours[:, :-1], found.theirs[:, 1:]) if step > 0 else (found.ours[:, 1:], found.theirs[:, :-1])
-        if wanted.any() and torch.equal(ours[wanted], theirs[wanted]):
-            return f"They are shifted by {step} column: logprobs[:, i] belongs to token i + 1 of the row."
+    """Equal one column away: most often a slice too many, or one forgotten."""
+    early, late = slice(None, -1), slice(1, None)
+    both = found.compared[:, late] & found.compared[:, early]
+    for mine, right in ((early, late), (late, early)):
+        if both.any() and torch.equal(found.ours[:, mine][both], found.theirs[:, right][both]):
+            return "They are one column off: logprobs[:, i] belongs to token i + 1 of the row."
     return ""
 
 
@@ -152,8 +152,8 @@ def _other_version(found: _Differences) -> str:
     if not equal or not differing:
         return ""
     return (
-        f"Tokens sampled by {_named(equal)} are equal, those by {_named(differing)} are not: the trainer has the weights "
-        f"of {_named(equal)}. Compare each token with log-probs under its own version."
+        f"Tokens sampled by {_named(equal)} are equal, those by {_named(differing)} are not: the trainer has the "
+        f"weights of {_named(equal)}. Compare each token with log-probs under its own version."
     )
 
 
@@ -161,8 +161,8 @@ def _by_size(found: _Differences) -> str:
     versions = set(found.batch["policy_version"][:, 1:][found.compared].tolist())
     largest, same_size = float(found.gaps.max()), float(found.gaps.median())
     pushed = (
-        f"weights that are not those of {_named(versions)} (the trainer stepped, or was loaded anew, and update_weights "
-        "was not called before the rollout; or update_weights was given other weights)"
+        f"weights that are not those of {_named(versions)} (the trainer stepped, or was loaded anew, and "
+        "update_weights was not called before the rollout; or update_weights was given other weights)"
     )
     rounding = "a model that was not given to exact.enable, another dtype than the engine's, or deterministic=False"
     if largest < 1e-3 or (same_size < 1e-2 and largest < 0.3):

@@ -32,11 +32,12 @@ from rollout_engine.frontend.worker_calls import Calls, WorkerVerbs
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import EngineMetrics, StatLogger, staleness
 from rollout_engine.outputs import UpdateReport
+from rollout_engine.provenance import RolloutNote, attach
 from rollout_engine.rewards import RewardFunction
 from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
 from rollout_engine.rollout_plan import Columns, RolloutPlan
 from rollout_engine.rollout_run import Group, RolloutRun, SharedEngine
-from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.sampling_params import SamplingLike, SamplingParams
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
@@ -70,6 +71,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         else:
             self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
             self._shared = SharedEngine(self.engine)
+        self._dtype = _dtype_of(engine)
         self._pad_token_id = _pad_token_id(self.engine)
         self._counting = threading.Lock()
 
@@ -228,7 +230,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def _batch(self, groups: list[Group], plan: RolloutPlan, layout: Layout) -> TensorDict:
         self._count_staleness(groups)
         rewards = [group.rewards for group in groups if group.rewards is not None]
-        return rollout_batch(
+        batch = rollout_batch(
             [group.output for group in groups],
             pad_token_id=self._pad_token_id,
             group_ids=[group.index for group in groups],
@@ -236,6 +238,9 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             rewards=rewards or None,
             layout=layout,
         )
+        note = RolloutNote(self._dtype, _logprob_temperature(plan.params), layout == "packed")
+        attach(batch["tokens", "full"], note)
+        return batch
 
     def _count_staleness(self, groups: list[Group]) -> None:
         live, histogram = self.policy_version, self.engine.request_stats.rollout_staleness
@@ -244,6 +249,21 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         with self._counting:
             for age, times in ages.items():
                 histogram.observe(age, times)
+
+
+def _dtype_of(engine: LLMEngine | LLM | AsyncLLM) -> str:
+    """Of the weights, such as "float32"."""
+    if isinstance(engine, AsyncLLM):
+        return engine.remote.ready.dtype
+    return next(iter(engine.get_model_metadata().values()))[0]
+
+
+def _logprob_temperature(params: Sequence[SamplingParams]) -> float | None:
+    """At which log-probs of a rollout are told; None where there is no one such number."""
+    given = {p.temperature if p.logprobs_mode == "tempered" else 1.0 for p in params}
+    if len(given) > 1 or any(p.logprobs_mode == "processed" for p in params):
+        return None
+    return given.pop() or 1.0
 
 
 def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:

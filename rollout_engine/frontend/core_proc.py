@@ -231,6 +231,7 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -
         choices=describe_choices(settings.config, info),
         heartbeat_seconds=settings.heartbeat_seconds,
         policy_version=core.policy_version,
+        dtype=info.dtype,
     )
 
 

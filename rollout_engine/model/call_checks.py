@@ -10,6 +10,7 @@ import inspect
 import logging
 import threading
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +20,22 @@ from rollout_engine.model.packed_rows import expect_packed_rows, positions_from,
 
 logger = logging.getLogger("rollout_engine")
 _state = threading.local()
+_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def install_checks(decoder: nn.Module, device: torch.device) -> None:
     """Check every call of `decoder`, a Hugging Face model below its head that computes exactly on `device`."""
-    decoder._checks = Checks(device)
+    decoder._exact_device_type = device.type  # type: ignore[assignment]
     decoder.register_forward_pre_hook(_before, with_kwargs=True)
     decoder.register_forward_hook(_after, always_call=True)
 
 
-class Checks:
-    """Notes of one model: where it was enabled, and what was said about it already."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device_type = device.type
-        self._said: set[str] = set()
-
-    def warn_once(self, text: str) -> None:
-        """Log `text` unless it was logged for this model before."""
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning("%s", text)
+def warn_once(model: nn.Module, text: str) -> None:
+    """Log `text` as a warning, unless it was logged for this model before."""
+    said = _said.setdefault(model, set())
+    if text not in said:
+        said.add(text)
+        logger.warning("%s", text)
 
 
 def refuse_moved(device: torch.device, enabled_on: str) -> None:
@@ -54,17 +50,17 @@ def refuse_moved(device: torch.device, enabled_on: str) -> None:
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         _refuse_compiled()
-    checks: Checks = decoder._checks  # type: ignore[assignment]
     parameter = next(decoder.parameters())
-    refuse_moved(parameter.device, checks.device_type)
+    refuse_moved(parameter.device, decoder._exact_device_type)
     _refuse_autocast(parameter)
     given = kwargs if not args else inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
     _check_rows(given)
     if adapted := _live_adapter(decoder):
-        checks.warn_once(
+        warn_once(
+            decoder,
             f"'{adapted}' has an adapter that is not merged. The trainer computes it beside the weights, the engine "
             "one merged weight, so log-probs are close, not equal. Merge it around the forward (merge_adapter()), or "
-            "expect ratios that are not exactly 1.0."
+            "expect ratios that are not exactly 1.0.",
         )
     _state.random = _random_state(parameter.device)
 
@@ -82,9 +78,10 @@ def _after(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             "samples with dropout, so no log-prob would be equal. Load the model with these set to 0.0, or call "
             "model.eval()."
         )
-    decoder._checks.warn_once(  # type: ignore[union-attr, operator]
+    warn_once(
+        decoder,
         f"{type(decoder).__name__} drew random numbers in its forward (noise on embeddings, perhaps). Where they "
-        "change activations, log-probs are not those of the engine."
+        "change activations, log-probs are not those of the engine.",
     )
 
 

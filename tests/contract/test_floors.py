@@ -19,6 +19,7 @@ FLOOR_2 = tuple(
         "metrics",
         "outputs",
         "peer_options",
+        "provenance",
         "sampling_params",
         "seeds",
     )
@@ -38,7 +39,8 @@ MAY_IMPORT = {
     **{module: (*FLOOR_2, "sync.errors") for module in FLOOR_2},
     "rollout_engine.core": FLOOR_2,
     "rollout_engine.model": (*FLOOR_2, "rollout_engine.kernels"),
-    "rollout_engine.exact": (*FLOOR_2, "rollout_engine.kernels", "rollout_engine.model"),
+    "rollout_engine.exact": (*FLOOR_2, "rollout_engine.exact_report", "rollout_engine.kernels", "rollout_engine.model"),
+    "rollout_engine.exact_report": FLOOR_2,
     "rollout_engine.execution": (*FLOOR_2, "rollout_engine.model", "rollout_engine.exact", "sync", "worker_ext"),
     "rollout_engine.frontend": (*FLOOR_2, "rollout_engine.core", "sync"),
     # The files that see both the brain and what runs the model.

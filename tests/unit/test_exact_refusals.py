@@ -124,13 +124,6 @@ def test_an_adapter_that_is_not_merged_is_said_once(caplog):
     assert caplog.text.count("'layers.0.self_attn.q_proj' has an adapter that is not merged") == 1
 
 
-def test_int32_ids_are_taken_and_others_refused(trainer):
-    assert torch.equal(exact.token_logprobs(trainer, IDS.int()), exact.token_logprobs(trainer, IDS))
-    for wrong in (IDS.float(), IDS[0], IDS.bool()):
-        with pytest.raises(ValueError, match="input_ids should be a tensor of token ids .*, and is torch"):
-            exact.token_logprobs(trainer, wrong)
-
-
 def test_checks_survive_a_copy(trainer):
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast"):
         exact.token_logprobs(copy.deepcopy(trainer), IDS)

@@ -16,6 +16,7 @@ from rollout_engine.frontend.wire import PROTOCOL, Outputs, Ready
 from rollout_engine.messages import EngineCoreOutputs
 
 READY = Ready(
+        dtype="float32",
     protocol=PROTOCOL, pid=1, config=EngineConfig(model="m"), config_digest="", num_blocks=1, block_size=1,
     max_model_len=1, vocab_size=1, eos_token_ids=[], choices="", heartbeat_seconds=0.05, policy_version=0,
 )  # fmt: skip

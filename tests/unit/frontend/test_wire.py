@@ -48,6 +48,7 @@ def request(**changes):
 def sample_messages():
     config = EngineConfig(model="m")
     ready = Ready(
+        dtype="float32",
         protocol=1, pid=5, config=config, config_digest="0", num_blocks=1, block_size=4, max_model_len=8,
         vocab_size=9, eos_token_ids=[2], choices="", heartbeat_seconds=0.5, policy_version=3,
     )  # fmt: skip

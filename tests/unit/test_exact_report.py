@@ -1,0 +1,146 @@
+"""`exact.check` says how far a trainer is from the engine, and why; warnings say it before it is measured."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_engine import RolloutPolicy, SamplingParams, exact
+from rollout_engine.provenance import logprobs_note
+from rollout_engine.testing import tiny_checkpoint, tiny_model
+
+PROMPTS = ["2 + 2 =", "The sky is"]
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path():
+    return tiny_checkpoint("tiny")
+
+
+@pytest.fixture(scope="module")
+def policy(path):
+    with RolloutPolicy.from_pretrained(path) as policy:
+        yield policy
+
+
+@pytest.fixture(scope="module")
+def rollouts(policy):
+    """Layout -> batch, of the same prompts and seed."""
+    arguments = dict(num_samples=2, seed=0, use_tqdm=False)
+    return {layout: policy.rollout(PROMPTS, PARAMS, layout=layout, **arguments) for layout in ("padded", "packed")}
+
+
+@pytest.fixture(scope="module")
+def batch(rollouts):
+    return rollouts["padded"]
+
+
+@pytest.fixture
+def trainer(path):
+    return exact.enable(AutoModelForCausalLM.from_pretrained(path))
+
+
+def logprobs(model, batch, **arguments):
+    with torch.no_grad():
+        return exact.token_logprobs(model, batch["tokens", "full"], batch["masks", "all_attention_mask"], **arguments)
+
+
+def forgotten(batch):
+    """The same values without what the tensors were noted with."""
+    return batch.clone()
+
+
+def test_equal_log_probs_are_exact_in_both_layouts(trainer, rollouts):
+    padded, packed = rollouts["padded"], rollouts["packed"]
+    report = exact.check(padded, logprobs(trainer, padded))
+    assert report.is_exact and (report.num_tokens, report.num_different, report.cause) == (48, 0, "")
+    assert str(report) == "exact: 48 tokens equal bit for bit"
+    assert exact.check(packed, logprobs(trainer, packed, cu_seqlens=packed["cu_seqlens"])).is_exact
+
+
+def test_a_model_that_was_not_enabled_is_named(path, batch, caplog):
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    with caplog.at_level(logging.WARNING, "rollout_engine"):
+        values = [logprobs(plain, batch) for _ in range(2)]
+    assert caplog.text.count("was not given to exact.enable") == 1
+    assert "call exact.enable(model)" in exact.check(batch, values[0]).cause
+
+
+def test_another_dtype_is_named(path, batch, caplog):
+    trainer = exact.enable(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+    with caplog.at_level(logging.WARNING, "rollout_engine"):
+        values = [logprobs(trainer, batch) for _ in range(2)]
+    assert caplog.text.count("computes in bfloat16, the engine sampled in float32") == 1
+    assert "dtype=torch.float32" in exact.check(batch, values[0]).cause
+
+
+def test_another_temperature_is_named(policy, trainer, caplog):
+    warm = policy.rollout(PROMPTS, SamplingParams(max_tokens=4, temperature=0.5), use_tqdm=False)
+    with caplog.at_level(logging.WARNING, "rollout_engine"):
+        values = [logprobs(trainer, warm) for _ in range(2)]
+    assert caplog.text.count("temperature=1, but the rollout's log-probs are of temperature 0.5") == 1
+    assert "pass temperature=0.5" in exact.check(warm, values[0]).cause
+    assert exact.check(warm, logprobs(trainer, warm, temperature=0.5)).is_exact
+
+
+def test_greedy_rollouts_are_of_temperature_1(policy, trainer, caplog):
+    greedy = policy.rollout(PROMPTS, SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
+    assert exact.check(greedy, logprobs(trainer, greedy, temperature=0)).is_exact and not caplog.records
+
+
+def test_packed_rows_read_as_one_sequence_are_refused_and_recognised(trainer, rollouts):
+    packed = rollouts["packed"]
+    with pytest.raises(ValueError, match=r"packed \(layout='packed'\).*cu_seqlens=batch\['cu_seqlens'\]"):
+        logprobs(trainer, packed)
+    assert "Pass cu_seqlens" in exact.check(packed, logprobs(trainer, forgotten(packed))).cause
+
+
+def test_other_weights_are_the_likely_cause_of_large_differences(trainer, batch):
+    for parameter in trainer.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    report = exact.check(batch, logprobs(trainer, batch))
+    assert report.num_different > 40 and report.first_different[0] == 0
+    assert "weights that are not those of version 0" in report.cause and "Differences of this size" in str(report)
+
+
+def test_rounding_is_the_likely_cause_of_small_ones(trainer, batch):
+    values = logprobs(trainer, batch)
+    assert "come from rounding" in exact.check(forgotten(batch), values.clone() + 1e-6).cause
+
+
+def test_log_probs_one_column_off_and_nan_are_recognised(trainer, batch):
+    values = logprobs(trainer, batch)
+    assert "one column off" in exact.check(batch, values.roll(1, 1)).cause
+    broken = values.clone()
+    broken[tuple(batch["masks", "all_assistant_mask"][:, 1:].nonzero()[5])] = torch.nan
+    report = exact.check(batch, broken)
+    assert "1 of the trainer's log-probs are NaN" in report.cause and report.largest_difference == torch.inf
+
+
+def test_another_shape_is_refused(batch):
+    with pytest.raises(ValueError, match=r"one for each token after the first.*got \(4,"):
+        exact.check(batch, batch["log_probs", "full"])
+
+
+def test_versions_are_told_apart_and_mixed_context_is_left_out(trainer, batch):
+    values = logprobs(trainer, batch)
+    later = copy.deepcopy(forgotten(batch))
+    half = later["masks", "all_assistant_mask"].cumsum(1) > 6
+    for key in ("policy_version", "kv_min_version"):
+        later[key][half & later["masks", "all_assistant_mask"]] = 1
+    changed = torch.where(half[:, 1:], values + 0.5, values)
+    report = exact.check(later, changed)
+    assert "sampled by version 0 are equal, those by version 1 are not" in report.cause
+    later["kv_min_version"][half & later["masks", "all_assistant_mask"]] = 0
+    report = exact.check(later, changed)
+    assert report.is_exact and report.num_mixed == 24 and "24 more" in str(report)
+
+
+def test_notes_do_not_survive_where_they_could_mislead():
+    model = exact.enable(tiny_model("qwen3"))
+    ids = torch.randint(3, 259, (1, 9))
+    values = exact.token_logprobs(model, ids)
+    assert logprobs_note(values).is_enabled and logprobs_note(values[:, 1:]) is None
