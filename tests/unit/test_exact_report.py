@@ -16,8 +16,8 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def path():
-    return tiny_checkpoint("tiny")
+def path(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
