@@ -3,6 +3,9 @@
 >>> from rollout_engine import RolloutPolicy, SamplingParams, exact
 
 Names are imported when they are first used (PEP 562), so `import rollout_engine` loads nothing heavy.
+
+The environment variable ROLLOUT_ENGINE_LOG_LEVEL (debug, info, warning or error) sets how much the engine tells. That
+goes to standard error, unless the program has set up Python's `logging` itself.
 """
 
 import importlib
@@ -95,6 +98,7 @@ _NAMES = {
     "rollout_engine.sampling_params": ("SamplingParams",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 _MODULES = ("exact", "testing")
 
 __all__ = ["__version__", *_MODULES, *_HOMES]
@@ -120,8 +124,25 @@ def _check_own_packages() -> None:
             )
 
 
+def _set_log_level() -> None:
+    level = os.environ.get("ROLLOUT_ENGINE_LOG_LEVEL", "").strip()
+    if not level:
+        return
+    if level.lower() not in _LOG_LEVELS:
+        raise ValueError(f"ROLLOUT_ENGINE_LOG_LEVEL={level!r} is not allowed: must be one of {', '.join(_LOG_LEVELS)}.")
+    import logging  # as heavy as all the rest of this file
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("rollout_engine: %(message)s"))
+    handler.addFilter(lambda record: not logging.getLogger().handlers)
+    logger = logging.getLogger("rollout_engine")
+    logger.setLevel(level.upper())
+    logger.addHandler(handler)
+
+
 _check_platform()
 _check_own_packages()
+_set_log_level()
 
 if not TYPE_CHECKING:  # a type checker that sees this takes every name, and finds no misspelt one
 

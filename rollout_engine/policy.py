@@ -134,6 +134,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                     groups.append(group)
                     num_tokens += group.num_tokens
                     bar.update(group.num_tokens)
+                bar.count(lambda: run.num_open_tokens)
         groups.sort(key=lambda group: group.index)
         _log(groups, num_tokens, time.perf_counter() - start, self.policy_version)
         return self._batch(groups, plan, layout)

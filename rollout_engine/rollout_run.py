@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -65,6 +66,10 @@ class SharedEngine:
             if not inbox.results and not any(self.engine.is_unfinished(request_id) for request_id in own):
                 raise EngineGenerateError("Results of a rollout were taken by another caller of the engine's step().")
 
+    def num_tokens(self, request_ids: Iterable[str]) -> int:
+        """Tokens that these requests have so far; 0 for those whose finished output is there."""
+        return self.engine.num_tokens(request_ids)
+
     def abort(self, request_ids: list[str]) -> None:
         """End requests without a result."""
         with self._stepping:
@@ -97,6 +102,11 @@ class RolloutRun:
     def unfinished(self) -> bool:
         """Whether groups are still to come."""
         return not self._started or bool(self._running or self._rewarding)
+
+    @property
+    def num_open_tokens(self) -> int:
+        """Tokens sampled so far of groups whose samples have not all ended."""
+        return self._engine.num_tokens(self._running)
 
     def advance(self) -> list[Group]:
         """Step the engine once if it has work for us; return the groups that became complete, rewards included.

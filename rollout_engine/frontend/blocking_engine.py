@@ -182,6 +182,10 @@ class SharedStreams:
             del self._streams[stream.request_id]
             inbox.results.append(output)
 
+    def num_tokens(self, request_ids: Iterable[str]) -> int:
+        """Tokens that these requests have so far; 0 for those whose finished output is there."""
+        return sum(self._streams[id].request.num_tokens for id in request_ids if id in self._streams)
+
     def abort(self, request_ids: list[str]) -> None:
         """End requests without a result."""
         for request_id in request_ids:

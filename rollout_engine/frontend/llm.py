@@ -172,6 +172,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                     done[output.request_id] = output
                     waiting.remove(output.request_id)
                     bar.update(sum(len(sample.token_ids) for sample in output.outputs))
+                bar.count(lambda: self.llm_engine.num_tokens(waiting))
         return [done[request_id] for request_id in request_ids]
 
     def _step(self, waiting: set[str]) -> list[RequestOutput]:

@@ -206,6 +206,10 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         """Whether the finished output of `request_id` is still to be returned."""
         return request_id in self._outputs or any(ready.request_id == request_id for ready in self._ready)
 
+    def num_tokens(self, request_ids: Iterable[str]) -> int:
+        """Tokens that these requests have so far; 0 for those whose finished output is there."""
+        return self._outputs.num_tokens(request_ids)
+
     def get_sequence_ids(self, request_id: str) -> list[int]:
         """What the core, its log and `get_block_tables` call the samples of a request, in order; [] once it has ended.
 

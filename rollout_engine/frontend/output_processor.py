@@ -80,6 +80,10 @@ class OutputProcessor:
         found = (self._requests[request_id] for request_id in request_ids if request_id in self._requests)
         return [sequence for request in found for sequence in request.sequences]
 
+    def num_tokens(self, request_ids: Iterable[str]) -> int:
+        """Tokens that these open requests have so far. Unknown ids have none."""
+        return sum(self._requests[id].num_tokens for id in request_ids if id in self._requests)
+
     def discard(self, request_id: str, error: BaseException | None = None) -> None:
         """Close a request without a result, for `error` if there is one. An unknown id is a no-op."""
         if request_id in self._requests:
@@ -166,8 +170,7 @@ class OutputProcessor:
         request.num_live -= 1
         self._timer.ended(sequence, sample.finish_reason, sample.policy_versions, live_version)
         if request.num_live == 0:
-            num_generated = sum(sample.num_tokens for sample in request.samples)
-            self._timer.finished(request.metrics, request.num_prompt_tokens, num_generated)
+            self._timer.finished(request.metrics, request.num_prompt_tokens, request.num_tokens)
             self._on_closed(request, None)
 
     def _log_errors(self, ended: list[SequenceEnd]) -> None:
@@ -232,6 +235,11 @@ class OpenRequest:
             )
             for index in range(params.n)
         ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled so far, of all samples."""
+        return sum(sample.num_tokens for sample in self.samples)
 
     def render(self) -> RequestOutput | None:
         """What there is to tell since the last call, if anything."""

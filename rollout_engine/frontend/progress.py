@@ -10,12 +10,17 @@ from tqdm import tqdm
 
 logger = logging.getLogger("rollout_engine")
 
+REFRESH_SECONDS = 0.2
+"""Between two looks at how many tokens there are."""
+
 
 class ProgressBar:
-    """tqdm over `total` prompts or groups, with the speed in tokens per second."""
+    """tqdm over `total` prompts or groups, with the tokens sampled so far and how many in a second."""
 
     def __init__(self, total: int, *, desc: str, unit: str, shown: bool) -> None:
-        self._start, self._num_tokens = time.monotonic(), 0
+        self._start = self._shown_at = time.monotonic()
+        self._num_tokens = 0
+        """Of what is complete."""
         self._bar: Any = None
         if shown:
             self._bar = self._fenced(lambda: tqdm(total=total, desc=desc, unit=unit))
@@ -24,7 +29,13 @@ class ProgressBar:
         """One more is complete, with `num_tokens` tokens."""
         self._num_tokens += num_tokens
         if self._bar is not None:
-            self._fenced(self._show)
+            self._fenced(lambda: self._show(self._num_tokens))
+
+    def count(self, num_open_tokens: Callable[[], int]) -> None:
+        """Show the tokens of what is not complete as well, a few times a second; between them this costs next to
+        nothing."""
+        if self._bar is not None and time.monotonic() - self._shown_at > REFRESH_SECONDS:
+            self._fenced(lambda: self._show(self._num_tokens + num_open_tokens(), num_complete=0))
 
     def __enter__(self) -> Self:
         return self
@@ -35,10 +46,11 @@ class ProgressBar:
         if self._bar is not None:
             self._fenced(self._bar.close)
 
-    def _show(self) -> None:
-        speed = self._num_tokens / (time.monotonic() - self._start)
-        self._bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-        self._bar.update()
+    def _show(self, num_tokens: int, num_complete: int = 1) -> None:
+        self._shown_at = time.monotonic()
+        speed = num_tokens / (self._shown_at - self._start)
+        self._bar.set_postfix_str(f"{num_tokens:,} tokens, {speed:,.0f} tokens/s", refresh=not num_complete)
+        self._bar.update(num_complete)
 
     def _fenced(self, call: Callable[[], Any]) -> Any:
         try:

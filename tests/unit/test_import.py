@@ -1,16 +1,17 @@
 """Importing the package: what keeps it from working is said in one sentence."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 
-def error_of(program, cwd, *flags):
+def error_of(program, cwd, **environment):
     """The last line that a program in a folder of its own prints on its standard error."""
     path = cwd / "program.py"
     path.write_text(program)
-    done = subprocess.run([sys.executable, *flags, path], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, path], cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
     return done.stderr.splitlines()[-1] if done.stderr else ""
 
 
@@ -43,4 +44,27 @@ def test_windows_is_refused_in_one_sentence(tmp_path):
     program = "import sys; sys.platform = 'win32'; import rollout_engine"
     assert error_of(program, tmp_path) == (
         "ImportError: rollout-engine runs on Linux and macOS, not on Windows: use WSL 2 there, which is a Linux."
+    )
+
+
+LOG = "import logging, rollout_engine; logging.getLogger('rollout_engine').info('a line')"
+
+
+@pytest.mark.parametrize("level, told", [("", ""), ("warning", ""), ("info", "a line"), ("DEBUG", "a line")])
+def test_the_log_level_comes_from_the_environment(tmp_path, level, told):
+    assert error_of(LOG, tmp_path, ROLLOUT_ENGINE_LOG_LEVEL=level).removeprefix("rollout_engine: ") == told
+
+
+def test_a_program_that_sets_up_logging_gets_every_line_once_and_in_its_own_form(tmp_path):
+    program = LOG + "\nlogging.basicConfig(format='mine: %(message)s', level='INFO'); " + LOG.partition("; ")[2]
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    environment = os.environ | {"ROLLOUT_ENGINE_LOG_LEVEL": "info"}
+    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines() == ["rollout_engine: a line", "mine: a line"]
+
+
+def test_an_unknown_log_level_is_refused(tmp_path):
+    assert error_of("import rollout_engine", tmp_path, ROLLOUT_ENGINE_LOG_LEVEL="loud") == (
+        "ValueError: ROLLOUT_ENGINE_LOG_LEVEL='loud' is not allowed: must be one of debug, info, warning, error."
     )
