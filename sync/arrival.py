@@ -85,6 +85,10 @@ class Arrivals:
                 self._come[name] = take(out, tensor)
         self._looks.launch()
 
+    def fetch(self, name: str, out: Tensor, fetch: Callable[[memoryview, int], None]) -> None:
+        """Have `fetch(piece, start)` fill the bytes of `out`, as `read` does."""
+        self._come[name] = read(out, fetch)
+
     def told(self) -> dict[str, Arrival]:
         """By name, what lies in each place."""
         return self._come | dict(zip(self._there, self._looks.told(), strict=True))

@@ -24,7 +24,8 @@ from sync.buckets import Bucket, plan_buckets, view_of
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import WeightGroup
 from sync.manifest import WeightManifest
-from sync.source import HeldOffer, NamedTensor
+from sync.offer import HeldOffer
+from sync.source import NamedTensor
 
 _IN_FLIGHT = 2
 

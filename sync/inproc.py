@@ -5,14 +5,17 @@ it lies: what is on the engine's device stays there. A tensor that changes betwe
 the digest in the manifest, and the update is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from sync.arrival import Arrivals
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.errors import SyncError
+from sync.looks import Arrival
 from sync.manifest import WeightManifest
-from sync.source import NamedTensor, Offer
+from sync.offer import Offer
+from sync.source import NamedTensor
 
 
 class InprocSender:
@@ -32,6 +35,15 @@ class InprocSender:
 
     def send(self) -> None:
         """Nothing to move: receivers read for themselves."""
+
+    def on_offer(self, manifest: WeightManifest) -> Offer:
+        """What is on offer, in the receiver's dtypes, where the source has it.
+
+        `SyncError` after `close`, and where it is not what `manifest` describes.
+        """
+        if self._offer is None or self.manifest is None or self.manifest.digest != manifest.digest:
+            raise SyncError(f"Version {manifest.version} is not, or no longer, on offer.")
+        return self._offer
 
     def read(self, name: str) -> Tensor:
         """The offered tensor in the receiver's dtype, where the source has it. `SyncError` after `close`."""
@@ -53,9 +65,18 @@ class InprocReceiver(WeightReceiver):
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
         """As `WeightReceiver.receive`, in manifest order. `SyncError` when another version is on offer."""
         for spec in manifest.tensors:
-            if self._sender.manifest is None or self._sender.manifest.digest != manifest.digest:
-                raise SyncError(f"Version {manifest.version} is not, or no longer, on offer.")
-            yield spec.name, self._sender.read(spec.name)
+            offer = self._sender.on_offer(manifest)
+            yield spec.name, offer.cast(offer.index[spec.name])
+        self._sender.on_offer(manifest).check()
+
+    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
+        """As `WeightReceiver.receive_into`; what lies in files is read straight to its place."""
+        arrivals = Arrivals()
+        for spec in manifest.tensors:
+            offer = self._sender.on_offer(manifest)
+            offer.bring(offer.index[spec.name], shadow[spec.name], arrivals)
+        self._sender.on_offer(manifest).check()
+        return arrivals.told()
 
     def close(self) -> None:
         """Nothing to let go of: the sender owns the references."""

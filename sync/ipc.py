@@ -36,8 +36,9 @@ from sync.devices import cuda_device
 from sync.directories import check_private, make_private, open_sole
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.manifest import WeightManifest, torch_dtype
+from sync.offer import HeldOffer, Offer
 from sync.shared_memory import CudaMemory, MemoryHandle, SharedMemory
-from sync.source import HeldOffer, NamedTensor, Offer
+from sync.source import NamedTensor
 
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; there are two. A larger tensor travels alone."""

@@ -1,4 +1,4 @@
-"""A published version on disk, and how it is read: leased, checked, mapped.
+"""A published version on disk, and how it is read: leased, checked, into memory of our own.
 
     store/
       CURRENT                     which version directory, and the digest of its manifest; replaced atomically
@@ -10,26 +10,29 @@
         model.embed.weight.memmap one file for each tensor
 
 A reader trusts CURRENT's digest for the manifest and the manifest for everything else: exactly the files it lists,
-regular, of exactly their sizes, with their digests. Nothing here decodes anything but JSON of a known form.
+regular, of exactly their sizes, with their digests. Nothing here decodes anything but JSON of a known form, and nothing
+is mapped: whoever cuts a file meanwhile causes an error, not the end of the process.
 """
 
 import fcntl
 import json
-import mmap
 import os
 import re
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
-from sync.digests import tensor_digest
+from sync.arrival import read
+from sync.deferred import FileTensor
 from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
 from sync.manifest import TensorSpec, WeightManifest, first_names, torch_dtype
 from sync.threads import in_threads
@@ -40,6 +43,7 @@ _SUFFIX = ".memmap"
 _MAX_JSON_BYTES = 2**28
 _LEASE_SECONDS = 10.0
 _READ = os.O_RDONLY | os.O_NOFOLLOW
+_Found = TypeVar("_Found")
 
 
 class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,8 +59,8 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PublishedWeights:
     """A lease on one published version. A context manager; or `close` it.
 
-    Its tensors are mapped, private to this process: writing to one changes nothing in the store. The version stays
-    untouched as long as this is open or any of its tensors is held.
+    Its tensors are copies in this process's memory: writing to one changes nothing in the store, and one that is held
+    after `close` keeps its values. The version's files stay untouched as long as this is open.
     """
 
     def __init__(self, lease: "Lease", manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
@@ -76,13 +80,13 @@ class PublishedWeights:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> mapped tensor; tied names share one. `SyncError` after `close`."""
+        """Name -> tensor; tied names share one. `SyncError` after `close`."""
         if self._lease is None:
             raise SyncError(f"The lease on version {self.version} is closed: open the store again.")
         return self._tensors
 
     def close(self) -> None:
-        """End the lease, at the latest when the last tensor is let go."""
+        """End the lease."""
         self._lease, self._tensors = None, {}
 
     def __enter__(self) -> "PublishedWeights":
@@ -105,19 +109,13 @@ class Lease:
         os.close(self.directory)
 
 
-class _Mapping(mmap.mmap):
-    """A mapping that keeps the lease alive as long as any tensor reads from it."""
-
-    lease: Lease
-
-
 def is_store(directory: Path) -> bool:
     """Whether something has been published there."""
     return (directory / CURRENT).is_file()
 
 
 def open_current(directory: str | os.PathLike[str], *, num_threads: int = 1) -> PublishedWeights:
-    """Lease the current version of the store at `directory`, check every file and digest, and map its tensors.
+    """Lease the current version of the store at `directory`, check every file, and read its tensors.
 
     Args:
         num_threads: how many threads read and digest.
@@ -128,19 +126,22 @@ def open_current(directory: str | os.PathLike[str], *, num_threads: int = 1) -> 
     lease = lease_current(Path(directory))
     manifest = checked_manifest(lease)
 
-    def mapped(i: int) -> Tensor:
-        spec = manifest.tensors[i]
-        tensor = _map(lease, spec)
-        if tensor_digest(tensor) != spec.digest:
-            raise ChecksumMismatch(
-                f"'{spec.name}' of version {manifest.version} does not have its digest: publish it again."
-            )
-        return tensor
+    def found(spec: TensorSpec) -> Tensor:
+        out = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        with opened_tensor(lease, spec) as fetch:
+            _check_digest(lease, spec, read(out, fetch).digest)
+        return out
 
-    found = in_threads(mapped, range(len(manifest.tensors)), num_threads)
-    tensors = {spec.name: tensor for spec, tensor in zip(manifest.tensors, found, strict=True)}
-    tensors |= {name: tensors[first] for first, *others in manifest.aliases for name in others}
-    return PublishedWeights(lease, manifest, tensors)
+    sizes = [spec.num_bytes for spec in manifest.tensors]
+    return PublishedWeights(lease, manifest, _named(manifest, in_threads(found, manifest.tensors, num_threads, sizes)))
+
+
+def read_current(directory: Path) -> dict[str, FileTensor]:
+    """The current version of the store at `directory`: name -> tensor, read when it is asked for. Raises as
+    `open_current`."""
+    lease = lease_current(directory)
+    manifest = checked_manifest(lease)
+    return _named(manifest, [_published_tensor(lease, spec) for spec in manifest.tensors])
 
 
 def lease_current(directory: Path) -> Lease:
@@ -222,6 +223,24 @@ def open_tensor(lease: Lease, spec: TensorSpec) -> int:
     return file
 
 
+@contextmanager
+def opened_tensor(lease: Lease, spec: TensorSpec) -> Iterator[Callable[[memoryview, int], None]]:
+    """Yields what fills some memory with the bytes of a tensor's file from a byte on. Raises as `open_tensor`."""
+    file = open_tensor(lease, spec)
+
+    def fetch(rest: memoryview, start: int) -> None:
+        while rest:
+            count = os.preadv(file, [rest], start)
+            if count == 0:
+                raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
+            rest, start = rest[count:], start + count
+
+    try:
+        yield fetch
+    finally:
+        os.close(file)
+
+
 def file_name(name: str) -> str:
     """The file of a tensor, as TensorDict calls it."""
     return name + _SUFFIX
@@ -269,17 +288,27 @@ def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:
     return lease
 
 
-def _map(lease: Lease, spec: TensorSpec) -> Tensor:
-    if spec.num_bytes == 0:
-        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-    file = open_tensor(lease, spec)
-    try:
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
-        mapping = _Mapping(file, spec.num_bytes, flags=flags)
-    finally:
-        os.close(file)
-    mapping.lease = lease
-    return torch.frombuffer(mapping, dtype=torch_dtype(spec.dtype)).view(spec.shape)
+def _published_tensor(lease: Lease, spec: TensorSpec) -> FileTensor:
+    def fetch(out: memoryview, start: int) -> None:
+        with opened_tensor(lease, spec) as fetch_from:
+            fetch_from(out, start)
+
+    def check_digest(found: str) -> None:
+        _check_digest(lease, spec, found)
+
+    return FileTensor(spec.shape, torch_dtype(spec.dtype), fetch, check_digest=check_digest)
+
+
+def _check_digest(lease: Lease, spec: TensorSpec, found: str) -> None:
+    if found != spec.digest:
+        what = f"'{spec.name}' of version {lease.pointer.version} does not have its digest"
+        raise ChecksumMismatch(f"{what}: publish it again.")
+
+
+def _named(manifest: WeightManifest, found: list[_Found]) -> dict[str, _Found]:
+    """By every name, tied ones too."""
+    tensors = {spec.name: tensor for spec, tensor in zip(manifest.tensors, found, strict=True)}
+    return tensors | {name: tensors[first] for first, *others in manifest.aliases for name in others}
 
 
 def _read_small(path: str | Path, *, dir_fd: int | None = None) -> bytes:

@@ -1,20 +1,23 @@
 """The shared-memory transport: another process of the same user on the same machine.
 
-    DIRECTORY/weights    [ header, one page | tensor | pad | tensor | ... ]    one bucket, as `sync.buckets` places it
+    trainer's memory     [ header, one page | tensor | pad | tensor | ... ]    one bucket, as `sync.buckets` places it
+    DIRECTORY/weights    which process has it, and its descriptor there
 
 The trainer casts straight into the mapping, once; engines read views of it. Both keep it mapped from update to update
-(fresh pages cost several times a copy), and the file only ever grows. DIRECTORY belongs to this user alone; give one on
-a tmpfs, such as /dev/shm, or the bytes are written to a disk as well.
+(fresh pages cost several times a copy). The memory has no name in any directory and is sealed: it may grow and cannot
+shrink, so that no access to a mapping of it fails. It ends with the trainer's process. DIRECTORY is this user's alone.
 """
 
+import errno
+import fcntl
 import itertools
 import mmap
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -25,7 +28,8 @@ from sync.directories import check_private, make_private, open_sole
 from sync.errors import ChecksumMismatch, SyncError
 from sync.looks import Arrival
 from sync.manifest import WeightManifest
-from sync.source import NamedTensor, Offer
+from sync.offer import Offer
+from sync.source import NamedTensor
 from sync.threads import in_threads
 
 _FILE = "weights"
@@ -40,11 +44,19 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     digest: str
 
 
+class _Announcement(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of DIRECTORY/weights: where engines find the memory."""
+
+    pid: int
+    descriptor: int
+    inode: int
+
+
 class ShmSender:
-    """Writes each offer to shared memory under `directory`, which is created if absent (mode 0700).
+    """Writes each offer to shared memory that is announced in `directory`, which is created if absent (mode 0700).
 
     It is the only sender there until closed; a second one is refused with `SyncError`, and so is a directory that
-    others can enter. What a dead sender left is taken over.
+    others can enter, and a system without sealed memory (which Linux has).
 
     Args:
         num_threads: how many threads cast, copy and digest.
@@ -53,11 +65,15 @@ class ShmSender:
     def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
         self._path = Path(directory) / _FILE
         self._num_threads = num_threads
+        if not hasattr(os, "memfd_create"):
+            raise SyncError("This system has no sealed memory to share (Linux has): send by 'store' or 'gloo'.")
         try:
             make_private(self._path.parent)
             self._file = open_sole(self._path)
         except OSError as problem:
             raise SyncError(f"Shared memory cannot be opened in {directory}: {problem.strerror}.") from None
+        self._memory = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._mapping: mmap.mmap | None = None
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
@@ -71,35 +87,45 @@ class ShmSender:
         content = _content(mapping, sum(bucket.num_bytes for bucket in buckets))
         manifest = offer.manifest(version, lambda i: offer.write(i, view_of(content, slots[i])), self._num_threads)
         _write_header(mapping, _Header(version, manifest.digest))
+        self._announce()
         return manifest
 
     def send(self) -> None:
         """Nothing to move: receivers read the mapping."""
 
     def close(self) -> None:
-        """Remove the file; receivers keep what they have mapped. No-op the second time."""
+        """Remove the announcement; receivers keep what they have mapped. No-op the second time."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
+            os.close(self._memory)
             self._file, self._mapping = -1, None
+
+    def _announce(self) -> None:
+        """Whatever became of the file since the last offer."""
+        content = msgspec.json.encode(_Announcement(os.getpid(), self._memory, os.fstat(self._memory).st_ino))
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
 
     def _grown_to(self, num_bytes: int) -> mmap.mmap:
         if self._file < 0:
             raise SyncError("This sender is closed: make another one.")
-        size = os.fstat(self._file).st_size
+        size = os.fstat(self._memory).st_size
         if size < num_bytes:
             try:
-                os.posix_fallocate(self._file, 0, num_bytes)  # an error now, not a bus error later
+                if num_bytes - size > psutil.virtual_memory().available:
+                    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+                os.posix_fallocate(self._memory, 0, num_bytes)  # an error now, not a bus error later
             except OSError as problem:
-                what = f"No room for {num_bytes} bytes of weights in {self._path.parent}: {problem.strerror}"
-                raise SyncError(f"{what}. Free some, or give another directory.") from None
+                what = f"No room for {num_bytes} bytes of weights in shared memory: {problem.strerror}"
+                raise SyncError(f"{what}. Free some, or send by 'store'.") from None
         if self._mapping is None or len(self._mapping) < num_bytes:
-            self._mapping = mmap.mmap(self._file, max(size, num_bytes))
+            self._mapping = mmap.mmap(self._memory, max(size, num_bytes))
         return self._mapping
 
 
 class ShmReceiver(WeightReceiver):
-    """Reads what a `ShmSender` of the same user offers under `directory`. Tensors are views of the mapping.
+    """Reads what a `ShmSender` of the same user announces in `directory`. Tensors are views of the mapping.
 
     Args:
         num_threads: how many threads `receive_into` copies and digests on.
@@ -144,24 +170,48 @@ class ShmReceiver(WeightReceiver):
         self._mapping, self._inode = None, -1
 
     def _mapped(self, num_bytes: int) -> mmap.mmap:
-        """The mapping of at least `num_bytes`, made anew when the file has grown or is another one."""
+        """The mapping of at least `num_bytes`, made anew when the memory has grown or is another sender's."""
+        memory = self._opened()
         try:
-            check_private(self._path.parent)
-            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as problem:
-            raise SyncError(f"No sender offers weights in shared memory: {problem.strerror}.") from None
-        try:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise SyncError("Shared memory for weights belongs to another user, or is no plain file.")
+            status = os.fstat(memory)
             if status.st_size < num_bytes:
                 raise SyncError(f"Shared memory has {status.st_size} bytes; the manifest needs {num_bytes}.")
             if self._mapping is None or self._inode != status.st_ino or len(self._mapping) < num_bytes:
-                self._mapping = mmap.mmap(file, status.st_size, flags=mmap.MAP_PRIVATE)
+                self._mapping = mmap.mmap(memory, status.st_size, flags=mmap.MAP_PRIVATE)
                 self._inode = status.st_ino
         finally:
-            os.close(file)
+            os.close(memory)
         return self._mapping
+
+    def _opened(self) -> int:
+        """A descriptor of the memory that is announced; proven to be of this user and sealed."""
+        try:
+            check_private(self._path.parent)
+            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(file, "rb") as stream:
+                announced = msgspec.json.decode(stream.read(_HEADER_BYTES), type=_Announcement)
+        except OSError as problem:
+            raise SyncError(f"No sender offers weights in shared memory: {problem.strerror}.") from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise SyncError(f"{self._path} announces no weights: offer them again.") from None
+        try:
+            memory = os.open(f"/proc/{announced.pid}/fd/{announced.descriptor}", os.O_RDONLY)
+        except OSError as problem:
+            what = f"The sender's memory (process {announced.pid}) cannot be opened: {problem.strerror}"
+            raise SyncError(f"{what}. It has ended, or runs in another container: there, send by 'store'.") from None
+        status = os.fstat(memory)
+        if status.st_uid != os.geteuid() or status.st_ino != announced.inode or not _is_sealed(memory):
+            os.close(memory)
+            raise SyncError("Shared memory for weights is not what was announced: offer the weights again.")
+        return memory
+
+
+def _is_sealed(memory: int) -> bool:
+    """Whether it cannot shrink."""
+    try:
+        return bool(fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # a kind of file that has no seals
+        return False
 
 
 def _content(mapping: mmap.mmap, num_bytes: int) -> Tensor:

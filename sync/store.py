@@ -1,4 +1,4 @@
-"""The store transport: versions published as directories of memory-mapped tensors, read by any number of processes.
+"""The store transport: versions published as directories of tensors, read by any number of processes.
 
     publish:  versions/.staging (an old version nobody reads any more, or new) ── write, digest, fsync
               ── manifest.json ── rename to versions/000042 ── CURRENT replaced ── done
@@ -13,7 +13,7 @@ import os
 import queue
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,9 +27,10 @@ from sync.arrival import read
 from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.buckets import Slot, view_of
 from sync.digests import tensor_bytes, tensor_digest
-from sync.errors import ChecksumMismatch, StaleVersion, SyncError
+from sync.errors import StaleVersion, SyncError
 from sync.looks import Arrival
 from sync.manifest import TensorSpec, WeightManifest
+from sync.offer import Offer
 from sync.published import (
     CURRENT,
     LEASE,
@@ -45,10 +46,10 @@ from sync.published import (
     is_store,
     lease_current,
     meta_json,
-    open_tensor,
+    opened_tensor,
     read_pointer,
 )
-from sync.source import NamedTensor, Offer
+from sync.source import NamedTensor
 from sync.threads import in_threads
 
 _STAGING = ".staging"
@@ -137,7 +138,7 @@ class StoreReceiver(WeightReceiver):
 
         def place(spec: TensorSpec) -> Arrival:
             out = shadow[spec.name]
-            with _opened(lease, spec) as fetch:
+            with opened_tensor(lease, spec) as fetch:
                 return read(out, fetch)
 
         sizes = [spec.num_bytes for spec in manifest.tensors]
@@ -167,26 +168,8 @@ def _handed_over(
 
 
 def _read(lease: Lease, spec: TensorSpec, out: memoryview) -> None:
-    with _opened(lease, spec) as fetch:
+    with opened_tensor(lease, spec) as fetch:
         fetch(out[: spec.num_bytes], 0)
-
-
-@contextmanager
-def _opened(lease: Lease, spec: TensorSpec) -> Iterator[Callable[[memoryview, int], None]]:
-    """Yields what fills some memory with the bytes of a tensor's file from a byte on."""
-    file = open_tensor(lease, spec)
-
-    def fetch(rest: memoryview, start: int) -> None:
-        while rest:
-            count = os.preadv(file, [rest], start)
-            if count == 0:
-                raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
-            rest, start = rest[count:], start + count
-
-    try:
-        yield fetch
-    finally:
-        os.close(file)
 
 
 @contextmanager

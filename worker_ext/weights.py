@@ -8,6 +8,7 @@ abort, whoever calls it, or until its time is over or the client that began it i
 `update_weights` of the engine is all of this in one call.
 """
 
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from sync.base import WeightReceiver
 from sync.errors import ManifestMismatch, SyncError
 from sync.manifest import TensorSpec, WeightManifest
-from sync.published import open_current
+from sync.published import checked_manifest, lease_current
 from sync.transports import make_receiver
 from worker_ext.base import WorkerExtension, WorkerLike, rpc, rpc_beside_steps
 
@@ -129,8 +130,7 @@ class WeightSyncExtension(WorkerExtension):
         A directory that is no store of `sync.publish` is refused: nothing says whether its bytes are whole.
         """
         update = self.worker.update
-        with open_current(storage_path, num_threads=num_threads) as published:
-            manifest = published.manifest
+        manifest = checked_manifest(lease_current(Path(storage_path)))
         if not update.begin(manifest, reset_version=reset_version):
             return manifest.digest
         try:

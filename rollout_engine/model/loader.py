@@ -13,12 +13,14 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.model.attention import ATTENTION_NAME
-from rollout_engine.model.checkpoint import TensorEntry, find_directory, read_entries
+from rollout_engine.model.checkpoint import as_config_errors, find_directory, read_entries
 from rollout_engine.model.construct import initialize, place_on
 from rollout_engine.model.fusion import fuse_projections
 from rollout_engine.model.gate import admit, build_module, position_limit
 from rollout_engine.model.geometry import LayerGeometry
 from rollout_engine.model.weight_table import WeightTable
+from sync.checkpoint import CONFIG_FILE, StoredTensor
+from sync.held_files import HeldFile
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ _NEVER_EXPECTED = [r"rotary_emb\.inv_freq$"]
 """In files written by old library versions; computed from the configuration since."""
 _CPU = torch.device("cpu")
 _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
 
 
 class LoadedModel(NamedTuple):
@@ -53,7 +55,7 @@ class LoadedModel(NamedTuple):
 def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel:
     """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly."""
     directory = find_directory(config.model, weights=config.load_format == "auto")
-    hf_config = _read_config(directory)
+    hf_config, config_file = _read_config(directory)
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype, hf_config, entries, device)
     module = build_module(hf_config, dtype, ATTENTION_NAME)
@@ -67,6 +69,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
     table = WeightTable.of(module)
     if config.load_format == "auto":
         table.load(entries, ignored=_NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ()))
+        with as_config_errors():
+            config_file.check()
     else:
         initialize(module)
     return LoadedModel(
@@ -82,15 +86,18 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
     )
 
 
-def _read_config(directory: Path) -> PretrainedConfig:
-    path = directory / "config.json"
+def _read_config(directory: Path) -> tuple[PretrainedConfig, HeldFile]:
+    """The configuration, and its file as it was when it was read."""
+    path = directory / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(
             f"{directory} has no config.json, so it is not a checkpoint. Give the directory that holds it."
         )
+    with as_config_errors():
+        file = HeldFile(path)
     raw = _read_json(path)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True), file
     except Exception as problem:  # the library's checks of a foreign file raise many kinds
         if "auto_map" in raw:
             raise ConfigError(
@@ -108,7 +115,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _resolve_dtype(
-    asked: str, hf_config: PretrainedConfig, entries: Iterable[TensorEntry], device: torch.device
+    asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor], device: torch.device
 ) -> torch.dtype:
     if device.type != "cpu":
         return _dtype_on_device(asked, hf_config, entries)
@@ -125,18 +132,18 @@ def _resolve_dtype(
     return dtype
 
 
-def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[TensorEntry]) -> torch.dtype:
+def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype:
     chosen = getattr(torch, asked) if asked != "auto" else _stored_dtype(hf_config, entries)
     return chosen if chosen in _DEVICE_DTYPES else torch.bfloat16
 
 
-def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[TensorEntry]) -> torch.dtype | None:
+def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype | None:
     stored = hf_config.dtype or _first_float_dtype(entries)
     return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
-def _first_float_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
-    return next((_TORCH_DTYPES[e.dtype] for e in entries if e.dtype in _TORCH_DTYPES), None)
+def _first_float_dtype(entries: Iterable[StoredTensor]) -> torch.dtype | None:
+    return next((e.dtype for e in entries if e.dtype in _STORED_FLOATS), None)
 
 
 def _has_native_bfloat16() -> bool:

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.model.checkpoint import TensorEntry, stream
+from rollout_engine.model.checkpoint import as_config_errors
+from sync.checkpoint import StoredTensor
+from sync.digests import tensor_bytes
 
-_FLOATS = {"F16", "BF16", "F32", "F64"}
-_OTHERS = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class WeightTable(NamedTuple):
@@ -50,7 +51,7 @@ class WeightTable(NamedTuple):
             groups.setdefault(_place(view), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
-    def load(self, entries: list[TensorEntry], *, ignored: Iterable[str] = ()) -> None:
+    def load(self, entries: list[StoredTensor], *, ignored: Iterable[str] = ()) -> None:
         """Fill every view from a checkpoint, converting between floating dtypes (to nearest, ties to even).
 
         Names matching a regular expression of `ignored` may be in the checkpoint without a place here. Raises
@@ -61,24 +62,27 @@ class WeightTable(NamedTuple):
         self._check(wanted)
         self._check_complete({e.name for e in wanted})
         written: dict[tuple[object, ...], str] = {}
-        for entry, tensor in stream(wanted):
-            view = self.views[entry.name]
-            before = written.setdefault(_place(view), entry.name)
-            if before == entry.name:
-                view.copy_(tensor)
-            elif not torch.equal(view, tensor.to(view.dtype)):
-                raise ConfigError(
-                    f"{entry.file}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they are "
-                    "meant to differ, set tie_word_embeddings to false in config.json."
-                )
+        with as_config_errors():
+            for entry in wanted:
+                view = self.views[entry.name]
+                before = written.setdefault(_place(view), entry.name)
+                if before == entry.name:
+                    _fill(view, entry)
+                elif not torch.equal(view, entry.make().to(view.dtype)):
+                    raise ConfigError(
+                        f"{entry.path}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they "
+                        "are meant to differ, set tie_word_embeddings to false in config.json."
+                    )
+            for check in {entry.check for entry in wanted}:
+                check()
 
-    def _check(self, entries: list[TensorEntry]) -> None:
-        _refuse("not in the model", [f"{e.name} ({e.file.name})" for e in entries if e.name not in self.views])
+    def _check(self, entries: list[StoredTensor]) -> None:
+        _refuse("not in the model", [f"{e.name} ({e.path.name})" for e in entries if e.name not in self.views])
         known = [(e, self.views[e.name]) for e in entries]
         _refuse(
             "of another shape",
             [
-                f"{e.name}: expected {list(view.shape)}, {e.file.name} has {list(e.shape)}"
+                f"{e.name}: expected {list(view.shape)}, {e.path.name} has {list(e.shape)}"
                 for e, view in known
                 if tuple(view.shape) != e.shape
             ],
@@ -86,7 +90,7 @@ class WeightTable(NamedTuple):
         _refuse(
             "of a dtype that is not converted",
             [
-                f"{e.name}: expected {view.dtype}, {e.file.name} has {e.dtype}"
+                f"{e.name}: expected {view.dtype}, {e.path.name} has {e.stored_dtype}"
                 for e, view in known
                 if not _convertible(e, view)
             ],
@@ -129,8 +133,16 @@ def _place(view: Tensor) -> tuple[object, ...]:
     return view.data_ptr(), view.shape, view.stride()
 
 
-def _convertible(entry: TensorEntry, view: Tensor) -> bool:
-    return entry.dtype in _FLOATS if view.dtype.is_floating_point else entry.dtype == _OTHERS.get(view.dtype)
+def _convertible(entry: StoredTensor, view: Tensor) -> bool:
+    return entry.dtype in _FLOATS if view.dtype.is_floating_point else entry.dtype == view.dtype
+
+
+def _fill(view: Tensor, entry: StoredTensor) -> None:
+    """Read a tensor of a checkpoint, straight to its place where it lies there as it does in the file."""
+    if view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype:
+        entry.fetch(tensor_bytes(view), 0)
+    else:
+        view.copy_(entry.make())
 
 
 def _refuse(what: str, offenders: list[str]) -> None:

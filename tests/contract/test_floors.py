@@ -39,6 +39,11 @@ MAY_IMPORT = {
     **{module: (*FLOOR_2, "sync.errors") for module in FLOOR_2},
     "rollout_engine.core": FLOOR_2,
     "rollout_engine.model": (*FLOOR_2, "rollout_engine.kernels"),
+    # A checkpoint's files are read in one way, whether an engine loads them or an update brings them.
+    **{
+        f"rollout_engine.model.{name}": (*FLOOR_2, "rollout_engine.kernels", "rollout_engine.model", "sync")
+        for name in ("checkpoint", "loader", "weight_table")
+    },
     "rollout_engine.exact": (*FLOOR_2, "rollout_engine.exact_report", "rollout_engine.kernels", "rollout_engine.model"),
     "rollout_engine.exact_report": FLOOR_2,
     "rollout_engine.execution": (*FLOOR_2, "rollout_engine.model", "rollout_engine.exact", "sync", "worker_ext"),

@@ -1,11 +1,13 @@
 """A weight update happens wholly or not at all."""
 
+import os
 import random
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from rollout_engine import errors
@@ -92,6 +94,27 @@ def test_a_path_that_holds_no_weights_is_refused(engine):
     with pytest.raises(errors.ManifestMismatchError, match="not a published store"):
         engine.update("no/such/kind")
     assert engine.state() == before
+
+
+def test_a_checkpoint_that_is_rewritten_while_it_is_read_changes_nothing(engine, weights, tmp_path, monkeypatch):
+    save_file(weights(), tmp_path / "model.safetensors")
+    real, reads = os.preadv, []
+
+    def read_and_rewrite(*arguments):
+        count = real(*arguments)
+        reads.append(count)
+        if len(reads) == 4:
+            save_file(weights(seed=20), tmp_path / "model.safetensors")
+        return count
+
+    before = engine.state()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", read_and_rewrite)
+        with pytest.raises(errors.ChecksumError, match=r"model\.safetensors .* while it was read"):
+            engine.update(str(tmp_path))
+    assert engine.state() == before
+    engine.update(str(tmp_path))
+    assert torch.equal(engine.live["q"], weights(seed=20)["q"])
 
 
 def test_a_value_too_large_for_the_engines_dtype_is_refused(weights, make_engine):

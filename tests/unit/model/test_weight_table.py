@@ -1,3 +1,6 @@
+import copy
+import os
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,6 +13,12 @@ from rollout_engine.model.weight_table import WeightTable
 from rollout_engine.testing import tiny_checkpoint, tiny_config, tiny_model
 
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+
+def changed(entry, **changes):
+    other = copy.copy(entry)
+    vars(other).update(changes)
+    return other
 
 
 def empty_table(architecture: str, **overrides) -> tuple[torch.nn.Module, WeightTable]:
@@ -51,6 +60,15 @@ def test_an_expert_that_is_missing_is_noticed(tmp_path):
         table.load(entries)
 
 
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 5000), lambda path: os.utime(path)])
+def test_a_checkpoint_that_changes_before_all_is_read_is_refused(tmp_path, change):
+    tiny_checkpoint(tmp_path, "qwen3")
+    entries = read_entries(tmp_path)
+    change(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors .* while it was read"):
+        empty_table("qwen3")[1].load(entries)
+
+
 def test_tied_names_are_aliases_and_have_one_owner():
     _, table = empty_table("qwen3", tie_word_embeddings=True)
     assert table.aliases() == [["model.embed_tokens.weight", "lm_head.weight"]]
@@ -66,14 +84,14 @@ def test_nothing_is_written_when_a_name_does_not_fit(tmp_path):
             parameter.fill_(7.0)
     entries = read_entries(tmp_path)
     with pytest.raises(ConfigError, match=r"2 tensors not in the model: stray\.0 .*stray\.1"):
-        table.load(entries + [entries[0]._replace(name=f"stray.{i}") for i in range(2)])
+        table.load(entries + [changed(entries[0], name=f"stray.{i}") for i in range(2)])
     assert all(bool((view == 7.0).all()) for view in table.views.values())
 
 
 def test_only_ten_offenders_are_listed(tmp_path):
     tiny_checkpoint(tmp_path, "qwen3")
     entries = read_entries(tmp_path)
-    strays = [entries[0]._replace(name=f"stray.{i}") for i in range(13)]
+    strays = [changed(entries[0], name=f"stray.{i}") for i in range(13)]
     with pytest.raises(ConfigError, match=r"13 tensors not in the model: .*stray\.9 .* and 3 more"):
         empty_table("qwen3")[1].load(entries + strays)
 
@@ -91,18 +109,21 @@ def test_another_shape_names_both_shapes(tmp_path):
         empty_table("qwen3", vocab_size=260)[1].load(read_entries(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", ["I64", "U8", "F8_E4M3", "BOOL"])
-def test_only_plain_floats_become_floats(tmp_path, dtype):
+@pytest.mark.parametrize(
+    "dtype,stored", [("int64", "I64"), ("uint8", "U8"), ("float8_e4m3fn", "F8_E4M3"), ("bool", "BOOL")]
+)
+def test_only_plain_floats_become_floats(tmp_path, dtype, stored):
     tiny_checkpoint(tmp_path, "qwen3")
-    entries = [e._replace(dtype=dtype) if e.name == "lm_head.weight" else e for e in read_entries(tmp_path)]
-    with pytest.raises(ConfigError, match=rf"lm_head\.weight: expected torch\.float32.*has {dtype}"):
+    other = {"dtype": getattr(torch, dtype), "stored_dtype": stored}
+    entries = [changed(e, **other) if e.name == "lm_head.weight" else e for e in read_entries(tmp_path)]
+    with pytest.raises(ConfigError, match=rf"lm_head\.weight: expected torch\.float32.*has {stored}"):
         empty_table("qwen3")[1].load(entries)
 
 
 def test_names_to_ignore_may_be_there(tmp_path):
     tiny_checkpoint(tmp_path, "qwen3")
     entries = read_entries(tmp_path)
-    stray = entries[0]._replace(name="model.layers.0.self_attn.rotary_emb.inv_freq")
+    stray = changed(entries[0], name="model.layers.0.self_attn.rotary_emb.inv_freq")
     module, table = empty_table("qwen3")
     table.load([*entries, stray], ignored=[r"rotary_emb\.inv_freq$"])
     expected = tiny_model("qwen3").state_dict()

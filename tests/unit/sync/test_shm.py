@@ -1,14 +1,17 @@
 """Shared memory holds one version at a time, whole."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import sync
+from sync import shm
 from sync.errors import ChecksumMismatch, SyncError
 
 ROOT = Path(__file__).parents[3]
@@ -40,13 +43,19 @@ def test_tensors_are_views_of_one_mapping_that_persists(ends):
     assert places[0][1] - places[0][0] == 4032  # 4000 bytes, to the next multiple of 64
 
 
-def test_the_file_grows_and_never_shrinks(ends, directory):
+def memory(directory):
+    """The path by which others open the memory that is announced in `directory`."""
+    announced = json.loads((directory / "weights").read_bytes())
+    return Path(f"/proc/{announced['pid']}/fd/{announced['descriptor']}")
+
+
+def test_the_memory_grows_and_never_shrinks(ends, directory):
     sender, receiver = ends
     sizes = []
     for version, size in enumerate([1000, 9000, 10], start=1):
         manifest = sender.offer(weights(version, size), version, {})
         assert all((tensor == version).all() for _, tensor in receiver.receive(manifest))
-        sizes.append((directory / "weights").stat().st_size)
+        sizes.append(memory(directory).stat().st_size)
     assert sizes[0] < sizes[1] == sizes[2]
 
 
@@ -139,10 +148,47 @@ def test_a_manifest_larger_than_the_memory_is_refused(ends):
 def test_a_header_that_is_none_is_refused(ends, directory, content):
     sender, receiver = ends
     manifest = sender.offer(weights(1), 1, {})
-    with (directory / "weights").open("r+b") as file:
+    with memory(directory).open("r+b") as file:
         file.write(content)
     with pytest.raises(SyncError, match="holds nothing complete"):
         list(receiver.receive(manifest))
+
+
+def test_nobody_can_cut_memory_that_is_mapped(ends, directory):
+    sender, receiver = ends
+    receiving = receiver.receive(sender.offer(weights(1), 1, {}))
+    with pytest.raises(OSError, match="not permitted"), memory(directory).open("r+b") as file:
+        file.truncate(0)
+    assert all((tensor == 1).all() for _, tensor in receiving)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"pid":1,"descriptor":99999,"inode":1}', b"\xff" * 5000])
+def test_a_file_that_announces_no_memory_is_refused_and_mended_by_the_next_offer(ends, directory, content):
+    sender, receiver = ends
+    manifest = sender.offer(weights(1), 1, {})
+    (directory / "weights").write_bytes(content)
+    with pytest.raises(SyncError, match="announces no weights|cannot be opened"):
+        list(receiver.receive(manifest))
+    manifest = sender.offer(weights(2), 2, {})
+    assert all((tensor == 2).all() for _, tensor in receiver.receive(manifest))
+
+
+def test_memory_that_could_be_cut_is_refused(ends, directory, tmp_path):
+    sender, receiver = ends
+    manifest = sender.offer(weights(1), 1, {})
+    with (tmp_path / "plain").open("wb") as file:
+        file.write(memory(directory).read_bytes())
+        file.flush()
+        place = {"pid": os.getpid(), "descriptor": file.fileno(), "inode": os.fstat(file.fileno()).st_ino}
+        (directory / "weights").write_text(json.dumps(place))
+        with pytest.raises(SyncError, match="is not what was announced"):
+            list(receiver.receive(manifest))
+
+
+def test_more_than_is_available_is_refused(ends, monkeypatch):
+    monkeypatch.setattr(shm.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(SyncError, match="No room for .* Cannot allocate memory"):
+        ends[0].offer(weights(1), 1, {})
 
 
 def test_a_closed_sender_offers_no_more(ends):

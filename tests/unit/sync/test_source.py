@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from sync.errors import ManifestMismatch
-from sync.source import Offer, read_source, tied_groups
+from sync.offer import Offer
+from sync.source import read_source, tied_groups
 
 
 class Tied(nn.Module):

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 import sync
 from sync.errors import ChecksumMismatch, ManifestMismatch, StaleVersion, SyncError
 from sync.manifest import describe
+from sync.offer import Offer
 
 
 def weights(value=1.0):
@@ -358,6 +359,23 @@ def test_a_file_cut_while_it_is_received_is_an_error_not_the_end_of_the_process(
     os.truncate(store / "versions" / "000001" / "c.memmap", 100)
     with pytest.raises((ChecksumMismatch, ManifestMismatch)):
         dict(receiving)
+
+
+def test_files_cut_after_they_were_opened_leave_tensors_as_they_were(store):
+    sync.publish(store, weights(3), 3)
+    with sync.open_current(store) as published:
+        for path in (store / "versions" / "000003").glob("*.memmap"):
+            os.truncate(path, 0)
+        assert all(bool((tensor == 3).all()) for tensor in published.tensors.values())
+
+
+@pytest.mark.parametrize("harm", [cut, flip_a_bit])
+def test_a_store_that_is_harmed_while_its_tensors_are_cast_is_an_error(store, harm):
+    sync.publish(store, weights(3), 3)
+    offer = Offer(store, {"embed.weight": ("bfloat16", (50, 8))})
+    harm(store / "versions" / "000003" / "embed.weight.memmap")
+    with pytest.raises((ChecksumMismatch, ManifestMismatch), match=r"'embed\.weight'.* publish"):
+        offer.manifest_in_place(1)
 
 
 @pytest.mark.parametrize("name", ["store", "shm"])
