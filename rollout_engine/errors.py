@@ -82,6 +82,13 @@ class TransferTimeoutError(WeightUpdateError, sync_errors.TransferTimeout):
 class DirtyWeightsError(WeightUpdateError):
     """The live weights are incomplete; only a complete update clears this."""
 
+    @classmethod
+    def for_verb(cls, verb: str, *, forgotten: bool) -> "DirtyWeightsError":
+        """The one way to say why `verb` cannot use them. `forgotten`: they were complete until a sleep forgot them."""
+        cause = "sleep(level=2) forgot them" if forgotten else "an update ended half-way, or a function wrote to them"
+        advice = "Send a complete update first, by update_weights(...)"
+        return cls(f"{verb}: the live weights are incomplete: {cause}. {advice}.")
+
 
 class EngineGenerateError(RolloutEngineError):
     """One request failed; the engine and every other request go on."""

@@ -57,6 +57,8 @@ class Lifecycle:
         """Nothing new joins what is in flight before the update has ended."""
         self.dirty = False
         """The weights are incomplete; only a complete update clears this."""
+        self.forgotten = False
+        """A sleep at level 2 made them so."""
         self.dead = False
 
     @property
@@ -139,7 +141,7 @@ class Lifecycle:
         woken = self.asleep & asked
         self.asleep -= woken
         if "weights" in woken and self.level == 2:
-            self.dirty = True
+            self.dirty = self.forgotten = True
         if not self.asleep:
             self.level = 0
         return woken
@@ -161,6 +163,7 @@ class Lifecycle:
         self.updating = self.closed_for_update = False
         if dirty is not None:
             self.dirty = dirty
+            self.forgotten &= dirty
 
     def close_for_update(self, mode: PauseMode, *, in_flight: bool) -> None:
         """Nothing new joins before the update has ended; what is in flight may step on."""
@@ -194,7 +197,7 @@ class Lifecycle:
     def require_clean(self, verb: str) -> None:
         """Raise `DirtyWeightsError` where weights are resident but incomplete, and no update is completing them."""
         if self.dirty and not self.updating and "weights" not in self.asleep:
-            raise DirtyWeightsError(f"{verb}: the live weights are incomplete. Send a complete update first.")
+            raise DirtyWeightsError.for_verb(verb, forgotten=self.forgotten)
 
     def require_running(self, verb: str) -> None:
         """Raise unless a request that is added now would be computed, once an update under way has ended, without

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import nn
@@ -52,9 +52,12 @@ class InlineExecutor:
         return self.updater.dirty
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """What waits for the result. Without a thread the step runs when that is called."""
+        """What waits for the result. Without a thread the step runs when that is called.
+
+        While the weights must not be used, a step that computes something fails; one that only forgets does not.
+        """
         if self.worker.served.runs_ahead:
-            return partial(_refuse, work) if self.dirty else self.worker.runner.submit(work)
+            return partial(self._refuse, work) if self._must_refuse(work) else self.worker.runner.submit(work)
         run = partial(self._execute, work)
         return run if self._thread is None else self._thread.submit(run)
 
@@ -120,12 +123,14 @@ class InlineExecutor:
         self._worker = None
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        return _refuse(work) if self.dirty else self.worker.runner.execute(work)
+        return self._refuse(work) if self._must_refuse(work) else self.worker.runner.execute(work)
+
+    def _must_refuse(self, work: SchedulerOutput) -> bool:
+        return self.dirty and bool(work.scheduled)
+
+    def _refuse(self, work: SchedulerOutput) -> NoReturn:
+        raise DirtyWeightsError.for_verb(f"step {work.step}", forgotten=self.updater.forgotten)
 
     def _rest(self) -> None:
         if self._thread is not None:
             self._thread.rest()
-
-
-def _refuse(work: SchedulerOutput) -> ModelRunnerOutput:
-    raise DirtyWeightsError(f"step {work.step}: a weight update failed half-way. Send a complete one first.")

@@ -83,6 +83,8 @@ class WeightUpdater:
         self.version = version
         self.dirty = False
         """The weights must not be used: an update ended half-way, or is under way in place, or they were released."""
+        self.forgotten = False
+        """They were released, and no complete update has come since."""
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""
@@ -106,7 +108,7 @@ class WeightUpdater:
         if self._open is not None:
             raise LifecycleError(f"{verb}: an update is open; commit or abort it first.")
         if self.dirty:
-            raise DirtyWeightsError(f"{verb}: the live weights are incomplete. Send a complete update first.")
+            raise DirtyWeightsError.for_verb(verb, forgotten=self.forgotten)
         return OnDemand(self._coverage.canonical(), self.values)
 
     def values(self, name: str) -> Tensor:
@@ -231,7 +233,7 @@ class WeightUpdater:
         finally:
             self._open = None
         self._committed = manifest
-        self.version, self.dirty = manifest.version, False
+        self.version, self.dirty, self.forgotten = manifest.version, False, False
 
     def confirm(self) -> str:
         """The digest of the live weights under the names of the manifest that was committed last; steps may go on.
@@ -262,6 +264,7 @@ class WeightUpdater:
         assert self._open is None, "the weights of an open update are released"
         self._shadow.clear()
         self.dirty |= forget
+        self.forgotten |= forget
 
     @property
     def is_open(self) -> bool:

@@ -15,6 +15,9 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprob
 LAYERS = 2
 WIDE = dict(hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
 MIB = 1 << 20
+FORGOTTEN = (
+    r"the live weights are incomplete: sleep\(level=2\) forgot them. Send a complete update first, by update_wei"
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,17 +117,48 @@ def test_forgotten_weights_serve_only_after_a_complete_update(llm):
     with pytest.raises(LifecycleError, match=r"update_weights: .* call wake_up\(\['weights'\]\) first"):
         llm.update_weights(tiny_model())
     llm.wake_up()
-    with pytest.raises(DirtyWeightsError):
+    with pytest.raises(DirtyWeightsError, match=FORGOTTEN):
         generate(llm)
+    with pytest.raises(DirtyWeightsError, match=FORGOTTEN):
+        llm.collective_rpc("get_weight_norms")
+    with pytest.raises(DirtyWeightsError, match=FORGOTTEN):
+        llm.score([[5]], [[6]])
     state = dict(tiny_model().state_dict())
     state.pop("model.norm.weight")
     with pytest.raises(Exception, match=r"1 tensors are missing: model\.norm\.weight"):
         llm.update_weights(state)
-    with pytest.raises(DirtyWeightsError):
+    with pytest.raises(DirtyWeightsError, match=FORGOTTEN):
         generate(llm)
     report = llm.update_weights(tiny_model(), version=llm.policy_version)
     assert (report.version, llm.policy_version) == (0, 0)
     assert_same(generate(llm), expected)
+
+
+def test_once_updated_the_weights_are_not_called_forgotten_any_more(llm):
+    llm.sleep(level=2)
+    llm.wake_up()
+    llm.update_weights(tiny_model())
+    with torch.no_grad(), pytest.raises(DirtyWeightsError, match="has written to"):
+        llm.apply_model(lambda module: module.model.norm.weight.mul_(2))
+    with pytest.raises(DirtyWeightsError, match="incomplete: an update ended half-way, or a function wrote to them"):
+        generate(llm)
+    llm.update_weights(tiny_model(), version=llm.policy_version)
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_what_ends_around_a_deep_sleep_is_forgotten_without_a_failing_step(llm, caplog, mode):
+    start(llm, num_steps=3)
+    llm.sleep(2, mode=mode)
+    llm.llm_engine.abort_request("0")
+    llm.llm_engine.step()
+    assert llm.llm_engine.num_sequences_in_runner == 0
+    llm.wake_up(["weights"])
+    llm.llm_engine.abort_request("1")
+    llm.wake_up()
+    llm.llm_engine.step()
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.llm_engine.stats.num_failed_steps == 0 and caplog.records == []
+    llm.update_weights(tiny_model(), version=llm.policy_version)
 
 
 def test_an_update_while_paused_is_seen_after_resume(llm):

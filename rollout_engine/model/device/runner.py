@@ -92,11 +92,11 @@ class DeviceRunner:
 
     def _launch(self, work: SchedulerOutput) -> Result:
         changes = self._note_changes(work)
+        if not work.scheduled:  # nothing to copy either: released memory stays so
+            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
         if self.model.kv.memory.restore() and self.graphs is not None:
             self.graphs.void()
         self.model.kv.copy_blocks(work.block_copies)
-        if not work.scheduled:
-            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
         order = decodes_first(work.scheduled)
         scheduled = [work.scheduled[index] for index in order]
         rows = self.rows.rows([chunk.sequence_id for chunk in scheduled])

@@ -10,6 +10,7 @@ import torch
 from rollout_engine import (
     LLM,
     ChecksumError,
+    DirtyWeightsError,
     LifecycleError,
     ManifestMismatchError,
     RequestError,
@@ -149,6 +150,30 @@ def test_it_sleeps_and_wakes_and_forgets_prefixes(engine, llm, last_of):
 
     before, after = asyncio.run(run())
     assert before.outputs[0].token_ids == after.outputs[0].token_ids
+
+
+def test_a_deep_sleep_with_requests_in_flight_fails_no_step_and_says_afterwards_what_it_forgot(
+    engine, last_of, until_computing
+):
+    async def failed_steps():
+        return (await engine.get_metrics()).core.counters.num_failed_steps
+
+    async def run():
+        before = await failed_steps()
+        running = [asyncio.create_task(last_of(engine, [5, 6], ENDLESS, f"r{i}")) for i in range(3)]
+        await until_computing(engine)
+        await engine.sleep(level=2, mode="abort")
+        reasons = [(await each).outputs[0].finish_reason for each in running]
+        await engine.wake_up()
+        with pytest.raises(
+            DirtyWeightsError, match=r"incomplete: sleep\(level=2\) forgot them. Send a complete update"
+        ):
+            await last_of(engine, "ab", SamplingParams(max_tokens=2))
+        await engine.update_weights(tiny_weights(0), version=engine.policy_version)
+        await last_of(engine, "ab", SamplingParams(max_tokens=2))
+        return reasons, await failed_steps() - before
+
+    assert asyncio.run(run()) == (["abort"] * 3, 0)
 
 
 def test_new_weights_serve_the_tokens_of_an_engine_that_was_given_them_in_process(

@@ -185,6 +185,25 @@ def test_the_colocated_order_wakes_weights_updates_and_wakes_kv():
     assert lifecycle.state == "RUNNING"
 
 
+def test_what_a_sleep_forgot_is_named_until_a_complete_update_has_come():
+    lifecycle = asleep(level=2)
+    lifecycle.wake_up(None)
+    for dirty in (None, True):  # refused, and ended half-way
+        lifecycle.begin_update()
+        lifecycle.end_update(dirty=dirty)
+        with pytest.raises(
+            DirtyWeightsError, match=r"add_request: .* incomplete: sleep\(level=2\) forgot them. Send a"
+        ):
+            lifecycle.require_clean("add_request")
+    lifecycle.begin_update()
+    lifecycle.end_update(dirty=False)
+    lifecycle.require_clean("add_request")
+    lifecycle.begin_update()
+    lifecycle.end_update(dirty=True)
+    with pytest.raises(DirtyWeightsError, match="incomplete: an update ended half-way"):
+        lifecycle.require_clean("add_request")
+
+
 def test_kv_that_wakes_first_leaves_the_weights_asleep():
     lifecycle = asleep(level=2)
     assert lifecycle.wake_up("kv_cache") == {"kv_cache"}
