@@ -1,10 +1,10 @@
 """Directories through which two processes of one user meet."""
 
-import fcntl
 import os
 from pathlib import Path
 
 from sync.errors import SyncError
+from sync.shared_files import try_lock
 
 
 def make_private(directory: Path) -> None:
@@ -24,11 +24,9 @@ def open_sole(path: Path) -> int:
     """The file at `path`, created if need be and locked as long as it stays open; `SyncError` while another has it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             os.close(file)
-            raise SyncError(f"Another trainer sends weights through {path.parent}: give each a directory.") from None
+            raise SyncError(f"Another trainer sends weights through {path.parent}: give each a directory.")
         try:
             if os.stat(path).st_ino == os.fstat(file).st_ino:
                 return file

@@ -14,7 +14,6 @@ regular, of exactly their sizes, with their digests. Nothing here decodes anythi
 is mapped: whoever cuts a file meanwhile causes an error, not the end of the process.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -35,6 +34,7 @@ from sync.arrival import read
 from sync.deferred import FileTensor
 from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
 from sync.manifest import TensorSpec, WeightManifest, first_names, torch_dtype
+from sync.shared_files import try_lock
 from sync.threads import in_threads
 
 CURRENT, LOCK, VERSIONS = "CURRENT", "LOCK", "versions"
@@ -281,11 +281,7 @@ def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:
             return None
         raise ManifestMismatch(f"Version {pointer.version} has no readable {LEASE} file: {problem.strerror}.") from None
     lease = Lease(version, lock, pointer)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return lease
+    return lease if try_lock(lock, shared=True) else None
 
 
 def _published_tensor(lease: Lease, spec: TensorSpec) -> FileTensor:

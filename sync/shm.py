@@ -29,6 +29,7 @@ from sync.errors import ChecksumMismatch, SyncError
 from sync.looks import Arrival
 from sync.manifest import WeightManifest
 from sync.offer import Offer
+from sync.shared_files import reserve
 from sync.source import NamedTensor
 from sync.threads import in_threads
 
@@ -115,7 +116,7 @@ class ShmSender:
             try:
                 if num_bytes - size > psutil.virtual_memory().available:
                     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-                os.posix_fallocate(self._memory, 0, num_bytes)  # an error now, not a bus error later
+                reserve(self._memory, num_bytes)
             except OSError as problem:
                 what = f"No room for {num_bytes} bytes of weights in shared memory: {problem.strerror}"
                 raise SyncError(f"{what}. Free some, or send by 'store'.") from None

@@ -7,7 +7,6 @@ Killed anywhere before the last step, the old version is still current and whole
 reading are in `sync.published`.
 """
 
-import fcntl
 import itertools
 import os
 import queue
@@ -49,6 +48,7 @@ from sync.published import (
     opened_tensor,
     read_pointer,
 )
+from sync.shared_files import reserve, try_lock
 from sync.source import NamedTensor
 from sync.threads import in_threads
 
@@ -180,10 +180,8 @@ def _sole_publisher(store: Path) -> Iterator[None]:
     except OSError as problem:
         raise SyncError(f"{store} cannot be published to: {problem.strerror}.") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SyncError(f"Another trainer publishes to {store}: one store has one trainer at a time.") from None
+        if not try_lock(lock):
+            raise SyncError(f"Another trainer publishes to {store}: one store has one trainer at a time.")
         yield
     finally:
         os.close(lock)
@@ -259,12 +257,10 @@ def _unleased(version: Path) -> int | None:
     if (version / LEASE).is_symlink():
         os.unlink(version / LEASE)
     lock = os.open(version / LEASE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
+    if try_lock(lock):
+        return lock
+    os.close(lock)
+    return None
 
 
 def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) -> WeightManifest:
@@ -310,10 +306,9 @@ def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
 def _allocate(path: Path, num_bytes: int) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        if os.fstat(file).st_size != num_bytes:
+        if os.fstat(file).st_size > num_bytes:
             os.ftruncate(file, num_bytes)
-            if num_bytes:
-                os.posix_fallocate(file, 0, num_bytes)
+        reserve(file, num_bytes)
     finally:
         os.close(file)
 

@@ -8,7 +8,6 @@ Every engine has a directory of its own, mode 0700, with a random name. It holds
 keeps locked, so that directories left by killed runs can be told from live ones.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -26,6 +25,7 @@ from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.frontend.wire import PROTOCOL, Failure, Ready
+from sync.shared_files import lock, try_lock
 
 logger = logging.getLogger("rollout_engine")
 
@@ -210,7 +210,7 @@ def _named_elsewhere(config: EngineConfig) -> EngineConfig:
 def lock_directory(directory: str | Path) -> int:
     """Mark a directory as in use until this process ends. Returns the descriptor that holds the lock."""
     descriptor = os.open(Path(directory) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    lock(descriptor)
     return descriptor
 
 
@@ -231,12 +231,9 @@ def _is_abandoned(directory: Path, age: float) -> bool:
     except FileNotFoundError:
         return age > _STARTING_SECONDS
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return try_lock(descriptor) and age > _STALE_SECONDS
     finally:
         os.close(descriptor)
-    return age > _STALE_SECONDS
 
 
 def _environment() -> dict[str, str]:
