@@ -21,7 +21,7 @@ from sync.base import Metadata, WeightReceiver, WeightSender
 from sync.manifest import TensorSpec
 from sync.transports import TRANSPORTS, make_receiver, make_sender
 
-DEFAULT = "shm"
+DEFAULT = "shm" if hasattr(os, "memfd_create") else "store"  # shared memory is sealed, as on Linux
 _REMOTE = ("shm", "store", "gloo", "ipc")
 
 
