@@ -145,6 +145,31 @@ _SGLANG_SAMPLING = {
     "sampling_seed": "give seed",
 }
 
+_VLLM_CALL = {
+    "chat_template_content_format": "text parts become one str, as every template reads it; leave it out",
+    "guided_options_request": _NO_GRAMMAR,
+    "lora_request": _NO_LORA,
+    "mm_processor_kwargs": "prompts are text or token ids only; leave it out",
+    "prompt_token_ids": "give the lists of ids as prompts",
+    "tokenization_kwargs": 'give {"prompt": text, "add_special_tokens": False} as a prompt, or truncate_prompt_tokens',
+}
+_HUGGING_FACE_CALL = {
+    "add_special_tokens": 'give {"prompt": text, "add_special_tokens": False} as a prompt',
+    "attention_mask": "give ids without padding, and no mask",
+    "documents": "give chat_template_kwargs={'documents': ...}",
+    "enable_thinking": "give chat_template_kwargs={'enable_thinking': ...}",
+    "generation_config": "give sampling_params; get_default_sampling_params() tells the checkpoint's",
+    "input_ids": "give the lists of ids as prompts, without padding",
+    "inputs": "give prompts",
+}
+_TRL_CALL = {
+    "generation_kwargs": "give sampling_params",
+    "max_completion_length": "give sampling_params=SamplingParams(max_tokens=...)",
+    "max_prompt_length": "give sampling_params=SamplingParams(truncate_prompt_tokens=...)",
+    "num_generations": "give num_samples to rollout, or n in sampling_params",
+    "reward_funcs": "give reward_fn",
+}
+
 ENGINE_PEERS: Mapping[str, Mapping[str, str]] = {
     "vLLM's": _VLLM_ENGINE,
     "Hugging Face's": _HUGGING_FACE_ENGINE,
@@ -158,6 +183,14 @@ SAMPLING_PEERS: Mapping[str, Mapping[str, str]] = {
     "SGLang's": _SGLANG_SAMPLING,
 }
 """Whose -> setting of one request of theirs -> what to do here instead."""
+
+
+CALL_PEERS: Mapping[str, Mapping[str, str]] = {
+    "vLLM's": _VLLM_CALL,
+    "Hugging Face's": _HUGGING_FACE_CALL,
+    "TRL's": _TRL_CALL,
+}
+"""Whose -> argument of a call that generates -> what to do here instead."""
 
 
 def peer_option(peers: Mapping[str, Mapping[str, str]], name: str) -> str | None:

@@ -46,7 +46,10 @@ class RolloutPlan(NamedTuple):
             params = [as_sampling_params(params)] * len(listed)
         _same_length("sampling_params", params, listed)
         _check_columns(columns or {}, listed)
-        each_params = [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)]
+        if seed is None and all(each is params[0] for each in params):  # one object, which the engine checks once
+            each_params = [_for_rollout(params[0], num_samples, None, 0)] * len(listed)
+        else:
+            each_params = [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)]
         return cls(listed, each_params, columns or {}, with_chat_options(listed, chat or {}))
 
     def row(self, index: int) -> dict[str, Any]:

@@ -94,9 +94,13 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
         hint = "A list of conversations is a list of prompts." if isinstance(message, list | tuple) else ""
         raise RequestError.for_field(field, message, "a message: a dict with 'role' and 'content'", hint)
     role, content = message.get("role"), message.get("content")
+    calls = role == "assistant" and message.get("tool_calls")
+    for key in ("role", "content"):
+        if key not in message and (key == "role" or not calls):
+            raise RequestError.for_field(field, dict(message), f"a message with '{key}'")
     if not isinstance(role, str) or not role:
         raise RequestError.for_field(f"{field}['role']", role, "a str: 'system', 'user', 'assistant' or 'tool'")
-    if content is None and role == "assistant" and message.get("tool_calls"):
+    if content is None and calls:
         return dict(message)
     if isinstance(content, list | tuple):
         parts = [_text_of(part, f"{field}['content'][{i}]") for i, part in enumerate(content)]

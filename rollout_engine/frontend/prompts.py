@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout_engine._structs import plain
+from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError, unknown_name
 from rollout_engine.frontend.conversations import (
     CHAT_KEYS,
@@ -26,7 +27,7 @@ from rollout_engine.frontend.conversations import (
     is_conversation,
     is_message,
 )
-from rollout_engine.peer_options import SAMPLING_PEERS, peer_option
+from rollout_engine.peer_options import CALL_PEERS, SAMPLING_PEERS, peer_option
 from rollout_engine.sampling_params import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
@@ -63,7 +64,7 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     fields = _keyed(prompt)
     for key in fields:
         if key not in PROMPT_KEYS:
-            raise RequestError(_unknown_key(str(key)), field=str(key), value=fields[key])
+            raise RequestError(_unknown_key(str(key), fields), field=str(key), value=fields[key])
     if is_conversation(fields.get("prompt")) and "messages" not in fields:
         fields = {"messages" if key == "prompt" else key: value for key, value in fields.items()}
     given = [kind for kind in PROMPT_KINDS if kind in fields]
@@ -168,19 +169,21 @@ def _check_text(fields: dict[str, Any], key: str, bound: str) -> None:
         raise RequestError.for_field(key, fields[key], bound)
 
 
-def _unknown_key(key: str) -> str:
-    hint = " Other columns of a dataset go to rollout(..., columns={...})."
+def _unknown_key(key: str, fields: dict[str, Any]) -> str:
+    has_prompt = any(kind in fields for kind in PROMPT_KINDS)
+    hint = " Other columns of a dataset go to rollout(..., columns={...})." if has_prompt else ""
     return peer_option(_PEERS, key) or unknown_name("prompt key", key, PROMPT_KEYS) + hint
 
 
 def _unknown_argument(name: str, verb: Callable[..., Any]) -> str:
+    unknown = f"'{name}' is not an argument of {verb.__name__}:"
     if name in SamplingParams.__struct_fields__:
-        return f"'{name}' is not an argument of {verb.__name__}: give sampling_params=SamplingParams({name}=...)."
-    known = [
-        key for key, parameter in inspect.signature(verb).parameters.items() if parameter.kind != parameter.VAR_KEYWORD
-    ]
-    peers = peer_option(SAMPLING_PEERS, name)
-    return peers or unknown_name(f"argument of {verb.__name__}", name, [*known, *CHAT_KEYS])
+        return f"{unknown} give sampling_params=SamplingParams({name}=...)."
+    if name in EngineConfig.__struct_fields__:
+        return f"{unknown} it is an option of the engine, given when that is made."
+    own = [key for key, each in inspect.signature(verb).parameters.items() if each.kind != each.VAR_KEYWORD]
+    peers = peer_option(CALL_PEERS, name) or peer_option(SAMPLING_PEERS, name)
+    return peers or unknown_name(f"argument of {verb.__name__}", name, [*own, *CHAT_KEYS])
 
 
 def _not_a_prompt(value: Any) -> RequestError:

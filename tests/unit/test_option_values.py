@@ -1,5 +1,6 @@
 """What people type for an option means what they meant, or is refused with what would do."""
 
+import inspect
 import pathlib
 
 import msgspec
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine import ConfigError, EngineConfig, RequestError, SamplingParams
+from rollout_engine import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, RolloutPolicy, SamplingParams
 from rollout_engine.errors import unknown_name
-from rollout_engine.peer_options import ENGINE_PEERS, SAMPLING_PEERS
+from rollout_engine.frontend.conversations import CHAT_KEYS
+from rollout_engine.peer_options import CALL_PEERS, ENGINE_PEERS, SAMPLING_PEERS
 
 
 def config(**options):
@@ -132,6 +134,12 @@ def test_a_name_of_another_library_or_class_is_known_for_what_it_is(make, name, 
 @pytest.mark.parametrize("kind, peers", [(EngineConfig, ENGINE_PEERS), (SamplingParams, SAMPLING_PEERS)])
 def test_names_of_other_libraries_are_not_options_here(kind, peers):
     assert not set(kind.__struct_fields__) & {name for names in peers.values() for name in names}
+
+
+def test_arguments_of_other_libraries_are_not_arguments_here():
+    names = {name for peers in CALL_PEERS.values() for name in peers}
+    for verb in (LLM.generate, LLM.chat, AsyncLLM.generate, RolloutPolicy.rollout, RolloutPolicy.arollout):
+        assert not names & (set(inspect.signature(verb).parameters) | set(CHAT_KEYS))
 
 
 def test_a_clone_has_the_changes_and_is_checked():

@@ -68,6 +68,11 @@ def test_a_bad_dict_of_params_is_named_by_its_index():
         RolloutPlan.of(["x", "y"], [{}, {"temperature": -1}])
 
 
+def test_params_for_all_prompts_stay_one_object():
+    plan = RolloutPlan.of(["x", "y"], {"max_tokens": 3}, num_samples=2)
+    assert plan.params[0] is plan.params[1]
+
+
 def test_rows_of_columns():
     assert RolloutPlan.of(["x", "y"], columns={"answer": (1, 2), "kind": ["a", "b"]}).row(1) == {
         "answer": 2,

@@ -101,9 +101,11 @@ def test_an_assistant_that_calls_tools_needs_no_content(thinking):
 @pytest.mark.parametrize(
     "messages, field, words",
     [
-        ([*HI, {"content": "x"}], "messages[1]['role']", "None is not allowed: must be a str: 'system'"),
+        ([*HI, {"content": "x"}], "messages[1]", "a message with 'role'"),
+        ([{"role": "user", "contnet": "x"}], "messages[0]", "contnet.*a message with 'content'"),
+        ([{"role": None, "content": "x"}], "messages[0]['role']", "None is not allowed: must be a str: 'system'"),
         ([{"role": 5, "content": "x"}], "messages[0]['role']", "a str"),
-        ([*HI, {"role": "assistant"}], "messages[1]['content']", "a str, or a list of text parts"),
+        ([*HI, {"role": "assistant"}], "messages[1]", "a message with 'content'"),
         ([{"role": "user", "content": None}], "messages[0]['content']", "a str"),
         ([{"role": "tool", "content": {"a": 1}}], "messages[0]['content']", r"json\.dumps"),
         ([*HI, "x"], "messages[1]", "a message: a dict"),
@@ -203,6 +205,10 @@ def test_options_of_a_call_are_refused_for_prompts_that_are_no_conversations(inp
     [
         ("max_tokens", r"not an argument of generate: give sampling_params=SamplingParams\(max_tokens=\.\.\.\)"),
         ("max_new_tokens", "Hugging Face's .* give max_tokens"),
+        ("max_model_len", "not an argument of generate: it is an option of the engine"),
+        ("enable_thinking", r"give chat_template_kwargs=\{'enable_thinking': \.\.\.\}"),
+        ("num_generations", "TRL's .* give num_samples"),
+        ("lora_request", "vLLM's .* adapters are not served"),
         ("use_tqmd", "Unknown argument of generate 'use_tqmd'. Did you mean 'use_tqdm'"),
         ("chat_template_kwarg", "Did you mean 'chat_template_kwargs'"),
     ],
