@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.model.logits_processors import LogitsProcessor as LogitsProcessor
     from rollout_engine.model.logits_processors import SequenceView as SequenceView
     from rollout_engine.outputs import CompletionOutput as CompletionOutput
+    from rollout_engine.outputs import Logprob as Logprob
     from rollout_engine.outputs import RequestOutput as RequestOutput
     from rollout_engine.outputs import UpdateReport as UpdateReport
     from rollout_engine.outputs import VersionSpan as VersionSpan
@@ -93,7 +94,7 @@ _NAMES = {
     "rollout_engine.frontend.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
     "rollout_engine.model.logits_processors": ("LogitsProcessor", "SequenceView"),
-    "rollout_engine.outputs": ("CompletionOutput", "RequestOutput", "UpdateReport", "VersionSpan"),
+    "rollout_engine.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "UpdateReport", "VersionSpan"),
     "rollout_engine.policy": ("RolloutPolicy",),
     "rollout_engine.sampling_params": ("SamplingParams",),
 }

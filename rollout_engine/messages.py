@@ -10,6 +10,8 @@ Ids: core and worker know sequences, each by a number that the front end has cou
 i of n is sequence `first_sequence + i`. What a user calls a request stays in the front end.
 """
 
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -60,6 +62,50 @@ class PromptLogprobs(msgspec.Struct):
     """(int32 [P, k], float32 [P, k]), the first row -1 and NaN; None where k is 0."""
 
 
+_PIECE_VALUES = 1 << 22
+"""Of 16 MiB: a message's frames stay well below the longest that a wire takes."""
+
+
+class IdLogprobs(msgspec.Struct):
+    """Log-probs of the token ids that some sequences asked for, at the place of the one token each has gained."""
+
+    sequences: list[int]
+    widths: list[int]
+    """Of each sequence, how many."""
+    pieces: list[np.ndarray]
+    """float32, all sequences end to end, each whole in one piece."""
+
+    def __post_init__(self) -> None:
+        ends, piece_ends = (set(accumulate(sizes)) for sizes in (self.widths, map(len, self.pieces)))
+        fits = max(ends, default=0) == max(piece_ends, default=0) and piece_ends <= ends
+        if not fits or len(self.sequences) != len(self.widths) or min(self.widths, default=0) < 1:
+            raise ValueError("id_logprobs: sequences, widths and pieces do not fit each other")
+
+    @classmethod
+    def of(cls, rows: Mapping[int, np.ndarray]) -> "IdLogprobs | None":
+        """Of sequence -> float32 [width]; None where there is none."""
+        if not rows:
+            return None
+        pieces: list[list[np.ndarray]] = [[]]
+        size = 0
+        for row in rows.values():
+            if size and size + len(row) > _PIECE_VALUES:
+                pieces.append([])
+                size = 0
+            pieces[-1].append(row)
+            size += len(row)
+        return cls(list(rows), [len(row) for row in rows.values()], [np.concatenate(piece) for piece in pieces])
+
+    def rows(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(sequence, float32 [width]) of each."""
+        pieces = iter(self.pieces)
+        piece = np.empty(0, np.float32)
+        for sequence, width in zip(self.sequences, self.widths, strict=True):
+            piece = piece if len(piece) else next(pieces)
+            row, piece = piece[:width], piece[width:]
+            yield sequence, row
+
+
 class EngineCoreOutputs(msgspec.Struct):
     """What one step brought: columns over the N sequences that gained a token, and the few that ended."""
 
@@ -86,6 +132,10 @@ class EngineCoreOutputs(msgspec.Struct):
     """When the step began, seconds on the system's monotonic clock: filled in by who drives the core."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """`first_sequence` -> log-probs of its prompt, told with its first tokens to those who asked."""
+    sampled_ranks: np.ndarray | None = None
+    """int32 [N], 1 for the most likely token; None when no request of the step asked for more than its log-prob."""
+    id_logprobs: IdLogprobs | None = None
+    """Of those of the sequences that asked; None when none did."""
 
 
 class NewSequence(msgspec.Struct):
@@ -156,6 +206,10 @@ class ModelRunnerOutput(msgspec.Struct):
     """Sample index -> why that sequence cannot go on (for example NaN logits); its token id is -1."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Index into `SchedulerOutput.scheduled` -> log-probs of that prompt, in the step that completes it."""
+    sampled_ranks: np.ndarray | None = None
+    """int32 [N], 1 for the most likely token, 0 for requests that did not ask; None when nobody asked."""
+    id_logprobs: dict[int, np.ndarray] = {}
+    """Sample index -> float32 log-probs of the ids that its request asked for, all of the vocabulary's included."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

@@ -1,9 +1,11 @@
 """What a request gives back."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+
+from rollout_engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -30,6 +32,16 @@ class RequestMetrics(msgspec.Struct):
     finished_time: float | None = None
 
 
+class Logprob(msgspec.Struct, frozen=True):
+    """One token at one position."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most likely token; None where ranks were not asked for (`logprobs=0`)."""
+    decoded_token: str | None
+    """Its text inside a text; None without a tokenizer."""
+
+
 class CompletionOutput(msgspec.Struct):
     """One sample of a prompt; with `output_kind="delta"` only what is new since the last output."""
 
@@ -53,6 +65,31 @@ class CompletionOutput(msgspec.Struct):
     seed: int
     """Sequence seed: resubmitted with n=1 it replays this sample."""
     error: str | None = None
+    sampled_ranks: np.ndarray | None = None
+    """int32 [T], 1 for the most likely token, ties to the lowest id; None unless `logprobs` is -1 or at least 1."""
+    token_id_logprobs: np.ndarray | None = None
+    """float32 [T, number of `logprob_token_ids`], in their order."""
+
+    def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
+        """For each token {token id: Logprob} of the sampled token first, then of the most likely ones.
+
+        `tokenizer`: a Hugging Face one, `llm.get_tokenizer()`, where their texts are wanted. Made on each call: the
+        arrays are what is kept. Raises `RequestError` where no log-probs were asked for.
+        """
+        if self.logprobs is None:
+            raise RequestError("logprob_dicts: there are no log-probs. Ask for them: SamplingParams(logprobs=...).")
+        texts = _Texts(tokenizer)
+        made = []
+        for position, token_id in enumerate(self.token_ids):
+            rank = None if self.sampled_ranks is None else int(self.sampled_ranks[position])
+            found = {token_id: Logprob(float(self.logprobs[position]), rank, texts[token_id])}
+            if self.top_logprobs is not None:
+                ids, values = (column[position].tolist() for column in self.top_logprobs)
+                for place, (other, logprob) in enumerate(zip(ids, values, strict=True), start=1):
+                    if other >= 0:
+                        found.setdefault(other, Logprob(logprob, place, texts[other]))
+            made.append(found)
+        return made
 
 
 class RequestOutput(msgspec.Struct):
@@ -93,3 +130,21 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """Bytes held beside the live weights, from this update to the next."""
     pack_seconds: float = 0.0
     """Of `seconds`, those that laid the weights out for the kernels once all had come."""
+
+
+class _Texts(dict[int, str | None]):
+    """Token id -> its text, told by what a second one adds to a first: alone, some tokenizers strip its space."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        once, twice = (
+            self._tokenizer.decode([token_id] * count, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for count in (1, 2)
+        )
+        self[token_id] = text = twice[len(once) :]
+        return text

@@ -14,6 +14,11 @@ from rollout_engine.seeds import MAX_SEED, MIN_SEED
 MAX_N = 4_096
 MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 64
+MAX_LOGPROB_TOKEN_IDS = 1_024
+MAX_LOGPROB_VALUES = 1 << 26
+"""Log-probs that one request may bring by `logprobs=-1` and `logprob_token_ids`: 256 MiB of them."""
+MAX_PROMPT_LOGPROB_VALUES = 1 << 24
+"""Log-probs that one prompt may bring by `prompt_logprobs=-1`: two arrays of 64 MiB."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1_024
 MAX_STOP_REGEX = 16
@@ -91,10 +96,14 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     seed: int | None = None
     """Sequence seed of 64 bits; sample 0 uses it, sample i a mix of it and i. None: derived from the engine's. A
     negative one is the same seed read as a signed number, as a batch's "seed" column holds it: -1 is 2**64 - 1."""
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """None: none. 0: of the sampled tokens. k: also the k most likely tokens' at each position."""
-    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The same of the prompt's tokens, the first excepted; the prompt is then computed without prefix hits."""
+    logprobs: Annotated[int, msgspec.Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
+    """None: none. 0: of the sampled tokens. k: also the k most likely tokens' at each position, and the rank of the
+    sampled one. -1: the same of every token of the vocabulary, for at most 2**26 log-probs a request."""
+    logprob_token_ids: list[int] | None = None
+    """Token ids whose log-probs are returned at every position, in this order; needs no `logprobs`."""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
+    """None, 0, k and -1 as in `logprobs`, of the prompt's tokens, the first excepted; -1 for at most 2**24 log-probs a
+    prompt. The prompt is then computed without prefix hits."""
     logprobs_mode: LogprobsMode = "tempered"
     """"tempered": log_softmax(logits / temperature) of the model's own logits, what trainers recompute. "raw": the same
     at temperature 1. "processed": of the distribution actually sampled from, after penalties, bias, logits processors,
@@ -131,6 +140,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _require("truncate_prompt_tokens", self.truncate_prompt_tokens, self.truncate_prompt_tokens != 0, "-1 or >= 1")
         self._check_stops()
         self._check_masks()
+        _check_count("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, "ids")
+        _check_ids("logprob_token_ids", self.logprob_token_ids)
         _check_extra_args(self.extra_args)
 
     def _check_stops(self) -> None:
@@ -153,6 +164,36 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _check_ids("logit_bias", self.logit_bias)
         for token, bias in (self.logit_bias or {}).items():
             _require(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Most likely tokens to report at each position; 0 where `logprobs=-1`, which asks for all by their ids."""
+        return max(self.logprobs or 0, 0)
+
+    @property
+    def wants_ranks(self) -> bool:
+        """Whether results say how many tokens were as likely as the sampled one, or more."""
+        return bool(self.logprobs)
+
+    @property
+    def asks_for_ids(self) -> bool:
+        """Whether results carry log-probs of given token ids, or of all."""
+        return self.logprobs == -1 or bool(self.logprob_token_ids)
+
+    def check_num_logprobs(self, num_prompt_tokens: int, max_tokens: int, vocab_size: int) -> None:
+        """Raise `RequestError` where all log-probs of a request would be too many to hold."""
+        if not (self.asks_for_ids or self.prompt_logprobs == -1):
+            return
+        if self.prompt_logprobs == -1:
+            count, most = num_prompt_tokens * vocab_size, MAX_PROMPT_LOGPROB_VALUES
+            what = f"{num_prompt_tokens} prompt tokens x {vocab_size} of the vocabulary = {count} log-probs"
+            _require_few("prompt_logprobs", self.prompt_logprobs, what, count, most, "Give a shorter prompt.")
+        width = vocab_size if self.logprobs == -1 else len(self.logprob_token_ids or ())
+        field = "logprobs" if self.logprobs == -1 else "logprob_token_ids"
+        count, room = self.n * max_tokens * width, MAX_LOGPROB_VALUES // max(1, self.n * width)
+        what = f"n={self.n} x {max_tokens} tokens x {width} ids = {count} log-probs"
+        hint = f"Give max_tokens={room} or less." if room else "Give a smaller n."
+        _require_few(field, -1 if self.logprobs == -1 else f"{width} ids", what, count, MAX_LOGPROB_VALUES, hint)
 
     @property
     def stops_on_text(self) -> bool:
@@ -186,6 +227,11 @@ def as_sampling_params(value: Any) -> SamplingParams:
 def _require(field: str, value: object, ok: bool, bound: str) -> None:
     if not ok:
         raise RequestError.for_field(field, value, bound)
+
+
+def _require_few(field: str, value: object, what: str, count: int, most: int, hint: str) -> None:
+    if count > most:
+        raise RequestError.for_field(field, value, f"for at most {most} log-probs a request", f"{what}. {hint}")
 
 
 def _check_texts(field: str, texts: list[str] | None, max_count: int, max_chars: int) -> None:

@@ -58,7 +58,9 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
         _check_tokens("bad_words", word, config.vocab_size)
         if not word:
             raise RequestError.for_field("bad_words", word, "at least one token long")
+    _check_tokens("logprob_token_ids", request.params.logprob_token_ids or [], config.vocab_size)
     _check_length(request, config)
+    request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
 
 
 def _check_tokens(field: str, token_ids: list[int], vocab_size: int) -> None:

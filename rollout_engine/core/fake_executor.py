@@ -233,7 +233,7 @@ def _prompt_columns(state: FakeSequence, vocab_size: int) -> PromptLogprobs:
     ids = np.array(state.token_ids[: state.num_prompt_tokens], dtype=np.int32)
     logprobs = (-1.0 - ids / vocab_size).astype(np.float32)
     logprobs[0] = np.nan
-    width = state.params.prompt_logprobs
+    width = vocab_size if state.params.prompt_logprobs == -1 else state.params.prompt_logprobs
     top = (np.repeat(ids[:, None], width, 1), np.repeat(logprobs[:, None], width, 1)) if width else None
     return PromptLogprobs(logprobs, top)
 
@@ -247,7 +247,15 @@ def _with_columns(
         output.logprobs = [-1.0 - token_id / vocab_size for token_id in token_ids]
     if any(p.truncates for p in params):
         output.kept_logprob_mass = [-0.125 if p.truncates else 0.0 for p in params]
-    width = max((p.logprobs or 0 for p in params), default=0)
+    if any(p.wants_ranks for p in params):
+        output.sampled_ranks = np.array(
+            [token_id + 1 if p.wants_ranks else 0 for token_id, p in zip(token_ids, params, strict=True)], np.int32
+        )
+    for index, each in enumerate(params):
+        asked = range(vocab_size) if each.logprobs == -1 else each.logprob_token_ids
+        if asked and index not in errors:
+            output.id_logprobs[index] = -1.0 - np.array(asked, np.float32) / vocab_size
+    width = max((p.num_top_logprobs for p in params), default=0)
     if width:
         shifts = np.arange(width, dtype=np.int32)
         ids = (np.array(token_ids, dtype=np.int32)[:, None] + shifts) % vocab_size

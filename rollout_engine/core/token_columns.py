@@ -4,7 +4,7 @@ from collections.abc import Container
 from typing import cast
 
 from rollout_engine.core.request import Sequence
-from rollout_engine.messages import EngineCoreOutputs, ModelRunnerOutput
+from rollout_engine.messages import EngineCoreOutputs, IdLogprobs, ModelRunnerOutput
 
 
 def fill_columns(outputs: EngineCoreOutputs, drawn: list[Sequence], result: ModelRunnerOutput) -> None:
@@ -18,9 +18,13 @@ def fill_columns(outputs: EngineCoreOutputs, drawn: list[Sequence], result: Mode
     outputs.logprobs = result.logprobs
     outputs.kept_logprob_mass = result.kept_logprob_mass
     outputs.top_logprobs = result.top_logprobs
+    outputs.sampled_ranks = result.sampled_ranks
     left_out = {row for row, sequence in enumerate(drawn) if sequence.ended} | result.errors.keys()
     if left_out:
         _leave_out(outputs, left_out)
+    if result.id_logprobs:
+        rows = {drawn[row].sequence_id: values for row, values in result.id_logprobs.items() if row not in left_out}
+        outputs.id_logprobs = IdLogprobs.of(rows)
 
 
 def _leave_out(outputs: EngineCoreOutputs, rows: Container[int]) -> None:
@@ -32,3 +36,5 @@ def _leave_out(outputs: EngineCoreOutputs, rows: Container[int]) -> None:
     if outputs.top_logprobs is not None:
         ids, values = outputs.top_logprobs
         outputs.top_logprobs = (ids[kept], values[kept])
+    if outputs.sampled_ranks is not None:
+        outputs.sampled_ranks = outputs.sampled_ranks[kept]

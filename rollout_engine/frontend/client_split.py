@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
 
 _SHIFT = 40
 _COLUMNS = ("sequences", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass")
@@ -58,6 +58,11 @@ def _share(outputs: EngineCoreOutputs, client_index: int) -> EngineCoreOutputs:
     if outputs.top_logprobs is not None:
         ids, values = outputs.top_logprobs
         share.top_logprobs = ids[np.array(own, dtype=bool)], values[np.array(own, dtype=bool)]
+    if outputs.sampled_ranks is not None:
+        share.sampled_ranks = outputs.sampled_ranks[np.array(own, dtype=bool)]
+    if outputs.id_logprobs is not None:
+        rows = outputs.id_logprobs.rows()
+        share.id_logprobs = IdLogprobs.of({s: values for s, values in rows if s >> _SHIFT == client_index})
     return share
 
 

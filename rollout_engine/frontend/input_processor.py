@@ -15,7 +15,7 @@ from rollout_engine.frontend.prompts import Prompt, as_batch, as_fields, as_toke
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.sampling_params import SamplingLike, SamplingParams, as_sampling_params
+from rollout_engine.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix, unsigned
 
 logger = logging.getLogger("rollout_engine")
@@ -56,6 +56,7 @@ class InputProcessor:
         seed: int = 0,
         takes_extra_args: bool = False,
         clamps: bool = False,
+        gives_id_logprobs: bool = True,
         default_params: Callable[[], SamplingParams] = SamplingParams,
         first_sequence: int = 0,
     ) -> None:
@@ -68,6 +69,8 @@ class InputProcessor:
         self._seed = seed
         self._takes_extra_args = takes_extra_args
         """Whether the engine has logits processors that may read them."""
+        self._gives_id_logprobs = gives_id_logprobs
+        """Whether the engine's sampler tells log-probs by token id: on a CPU."""
         self._clamps = clamps
         """Whether a `max_tokens` that does not fit is shortened, not refused."""
         self.default_params = default_params
@@ -101,6 +104,7 @@ class InputProcessor:
             seed=config.seed if seed is None else seed,
             takes_extra_args=bool(config.logits_processors),
             clamps=config.on_long == "clamp",
+            gives_id_logprobs=config.device != "cuda",
             default_params=partial(read_default_params, config.model),
             first_sequence=first_sequence,
         )
@@ -175,11 +179,13 @@ class InputProcessor:
         token_ids = self._truncated(token_ids, params)
         if not token_ids:
             raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
+        max_tokens = self._room(len(token_ids), params)
+        params.check_num_logprobs(len(token_ids), max_tokens, self._vocab_size)
         return CheckedPrompt(
             text=text,
             token_ids=token_ids,
             params=params,
-            max_tokens=self._room(len(token_ids), params),
+            max_tokens=max_tokens,
             cache_salt=fields.get("cache_salt") or "",
             bad_words=bad_words,
         )
@@ -211,10 +217,14 @@ class InputProcessor:
             if (getattr(params, field) or 0) > self._vocab_size:
                 bound = f"at most {self._vocab_size}, the vocabulary"
                 raise RequestError.for_field(field, getattr(params, field), bound)
+        if params.asks_for_ids and not self._gives_id_logprobs:
+            field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
+            bound = f"given with device='cpu' only; ask device='cuda' for logprobs=k, k up to {MAX_LOGPROBS}"
+            raise RequestError.for_field(field, getattr(params, field), bound)
         if params.extra_args and not self._takes_extra_args:
             hint = "Nothing would read them: this engine has no logits_processors."
             raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)
-        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             for token_id in getattr(params, field) or ():
                 if token_id >= self._vocab_size:
                     bound = f"ids in [0, {self._vocab_size}), the vocabulary"

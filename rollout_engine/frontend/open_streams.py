@@ -17,7 +17,7 @@ from rollout_engine.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.frontend.output_processor import OpenRequest, OutputProcessor
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.wire import Outputs, Refused
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
 from rollout_engine.metrics import RequestStats
 from rollout_engine.outputs import RequestOutput
 
@@ -193,6 +193,7 @@ def _slices(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
     if count <= _SLICE:
         yield outputs
         return
+    rows = {} if outputs.id_logprobs is None else dict(outputs.id_logprobs.rows())
     for start in range(0, count, _SLICE):
         part = slice(start, start + _SLICE)
         top = outputs.top_logprobs
@@ -204,6 +205,8 @@ def _slices(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
             logprobs=outputs.logprobs and outputs.logprobs[part],
             kept_logprob_mass=outputs.kept_logprob_mass and outputs.kept_logprob_mass[part],
             top_logprobs=top and (top[0][part], top[1][part]),
+            sampled_ranks=None if outputs.sampled_ranks is None else outputs.sampled_ranks[part],
+            id_logprobs=IdLogprobs.of({s: rows[s] for s in outputs.sequences[part] if s in rows}),
             ended=outputs.ended if start + _SLICE >= count else [],
             num_cached_tokens=outputs.num_cached_tokens if start == 0 else {},
             prompt_logprobs=outputs.prompt_logprobs if start == 0 else {},

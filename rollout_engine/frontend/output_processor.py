@@ -163,6 +163,14 @@ class OutputProcessor:
             for sequence, ids, values in zip(outputs.sequences, *outputs.top_logprobs, strict=True):
                 if sequence in live:
                     live[sequence].append_top(ids, values)
+        if outputs.sampled_ranks is not None:
+            for sequence, rank in zip(outputs.sequences, outputs.sampled_ranks.tolist(), strict=True):
+                if sequence in live:
+                    live[sequence].append_rank(rank)
+        if outputs.id_logprobs is not None:
+            for sequence, values in outputs.id_logprobs.rows():
+                if sequence in live:
+                    live[sequence].append_of_ids(values)
         return watched
 
     def _end(self, sequence: int, live_version: int) -> None:

@@ -38,7 +38,10 @@ class Sample:
         """Why it failed, if it did."""
         self._token_ids: list[int] = []
         self._logprobs: Any = None if params.logprobs is None else array("f")
-        self._top_logprobs = TopLogprobs(params.logprobs) if params.logprobs else None
+        self._top_logprobs = _top_column(params)
+        self._sampled_ranks = array("i") if params.wants_ranks else None
+        self._asked_ids = params.logprob_token_ids or None
+        self._id_logprobs: list[np.ndarray] | None = None if self._asked_ids is None else []
         self._kept_logprob_mass = array("f") if params.truncates else None
         self._policy_version = self._kv_min_version = -1
         self._spans: list[tuple[int, int, int]] = []
@@ -71,6 +74,19 @@ class Sample:
         if self._top_logprobs is not None:
             self._top_logprobs.append(ids, logprobs)
 
+    def append_rank(self, rank: int) -> None:
+        """Take the last token's rank, if asked for."""
+        if self._sampled_ranks is not None:
+            self._sampled_ranks.append(rank)
+
+    def append_of_ids(self, logprobs: np.ndarray) -> None:
+        """Take log-probs at the last token's place: of the whole vocabulary, or of the ids asked for."""
+        if isinstance(self._top_logprobs, AllLogprobs):
+            self._top_logprobs.append_all(logprobs)
+            logprobs = logprobs[self._asked_ids or []]
+        if self._id_logprobs is not None:
+            self._id_logprobs.append(logprobs)
+
     def append_kept_mass(self, mass: float) -> None:
         """Take the last token's kept mass, if asked for."""
         if self._kept_logprob_mass is not None:
@@ -95,7 +111,10 @@ class Sample:
     def render(self, *, only_new: bool) -> CompletionOutput:
         """The sample so far, or what is new since the last call. Positions in spans count from the start either way."""
         num_tokens = len(self._token_ids)
-        for column in (self._logprobs, self._top_logprobs, self._kept_logprob_mass):
+        for column in (
+            *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
+            *(self._sampled_ranks, self._id_logprobs),
+        ):
             assert column is None or len(column) == num_tokens, f"a column of {len(column)} for {num_tokens} tokens"
         start = self.num_rendered if only_new else 0
         first_char = self._num_rendered_chars if only_new else 0
@@ -114,7 +133,15 @@ class Sample:
             version_spans=self._spans_from(start),
             seed=self._seed,
             error=self.error,
+            sampled_ranks=None if self._sampled_ranks is None else np.array(self._sampled_ranks[start:], np.int32),
+            token_id_logprobs=self._of_asked_ids(start),
         )
+
+    def _of_asked_ids(self, start: int) -> np.ndarray | None:
+        if self._id_logprobs is None or self._asked_ids is None:
+            return None
+        shape = len(self._id_logprobs) - start, len(self._asked_ids)
+        return np.array(self._id_logprobs[start:], dtype=np.float32).reshape(shape)
 
     def _is_ended_by_text(self) -> bool:
         """Whether a stop string or pattern, or a failure to read the text, ends the sample; note which."""
@@ -179,6 +206,28 @@ class TopLogprobs:
         shape = (len(self._ids) - start, self._k)
         ids = np.array(self._ids[start:], dtype=np.int32).reshape(shape)
         return ids, np.array(self._logprobs[start:], dtype=np.float32).reshape(shape)
+
+
+class AllLogprobs(TopLogprobs):
+    """Every token of the vocabulary at each position, most likely first, ties to the lowest id."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def append(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Do nothing: the most likely tokens are those that another request of the step asked for."""
+
+    def append_all(self, logprobs: np.ndarray) -> None:
+        """Add a position: float32 [V] log-probs by token id."""
+        self._k = len(logprobs)
+        ids = np.argsort(-logprobs, kind="stable").astype(np.int32)
+        super().append(ids, logprobs[ids])
+
+
+def _top_column(params: SamplingParams) -> TopLogprobs | None:
+    if params.logprobs == -1:
+        return AllLogprobs()
+    return TopLogprobs(params.logprobs) if params.logprobs else None
 
 
 def _from(start: int, column: "array[float] | None") -> np.ndarray | None:

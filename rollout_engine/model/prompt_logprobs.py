@@ -21,9 +21,9 @@ from rollout_engine.messages import NewSequence, PromptLogprobs, ScheduledSequen
 class PromptScorer:
     """The prompts that are being scored."""
 
-    def __init__(self, kernel: FiguresOf = figures_of) -> None:
+    def __init__(self, vocab_size: int, kernel: FiguresOf = figures_of) -> None:
         """`kernel` reads logits where they lie."""
-        self._kernel = kernel
+        self._vocab_size, self._kernel = vocab_size, kernel
         self._prompts: dict[int, _Prompt] = {}
         self._pieces: list[_Piece] = []
 
@@ -33,7 +33,7 @@ class PromptScorer:
         for chunk in scheduled if asked else ():
             sequence = asked.get(chunk.sequence_id)
             if sequence is not None and len(sequence.token_ids) == sequence.num_prompt_tokens:
-                self._prompts[chunk.sequence_id] = _Prompt(sequence)
+                self._prompts[chunk.sequence_id] = _Prompt(sequence, self._vocab_size)
 
     def forget(self, sequence_id: int) -> None:
         """An unknown id is a no-op."""
@@ -66,11 +66,11 @@ class PromptScorer:
 class _Prompt:
     """What is known of one prompt so far."""
 
-    def __init__(self, sequence: NewSequence) -> None:
+    def __init__(self, sequence: NewSequence, vocab_size: int) -> None:
         params, length = sequence.params, sequence.num_prompt_tokens
         self.token_ids = torch.tensor(sequence.token_ids)
         self.temperature = 1.0 if params.logprobs_mode == "raw" else params.temperature
-        self.num_top = params.prompt_logprobs or 0
+        self.num_top = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs or 0
         shape = length, self.num_top
         self.found = PromptLogprobs(
             logprobs=np.full(length, np.nan, np.float32),

@@ -24,7 +24,7 @@ class ModelRunner:
 
     def __init__(self, model: PagedModel, *, vocab_size: int, processors: Sequence[LogitsProcessor] = ()) -> None:
         self.model = model
-        self._prompts = PromptScorer()
+        self._prompts = PromptScorer(vocab_size)
         self._sequences = KnownSequences(vocab_size, processors, self._prompts)
         self._blocks = BlockRows()
         self._settings: tuple[list[int], SamplingBatch] | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.draw import Truncation, draw
 from rollout_engine.kernels.rng import uniforms
-from rollout_engine.kernels.token_logprobs import figures_of, logprobs_at, row_temperatures
+from rollout_engine.kernels.token_logprobs import figures_of, logprobs_at, row_blocks, row_temperatures
 from rollout_engine.kernels.truncation import most_likely, stays
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.logit_edits import LogitEdits, edit
@@ -58,8 +58,12 @@ class SamplingBatch(NamedTuple):
     """int8 [N], codes of `SamplingParams.logprobs_mode`."""
     num_top: np.ndarray
     """int64 [N], how many most likely tokens to report."""
+    wants_rank: np.ndarray
+    """bool [N], whether to report the sampled token's rank."""
     wants_logprobs: bool
     """Whether any task asked for log-probs."""
+    asked_ids: Mapping[int, list[int] | None] = MappingProxyType({})
+    """Row -> token ids whose log-probs to report, None for all; rows that did not ask are absent."""
 
     @classmethod
     def from_tasks(cls, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> "SamplingBatch":
@@ -80,8 +84,10 @@ class SamplingBatch(NamedTuple):
             seeds=np.array(seeds, np.uint64).view(np.int64),
             positions=np.array(positions, np.int64),
             modes=column(np.int8, (_MODE_CODES[p.logprobs_mode] for p in kinds)),
-            num_top=column(np.int64, (p.logprobs or 0 for p in kinds)),
+            num_top=column(np.int64, (p.num_top_logprobs for p in kinds)),
+            wants_rank=column(np.bool_, (p.wants_ranks for p in kinds)),
             wants_logprobs=any(p.logprobs is not None for p in kinds),
+            asked_ids=_asked_ids(params) if any(p.asks_for_ids for p in kinds) else {},
         )
 
     @property
@@ -102,12 +108,13 @@ class SamplingBatch(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether all that is asked of each row is a token and its tempered log-prob."""
-        return not ((self.num_top > 0) | self.is_processed | self.is_raw).any()
+        return not (self.wants_rank | self.is_processed | self.is_raw).any() and not self.asked_ids
 
     def rows(self, index: np.ndarray) -> "SamplingBatch":
         """Some of them, int64 [n]."""
-        columns = (column[index] for column in self[:-1])
-        return SamplingBatch(*columns, self.wants_logprobs)
+        columns = (column[index] for column in self[:-2])
+        asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
+        return SamplingBatch(*columns, self.wants_logprobs, asked)
 
     def rules(self) -> Truncation | None:
         """What each row's truncation asks; None where no row has any."""
@@ -202,6 +209,9 @@ class _Columns:
         self._errors = errors
         self._logprobs = torch.zeros(len(tokens))
         self._num_top = torch.from_numpy(batch.num_top)
+        self._wants_rank = torch.from_numpy(batch.wants_rank)
+        self._ranks = torch.zeros(len(tokens), dtype=torch.int32)
+        self._id_logprobs: dict[int, np.ndarray] = {}
         shape = len(tokens), int(batch.num_top.max())
         self._top_ids, self._top_logprobs = torch.full(shape, -1), torch.full(shape, -torch.inf)
 
@@ -217,10 +227,16 @@ class _Columns:
         self.fill(_View(rows[places], places, left))
 
     def fill(self, view: _View) -> None:
-        """Log-probs of the tokens drawn, and of the most likely, in the rows of `view` that can be sampled."""
+        """Log-probs and ranks of the tokens drawn, and log-probs of the most likely and of those that were asked for,
+        in the rows of `view` that can be sampled."""
         sound = torch.tensor([row not in self._errors for row in view.rows.tolist()], dtype=torch.bool)
         rows, inside = view.rows[sound], view.rows_inside[sound]
         self._logprobs[rows] = view.distribution.logprobs(inside, self.tokens[rows, None])[:, 0]
+        self._fill_asked(rows, inside, view.distribution)
+        wanted = self._wants_rank[rows]
+        rows, inside = rows[wanted], inside[wanted]
+        for block in row_blocks(view.distribution.logits) if len(rows) else ():
+            self._ranks[rows[block]] = ranks_of(view.distribution.logits[inside[block]], self.tokens[rows[block]])
         wanted = self._num_top[rows] > 0
         rows, inside = rows[wanted], inside[wanted]
         if len(rows):
@@ -228,6 +244,14 @@ class _Columns:
             top = most_likely(view.distribution.logits[inside], width)
             self._top_ids[rows, :width] = top
             self._top_logprobs[rows, :width] = view.distribution.logprobs(inside, top)
+
+    def _fill_asked(self, rows: Tensor, inside: Tensor, distribution: _Distribution) -> None:
+        asked = self._batch.asked_ids
+        for row, place in zip(rows.tolist(), inside, strict=True) if asked else ():
+            if row in asked:
+                ids = asked[row]
+                chosen = torch.arange(distribution.logits.shape[1]) if ids is None else torch.tensor(ids)
+                self._id_logprobs[row] = distribution.logprobs(place[None], chosen[None])[0].numpy()
 
     def finish(self, truncated: bool) -> ModelRunnerOutput:
         """The columns that somebody asked for."""
@@ -238,7 +262,22 @@ class _Columns:
             kept_logprob_mass=self.kept_mass.tolist() if truncated else None,
             top_logprobs=(self._top_ids.int().numpy(), self._top_logprobs.numpy()) if self._num_top.any() else None,
             errors=self._errors,
+            sampled_ranks=self._ranks.numpy() if self._wants_rank.any() else None,
+            id_logprobs=self._id_logprobs,
         )
+
+
+def ranks_of(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """int32 [n]: place of `token_ids` [n] among `logits` [n, V] from the largest, 1 the first, ties by lowest id."""
+    own = logits.gather(1, token_ids[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    before = (logits > own) | ((logits == own) & (ids < token_ids[:, None]))
+    return (before.sum(1) + 1).int()
+
+
+def _asked_ids(params: list[SamplingParams]) -> dict[int, list[int] | None]:
+    asked = ((row, None if p.logprobs == -1 else p.logprob_token_ids) for row, p in enumerate(params) if p.asks_for_ids)
+    return dict(asked)
 
 
 def _slices(rows: list[int], vocab_size: int) -> Iterator[Tensor]:

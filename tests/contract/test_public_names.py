@@ -64,12 +64,12 @@ FIELDS = {
     "skip_tokenizer_init logits_processors worker_extensions admission stream_interval",
     "SamplingParams": "n temperature top_p top_k min_p max_tokens min_tokens stop stop_token_ids ignore_eos "
     "seed logprobs logprobs_mode detokenize skip_special_tokens include_stop_str_in_output truncate_prompt_tokens "
-    "spaces_between_special_tokens stop_regex "
+    "spaces_between_special_tokens stop_regex logprob_token_ids "
     "output_kind repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words "
     "prompt_logprobs extra_args",
     "RequestOutput": "request_id prompt prompt_token_ids prompt_logprobs outputs finished num_cached_tokens metrics",
     "CompletionOutput": "index text token_ids logprobs top_logprobs cumulative_logprob kept_logprob_mass finish_reason "
-    "stop_reason version_spans seed error",
+    "stop_reason version_spans seed error sampled_ranks token_id_logprobs",
     "VersionSpan": "start end policy_version kv_min_version",
     "UpdateReport": "version digest num_tensors num_bytes seconds stall_seconds num_in_flight",
 }

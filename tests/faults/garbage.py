@@ -30,7 +30,14 @@ from rollout_engine.frontend.wire import (
     Welcome,
     pack,
 )
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd, UpdateOptions
+from rollout_engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    IdLogprobs,
+    PromptLogprobs,
+    SequenceEnd,
+    UpdateOptions,
+)
 from rollout_engine.sampling_params import SamplingParams
 from tests.faults.peers import READY, Frames, RawClient
 from tests.faults.updates import spelling
@@ -76,6 +83,8 @@ def client_messages() -> list[Frames]:
     """What a core may say."""
     columns = EngineCoreOutputs(1, [0, 1], [5, 6], [1, 1], [-0.5, -1.0], ended=[SequenceEnd(0, "stop", 2, "e")])
     columns.top_logprobs = np.zeros((2, 3), np.int32), np.zeros((2, 400), np.float32)
+    columns.sampled_ranks = np.ones(2, np.int32)
+    columns.id_logprobs = IdLogprobs.of({0: np.zeros(3, np.float32), 1: np.zeros(900, np.float32)})
     columns.prompt_logprobs = {0: PromptLogprobs(np.zeros(5, np.float32))}
     return _frames_of(
         Welcome(0, READY),

@@ -70,6 +70,18 @@ def test_top_logprobs_are_the_most_likely_tokens_of_each_position(llm):
     assert any(len(places) for places in inside)
 
 
+def test_every_token_of_the_vocabulary_is_told_on_request(llm):
+    few, every = (ask(llm, PROMPT[:20], prompt_logprobs=k, max_tokens=2, seed=1, logprobs=k) for k in (64, -1))
+    ids, logprobs = every.prompt_top_logprobs
+    assert np.array_equal(ids[:, :64], few.prompt_top_logprobs[0])
+    assert np.array_equal(logprobs[:, :64], few.prompt_top_logprobs[1], equal_nan=True)
+    assert (np.sort(ids[1:], axis=1) == np.arange(ids.shape[1])).all()
+    np.testing.assert_allclose(np.exp(logprobs[1:].astype(float)).sum(1), 1.0, rtol=1e-5)
+    for whole, part in zip(every.outputs[0].top_logprobs, few.outputs[0].top_logprobs, strict=True):
+        assert np.array_equal(whole[:, :64], part)
+    assert ask(llm, [5], prompt_logprobs=-1).prompt_top_logprobs[0].shape == (1, ids.shape[1])
+
+
 def test_a_prompt_of_one_token_has_none(llm):
     found = ask(llm, [5], prompt_logprobs=1)
     assert np.isnan(found.prompt_logprobs).tolist() == [True]

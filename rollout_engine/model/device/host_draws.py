@@ -32,6 +32,8 @@ def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: Tensor) -> None:
     if out.top_logprobs is not None and found.top_logprobs is not None:
         for ours, theirs in zip(out.top_logprobs, found.top_logprobs, strict=True):
             ours[rows, : theirs.shape[1]] = theirs
+    if out.sampled_ranks is not None and found.sampled_ranks is not None:
+        out.sampled_ranks[rows] = found.sampled_ranks
 
 
 def _tell_tempered(out: ModelRunnerOutput, logits: Tensor, batch: SamplingBatch) -> None:

@@ -57,7 +57,7 @@ class DeviceRunner:
         self.model = model
         self.graphs: DecodeGraphs | None = None
         """Where there are any, steps that only decode are theirs."""
-        self._prompts = PromptScorer(score)
+        self._prompts = PromptScorer(vocab_size, score)
         self._sequences = KnownSequences(vocab_size, processors, self._prompts)
         size = model.kv.block_size
         self.rows = SequenceRows(-(-model.limits.context // size), model.device)

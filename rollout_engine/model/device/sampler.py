@@ -22,10 +22,11 @@ from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.device.draws import DeviceDraws, DrawColumns, Draws, SpecialColumns
-from rollout_engine.model.sampler import BAD_LOGITS, NONE_LEFT
+from rollout_engine.model.sampler import BAD_LOGITS, NONE_LEFT, ranks_of
 
 _NUM_FIGURES = 4
-"""Columns of `kernels.triton.outcome`; ids of the most likely tokens follow, then their log-probs."""
+"""Columns of `kernels.triton.outcome`; ids of the most likely tokens follow, their log-probs, and the drawn token's
+rank."""
 _EDITED_NUMEL = 1 << 25
 """Logits that are copied to be edited at a time: 128 MiB."""
 _ERRORS = {Status.UNUSABLE: BAD_LOGITS, Status.NONE_LEFT: NONE_LEFT}
@@ -69,8 +70,8 @@ class DeviceSampler:
         self._edited = torch.empty(0, device=device)
 
     def draw(self, logits: Tensor, draws: DeviceDraws, last_tokens: Tensor, drawn: DrawMemory | None = None) -> Tensor:
-        """Of `logits` [N, V]: what `told` reads on the host, float64 [N, 4 + 2 x most likely]. Tokens also go to
-        `last_tokens`, int64, at the places of `draws`.
+        """Of `logits` [N, V]: what `told` reads on the host, float64 [N, 4], or [N, 5 + 2 x most likely] where any are
+        asked for. Tokens also go to `last_tokens`, int64, at the places of `draws`.
 
         `drawn`: what `draw_plainly` has come to with the same logits and draws, if it has been called.
         """
@@ -90,11 +91,15 @@ class DeviceSampler:
             tell(memory.figures, kept, columns.truncates, memory.outcome, last_tokens, columns.places)
         width = min(draws.num_top, logits.shape[1])
         top = _empty_top(count, width, self._device)
+        ranks = torch.empty(count, 1, device=self._device)
         if draws.special is not None:
-            self._draw_special(logits, draws, draws.special, memory, kept, top, last_tokens)
+            self._draw_special(logits, draws, draws.special, memory, kept, top, ranks, last_tokens)
         elif width:
             top_tokens(logits, columns.temperatures, memory.workspace, memory.figures, *top)
-        return torch.cat([memory.outcome, *(column.double() for column in top)], dim=1) if width else memory.outcome
+            ranks[:, 0] = _ranks_of(logits, memory.figures)
+        return (
+            torch.cat([memory.outcome, *(column.double() for column in (*top, ranks))], 1) if width else memory.outcome
+        )
 
     def _draw_special(
         self,
@@ -104,14 +109,17 @@ class DeviceSampler:
         memory: DrawMemory,
         kept: Kept | None,
         top: tuple[Tensor, Tensor],
+        ranks: Tensor,
         last_tokens: Tensor,
     ) -> None:
         logprobs, *tops = self._draw_edited(logits, draws, special, memory, last_tokens, top[0].shape[1])
         _report(logits, draws.columns.temperatures, special, memory, kept, top)
+        if top[0].shape[1]:
+            ranks[:, 0] = _ranks_of(logits, memory.figures)
         if len(special.processed_edits):
             rows = special.edited[special.processed_edits]
             memory.outcome[rows, 1] = logprobs[special.processed_edits].double()
-            for column, values in zip(top, tops, strict=True):
+            for column, values in zip((*top, ranks), tops, strict=True):
                 column[rows] = values[special.processed_edits]
 
     def _draw_edited(
@@ -122,10 +130,11 @@ class DeviceSampler:
         memory: DrawMemory,
         last_tokens: Tensor,
         width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw the edited rows; processed log-probs float32 [E], and the most likely tokens, where any asks."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw the edited rows; processed log-probs float32 [E]; the most likely tokens, and ranks, where any asks."""
         columns, num_edits = draws.edited, len(special.edited)
         logprobs, tops = torch.empty(num_edits, device=self._device), _empty_top(num_edits, width, self._device)
+        ranks = torch.empty(num_edits, 1, device=self._device)
         size = max(1, _EDITED_NUMEL // self._vocab_size)
         for start in range(0, num_edits, size):
             assert columns is not None
@@ -151,7 +160,8 @@ class DeviceSampler:
                 if width:
                     found = (column[index] for column in tops)
                     top_tokens(edited, part.temperatures, some.workspace, some.figures, *found, kept)
-        return logprobs, *tops
+                    ranks[index, 0] = _ranks_of(edited, some.figures)
+        return logprobs, *tops, ranks
 
     def _edited_memory(self, count: int) -> Tensor:
         if len(self._edited) < count:
@@ -196,6 +206,7 @@ def told(draws: Draws, drawn: Tensor) -> ModelRunnerOutput:
         logprobs=logprobs if draws.batch.wants_logprobs else None,
         kept_logprob_mass=torch.tensor(mass).tolist() if draws.has_rules else None,
         top_logprobs=_top(draws.batch.num_top, drawn) if draws.num_top else None,
+        sampled_ranks=_ranks(draws.batch.num_top, drawn) if draws.num_top else None,
     )
     if min(statuses) != Status.DRAWN:
         out.errors = {row: _ERRORS[Status(int(s))] for row, s in enumerate(statuses) if s != Status.DRAWN}
@@ -216,6 +227,11 @@ def _whole(figures: Figures) -> Kept:
     return Kept(figures.log_total.clone(), torch.full_like(figures.maximum, -torch.inf), every)
 
 
+def _ranks_of(logits: Tensor, figures: Figures) -> Tensor:
+    """Of the drawn tokens, which are any where a row cannot be sampled."""
+    return ranks_of(logits, figures.tokens.clamp(0, logits.shape[1] - 1)).float()
+
+
 def _empty_top(count: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.empty(count, width, dtype=torch.int32, device=device), torch.empty(count, width, device=device)
 
@@ -229,9 +245,19 @@ def _logprobs(logits: Tensor, temperatures: Tensor, figures: Figures, kept: Kept
 
 def _top(num_top: np.ndarray, drawn: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Ids int32 and log-probs float32 [N, k]; -1 and -inf in rows that cannot be sampled or did not ask."""
-    ids, logprobs = (part.numpy() for part in drawn[:, _NUM_FIGURES:].chunk(2, dim=1))
-    told = (drawn[:, 2].numpy() == Status.DRAWN) & (num_top > 0)
+    ids, logprobs = (part.numpy() for part in drawn[:, _NUM_FIGURES:-1].chunk(2, dim=1))
+    told = _is_told(num_top, drawn)
     return (
         np.where(told[:, None], ids, -1).astype(np.int32),
         np.where(told[:, None], logprobs, -np.inf).astype(np.float32),
     )
+
+
+def _ranks(num_top: np.ndarray, drawn: Tensor) -> np.ndarray:
+    """int32 [N], 0 in rows that cannot be sampled or did not ask."""
+    return np.where(_is_told(num_top, drawn), drawn[:, -1].numpy(), 0).astype(np.int32)
+
+
+def _is_told(num_top: np.ndarray, drawn: Tensor) -> np.ndarray:
+    told: np.ndarray = (drawn[:, 2].numpy() == Status.DRAWN) & (num_top > 0)
+    return told

@@ -118,4 +118,10 @@ def _assert_same(ours, theirs):
         for ours_column, theirs_column in ((a.logprobs, b.logprobs), (a.kept_logprob_mass, b.kept_logprob_mass)):
             assert (ours_column is None) == (theirs_column is None)
             assert ours_column is None or np.array_equal(ours_column, theirs_column)
+        for ours_column, theirs_column in (
+            (a.sampled_ranks, b.sampled_ranks),
+            (a.token_id_logprobs, b.token_id_logprobs),
+        ):
+            assert (ours_column is None) == (theirs_column is None)
+            assert ours_column is None or np.array_equal(ours_column, theirs_column)
         assert a.top_logprobs is None or all(map(np.array_equal, a.top_logprobs, b.top_logprobs))

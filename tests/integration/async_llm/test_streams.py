@@ -53,6 +53,7 @@ async def anext_forever(generator):
         dict(max_tokens=60, n=2, seed=2, stop=["a", "e", "\x00"], include_stop_str_in_output=True),
         dict(max_tokens=16, temperature=0.0, logprobs=3, output_kind="final_only"),
         dict(max_tokens=16, n=4, seed=9, logprobs=0, logprobs_mode="raw", output_kind="final_only"),
+        dict(max_tokens=8, n=2, seed=3, logprobs=-1, logprob_token_ids=[7, 3], stop_regex=["[x-z]{2}"]),
         dict(max_tokens=16, n=2, seed=9, prompt_logprobs=3, presence_penalty=1.0, logit_bias={9: 2.0}, bad_words=["a"]),
     ],
 )

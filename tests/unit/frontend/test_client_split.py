@@ -6,7 +6,7 @@ import pytest
 
 from rollout_engine.errors import RequestError
 from rollout_engine.frontend.client_split import check_sequences, first_sequence_of, sequences_of_client, split
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
 from rollout_engine.sampling_params import SamplingParams
 
 SECOND = 1 << 40
@@ -45,6 +45,8 @@ def test_each_client_gets_its_own_columns():
         num_cached_tokens={SECOND: 16},
         start_time=9.0,
         prompt_logprobs={SECOND: "theirs", 3: "ours"},
+        sampled_ranks=np.array([1, 2, 3], np.int32),
+        id_logprobs=IdLogprobs.of({3: np.float32([-1.5]), SECOND + 2: np.float32([-2.5, -3.5])}),
     )
     shares = split(outputs)
     assert sorted(shares) == [0, 1]
@@ -52,6 +54,9 @@ def test_each_client_gets_its_own_columns():
     assert (first.sequences, first.token_ids, first.kv_min_versions, first.logprobs) == ([3], [11], [2], [-2.0])
     assert (second.sequences, second.token_ids, second.logprobs) == ([SECOND, SECOND + 2], [10, 12], [-1.0, -3.0])
     assert second.top_logprobs[0].tolist() == [[1], [3]] and first.kept_logprob_mass is None
+    assert (first.sampled_ranks.tolist(), second.sampled_ranks.tolist()) == ([2], [1, 3])
+    shown = [{s: row.tolist() for s, row in share.id_logprobs.rows()} for share in (first, second)]
+    assert shown == [{3: [-1.5]}, {SECOND + 2: [-2.5, -3.5]}]
     assert second.ended == [SequenceEnd(SECOND + 2, "stop")] and first.ended == [SequenceEnd(3, "length")]
     assert (first.num_cached_tokens, second.num_cached_tokens) == ({}, {SECOND: 16})
     assert (first.prompt_logprobs, second.prompt_logprobs) == ({3: "ours"}, {SECOND: "theirs"})
@@ -61,6 +66,7 @@ def test_each_client_gets_its_own_columns():
 def test_no_field_of_the_outputs_is_forgotten():
     names = {"policy_version", "sequences", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"}
     names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time", "prompt_logprobs"}
+    names |= {"sampled_ranks", "id_logprobs"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutputs)} == names
 
 

@@ -4,12 +4,13 @@ import asyncio
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollout_engine.errors import EngineDeadError, RequestError
 from rollout_engine.frontend.open_streams import LoopWaker, OpenStreams
 from rollout_engine.frontend.wire import Outputs, Refused, failure_of
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
 from rollout_engine.sampling_params import SamplingParams
 
 
@@ -152,3 +153,22 @@ def test_ten_thousand_streams_leave_the_loop_free(streams):
             streams.deliver(step(range(count), token_id, ended=range(count) if token_id == steps - 1 else ()))
 
     assert 0 < asyncio.run(run()) <= 64
+
+
+def test_many_tokens_of_one_step_keep_their_ranks_and_log_probs_of_ids(streams):
+    asked = dict(logprobs=2, logprob_token_ids=[7])
+    opened = {number: add(streams, number, **(asked if number % 2 else {})) for number in range(1500)}
+    message = step(range(1500), 5, ended=range(1500))
+    outputs = message.steps[0]
+    outputs.logprobs = [0.0] * 1500
+    outputs.top_logprobs = np.zeros((1500, 2), np.int32), np.zeros((1500, 2), np.float32)
+    outputs.sampled_ranks = np.arange(1500, dtype=np.int32)
+    outputs.id_logprobs = IdLogprobs.of({n: np.float32([-n]) for n in range(1, 1500, 2)})
+    streams.deliver(message)
+    for number, stream in opened.items():
+        sample = streams.take(stream).outputs[0]
+        if number % 2:
+            assert sample.sampled_ranks.tolist() == [number]
+            assert sample.token_id_logprobs.tolist() == [[-number]]
+        else:
+            assert sample.sampled_ranks is sample.token_id_logprobs is None

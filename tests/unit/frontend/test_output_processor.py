@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.frontend.output_processor import OutputProcessor
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, PromptLogprobs, SequenceEnd
 from rollout_engine.outputs import VersionSpan
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed
@@ -34,6 +34,7 @@ def token(token_id, *, index=0, logprob=-0.5, k=0, mass=-0.125, versions=(0, 0),
     """A step that brought one token to one sample, and perhaps its end."""
     top = (np.arange(k, dtype=np.int32)[None] + token_id, -np.arange(k, dtype=np.float32)[None])
     sequence = FIRST_SEQUENCE + index
+    ranks = {"sampled_ranks": np.ones(1, np.int32)} if k else {}
     return EngineCoreOutputs(
         versions[0],
         [sequence],
@@ -43,7 +44,7 @@ def token(token_id, *, index=0, logprob=-0.5, k=0, mass=-0.125, versions=(0, 0),
         top_logprobs=top if k else None,
         kept_logprob_mass=[mass],
         ended=[] if end is None else [SequenceEnd(sequence, end)],
-        **fields,
+        **(ranks | fields),
     )
 
 
@@ -316,3 +317,32 @@ def test_a_stop_string_between_two_streamed_outputs_ends_at_once(codec):
     add(processor, stop=["j"])
     seen = [output for t in (74, 75, 76) for output in processor.process(token(t))[0]]
     assert [(output.outputs[0].text, output.finished) for output in seen] == [("h", False), ("hi", True)]
+
+
+def test_log_probs_of_all_tokens_come_sorted_and_those_of_given_ids_in_their_order(processor):
+    add(processor, logprobs=-1, logprob_token_ids=[2, 0], output_kind="delta")
+    rows = np.float32([[-3, -1, -2, -1], [-1, -2, -3, -4]])
+    for place, row in enumerate(rows):
+        fields = {"sampled_ranks": np.array([place + 4], np.int32), "id_logprobs": IdLogprobs.of({FIRST_SEQUENCE: row})}
+        step = token(74, k=2, end="length" if place else None, **fields)  # k: of another request of the step
+        (output,), _ = processor.process(step)
+        sample = output.outputs[0]
+        ids, values = sample.top_logprobs
+        assert ids.tolist() == [[[1, 3, 2, 0]], [[0, 1, 2, 3]]][place] and ids.dtype == np.int32
+        assert np.array_equal(values[0], row[ids[0]])
+        assert np.array_equal(sample.token_id_logprobs, row[None, [2, 0]])
+        assert sample.sampled_ranks.tolist() == [place + 4] and sample.sampled_ranks.dtype == np.int32
+
+
+def test_who_asks_for_no_ids_and_ranks_gets_none_of_others(processor):
+    add(processor, logprobs=0, logprob_token_ids=[])
+    (output,), _ = processor.process(token(74, k=2, end="stop", sampled_ranks=np.array([3], np.int32)))
+    assert output.outputs[0].sampled_ranks is output.outputs[0].token_id_logprobs is None
+
+
+def test_a_sample_without_tokens_has_empty_columns(processor):
+    add(processor, logprobs=-1, logprob_token_ids=[2, 0])
+    (output,), _ = processor.process(ended("abort"))
+    sample = output.outputs[0]
+    assert (sample.token_id_logprobs.shape, sample.sampled_ranks.shape) == ((0, 2), (0,))
+    assert sample.top_logprobs[0].shape[0] == 0

@@ -28,7 +28,7 @@ from rollout_engine.frontend.wire import (
     pack,
     unpack,
 )
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
 from rollout_engine.sampling_params import SamplingParams
 
 BIG, SMALL = np.arange(3000, dtype=np.float32).reshape(100, 30), np.arange(6, dtype=np.int32).reshape(2, 3)
@@ -58,6 +58,8 @@ def sample_messages():
     ]  # fmt: skip
     columns = EngineCoreOutputs(1, [0, 1], [5, 6], [1, 1], [-0.5, -1.0], ended=[SequenceEnd(0, "stop", 2)])
     columns.top_logprobs = (SMALL, BIG)
+    columns.sampled_ranks = np.array([1, 7], np.int32)
+    columns.id_logprobs = IdLogprobs.of({0: BIG[0], 1: BIG.ravel()})
     to_client = [
         Welcome(1, ready), Outputs(0, [columns]), Refused(3, Failure("RequestError", "no", "n", "1")),
         Reply(7, pack([SMALL])), Reply(8, failure=Failure("LifecycleError", "no")), wire.Rejected("?"),
@@ -206,3 +208,29 @@ def test_mutated_messages_decode_or_raise_one_error():
 @pytest.mark.slow
 def test_a_million_mutated_messages_decode_or_raise_one_error():
     assert 0 < decode_mutants(1_000_000) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "sequences, widths, sizes",
+    [([0], [3], [2]), ([0], [3], []), ([0, 1], [3], [3]), ([0, 1], [2, 2], [3, 1]), ([0], [0], [0]), ([0], [-1], [])],
+)
+def test_log_probs_of_ids_that_do_not_fit_their_sequences_are_no_message(sequences, widths, sizes):
+    outputs = EngineCoreOutputs(1, [0], [5], [1], id_logprobs=IdLogprobs.of({0: BIG[0]}))
+    outputs.id_logprobs.sequences, outputs.id_logprobs.widths = sequences, widths
+    outputs.id_logprobs.pieces = [np.zeros(size, np.float32) for size in sizes]
+    with pytest.raises(WireError, match="do not fit each other"):
+        Decoder(wire.ToClient).decode(frames_of(Outputs(0, [outputs])))
+
+
+def test_log_probs_of_ids_take_few_frames_none_too_long(monkeypatch):
+    monkeypatch.setattr("rollout_engine.messages._PIECE_VALUES", 2000)
+    rows = {number: np.full(1 + number % 1500, number, np.float32) for number in range(3000)}
+    rows[9999] = np.zeros(5000, np.float32)
+    outputs = EngineCoreOutputs(1, id_logprobs=IdLogprobs.of(rows))
+    frames = frames_of(Outputs(0, [outputs]))
+    assert max(map(len, frames[1:])) == 20_000
+    monkeypatch.setattr(wire, "MAX_FRAMES", len(frames))
+    [step] = Decoder(wire.ToClient).decode(frames).steps
+    received = dict(step.id_logprobs.rows())
+    assert received.keys() == rows.keys()
+    assert all(np.array_equal(received[number], row) for number, row in rows.items())

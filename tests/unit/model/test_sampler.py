@@ -149,7 +149,7 @@ def _mixed_params(n, **settings):
 
 
 def _pick(batch, rows):
-    return batch._replace(**{name: getattr(batch, name)[rows] for name in batch._fields[:8]})
+    return batch.rows(np.array(rows))
 
 
 def _pick_edits(edits, rows):

@@ -78,6 +78,7 @@ def test_any_mix_of_rows_is_drawn_and_told_as_on_the_cpu(device, params, broken,
     if theirs.top_logprobs is not None:
         np.testing.assert_array_equal(ours.top_logprobs[0], theirs.top_logprobs[0])
         np.testing.assert_allclose(ours.top_logprobs[1], theirs.top_logprobs[1], rtol=SLACK, atol=SLACK)
+        np.testing.assert_array_equal(ours.sampled_ranks, theirs.sampled_ranks)
 
 
 @pytest.mark.slow
