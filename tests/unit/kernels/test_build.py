@@ -115,3 +115,24 @@ def test_bits_do_not_depend_on_openmp(tmp_path, monkeypatch):
         )
     finally:
         gemm._library.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "compiler, start",
+    [
+        (["g++", "-march=native"], []),
+        (["clang++", "-march=native"], []),
+        (["aarch64-linux-gnu-g++", "-march=armv8.2-a", "-static"], ["qemu-aarch64"]),
+    ],
+    ids=["g++", "clang++", "arm64"],
+)
+def test_rows_are_the_same_bits_alone_and_in_a_batch_by_every_compiler(tmp_path, compiler, start):
+    for program in (compiler[0], *start):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program}")
+    files = [SOURCES / "gemm.cpp", SOURCES / "panels.cpp", Path(__file__).with_name("lone_rows.cpp")]
+    flags = ["-O3", "-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas"]
+    subprocess.run([*compiler, *flags, *files, "-o", tmp_path / "lone_rows"], check=True, capture_output=True)
+    done = subprocess.run([*start, tmp_path / "lone_rows"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "float32 1, bfloat16 1\n")

@@ -1,0 +1,76 @@
+// A program for processors that the tests do not run on: products of `gemm.cpp`, whose rows must be the same bits alone and
+// in a batch, and close to sums in double. Ends with status 0 where they are.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "../../../rollout_engine/kernels/cpu/gemm.h"
+
+extern "C" {
+void gemm_pack(const char*, int64_t, int64_t, int32_t, int32_t*, int32_t);
+void gemm_run(const GemmCall*);
+}
+
+namespace {
+
+constexpr int64_t ROWS = 37, IN = 70, OUT = 90, UNITS = 80, PANELS = 3;
+
+float number(uint32_t i) { return (float)((i * 2654435761u) >> 8) / (1 << 24) - 0.5f; }
+
+float rounded(float x) {  // to bfloat16, towards zero: exact in both dtypes
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits &= 0xffff0000;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+std::vector<char> stored(const std::vector<float>& values, bool is_bf16) {
+    std::vector<char> bytes(values.size() * (is_bf16 ? 2 : 4));
+    for (size_t i = 0; i < values.size(); i++)
+        memcpy(&bytes[i * (is_bf16 ? 2 : 4)], (const char*)&values[i] + (is_bf16 ? 2 : 0), is_bf16 ? 2 : 4);
+    return bytes;
+}
+
+float value(const std::vector<char>& bytes, size_t i, bool is_bf16) {
+    float x = 0;
+    memcpy((char*)&x + (is_bf16 ? 2 : 0), &bytes[i * (is_bf16 ? 2 : 4)], is_bf16 ? 2 : 4);
+    return x;
+}
+
+bool holds(bool is_bf16) {
+    const int64_t size = is_bf16 ? 2 : 4;
+    std::vector<float> x(ROWS * IN), w(OUT * IN);
+    for (size_t i = 0; i < x.size(); i++) x[i] = rounded(number(i));
+    for (size_t i = 0; i < w.size(); i++) w[i] = rounded(number(i + 99999));
+    const std::vector<char> rows = stored(x, is_bf16), weight = stored(w, is_bf16);
+    std::vector<int32_t> packed(PANELS * UNITS * 32);
+    gemm_pack(weight.data(), OUT, IN, is_bf16, packed.data(), 1);
+    alignas(64) static char staging[1 << 20];
+    auto product = [&](int64_t first, int64_t count) {
+        std::vector<char> out(count * OUT * size);
+        GemmCall call = {rows.data() + first * IN * size, packed.data(), nullptr, out.data(), staging, count, IN, OUT, is_bf16, 1};
+        gemm_run(&call);
+        return out;
+    };
+    const std::vector<char> whole = product(0, ROWS);
+    for (int64_t r = 0; r < ROWS; r++) {
+        const std::vector<char> alone = product(r, 1);
+        if (memcmp(alone.data(), &whole[r * OUT * size], alone.size())) return false;
+        for (int64_t n = 0; n < OUT; n++) {
+            double sum = 0;
+            for (int64_t k = 0; k < IN; k++) sum += (double)x[r * IN + k] * w[n * IN + k];
+            if (std::abs(value(alone, n, is_bf16) - sum) > (is_bf16 ? 2e-2 : 1e-5)) return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+int main() {
+    const bool float32 = holds(false), bfloat16 = holds(true);
+    printf("float32 %d, bfloat16 %d\n", float32, bfloat16);
+    return float32 && bfloat16 ? 0 : 1;
+}
