@@ -2,7 +2,7 @@
 
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
-python tests/benchmarks/run.py costs updates memory startup host attention   ours alone
+python tests/benchmarks/run.py costs updates memory startup host attention training   ours alone
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -28,6 +28,7 @@ import results
 import startup
 import throughput
 import torch
+import training
 from prompts import FreshPrompts
 from workers import HERE, ROOT, Worker
 from works import SHAPES, WORKS, figure_name, write_config
@@ -131,6 +132,11 @@ def measure_attention(run: Run) -> None:
     run.keep("attention, decoding", lambda: attention.measure(run.rounds, 1 << 30))
 
 
+def measure_training(run: Run) -> None:
+    for name, (shape, dtype) in training.CASES.items():
+        run.keep(f"training step, {name}", lambda s=shape, d=dtype: training.measure(run.directory(s), d, run.rounds))
+
+
 def measure_own_process(run: Run) -> None:
     for shape in ("S", "M"):
         prompts, work = FreshPrompts(SHAPES[shape]["vocab_size"]), WORKS[shape][0]
@@ -165,6 +171,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "startup": measure_startup,
     "host": measure_host,
     "attention": measure_attention,
+    "training": measure_training,
     "own_process": measure_own_process,
     "arrivals": measure_arrivals,
 }
