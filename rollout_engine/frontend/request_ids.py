@@ -23,9 +23,11 @@ class RequestIds:
 
     def make(self) -> str:
         """An id that no unfinished request has."""
-        self._num_made += 1
-        name = f"request-{self._num_made}"
-        return self.make() if self._is_unfinished(name) else name
+        while True:
+            self._num_made += 1
+            name = f"request-{self._num_made}"
+            if not self._is_unfinished(name):
+                return name
 
 
 def as_request_ids(request_ids: str | Iterable[str]) -> list[str]:

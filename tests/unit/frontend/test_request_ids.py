@@ -79,6 +79,8 @@ def test_ids_that_are_made_up_avoid_those_in_use():
     in_use = {"request-2", "request-3"}
     ids = RequestIds(in_use.__contains__)
     assert [ids.make() for _ in range(3)] == ["request-1", "request-4", "request-5"]
+    in_use |= {f"request-{number}" for number in range(5_000)}
+    assert ids.make() == "request-5000"
     with pytest.raises(RequestError, match="request_id='request-2' is not allowed: must be unique among unfinished"):
         ids.check("request-2")
 
