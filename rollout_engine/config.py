@@ -108,6 +108,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     deterministic: bool | Literal["auto"] = "auto"
     """Log-probs independent of batch, chunking and threads, equal to `exact` on the trainer. "auto": True on a CPU,
     False on a device, where it costs speed."""
+    fp32_head: bool = False
+    """On a CPU, logits of a bfloat16 model in float32: the head's products are added in float32 and not rounded. Have
+    the trainer do the same by `exact.enable(model, fp32_head=True)`. A float32 model's logits are float32 anyway."""
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     """Threads of the model's forward. None: torch's own setting, by default one per physical core."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -150,6 +153,12 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_bytes and num_kv_blocks both set: give one of them.")
+        if self.fp32_head and (self.device == "cuda" or self.deterministic is False):
+            other = 'device="cuda"' if self.device == "cuda" else "deterministic=False"
+            raise ConfigError(
+                f"fp32_head=True and {other} are both set: a float32 head is computed by the CPU's row-independent "
+                "products alone. Give one of them."
+            )
         if self.compile and self.deterministic is True:
             raise ConfigError(
                 "compile=True and deterministic=True are both set: what is compiled rounds otherwise than the trainer. "

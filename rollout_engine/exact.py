@@ -20,6 +20,7 @@ from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of
 from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
 from rollout_engine.model.call_checks import install_checks, refuse_moved, warn_once
 from rollout_engine.model.fusion import repack
+from rollout_engine.model.output_head import set_float32_head
 from rollout_engine.model.packed_rows import positions_from, starts_of
 from rollout_engine.model.rotary import refuse_long_batches
 from rollout_engine.model.token_batch import token_batch
@@ -28,7 +29,7 @@ from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, rollout
 __all__ = ["ExactReport", "check", "enable", "refresh", "token_logprobs"]
 
 
-def enable(model: nn.Module) -> nn.Module:
+def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
     """Make a Hugging Face causal LM compute what the engine computes; in place, and returned.
 
     Linears, norms, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and
@@ -36,7 +37,8 @@ def enable(model: nn.Module) -> nn.Module:
     made. Batches must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing
     modules; calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is
     wrapped (DDP, FSDP, adapters). Dropout, autocast and `torch.compile` are refused at the first forward that uses
-    them. Raises `ConfigError` for a model that cannot be exact.
+    them. `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32; None leaves the head
+    as it is. Raises `ConfigError` for a model that cannot be exact.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
@@ -50,6 +52,8 @@ def enable(model: nn.Module) -> nn.Module:
     arithmetic = arithmetic_of(device)
     model.set_attn_implementation(arithmetic.attention_name)
     arithmetic.make_row_invariant(model)
+    if fp32_head is not None:
+        set_float32_head(model, fp32_head)
     if unproven := arithmetic.unproven_parts(model):
         raise ConfigError(
             f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on the "

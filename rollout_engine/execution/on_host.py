@@ -53,6 +53,7 @@ class HostModel:
         pool_mib = self.num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
         self.choices = (
             f"device cpu, dtype {loaded.dtype}, {torch.get_num_threads()} threads, deterministic {is_deterministic}, "
+            f"{'float32 head, ' if config.fp32_head else ''}"
             f"decoder {'modules' if obstacle is not None else 'compiled'}, "
             f"KV pool {self.num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB)"
         )
@@ -96,7 +97,7 @@ class HostWeights:
 
 
 def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
-    obstacle = make_deterministic(loaded.module, loaded.geometry)
+    obstacle = make_deterministic(loaded.module, loaded.geometry, fp32_head=config.fp32_head)
     if obstacle is not None and config.deterministic is True:
         raise ConfigError(f"deterministic=True is not possible: {obstacle}. Use deterministic=False.")
     if obstacle is not None:

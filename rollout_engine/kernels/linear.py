@@ -32,6 +32,8 @@ class RowPlan(NamedTuple):
     kernel: str
     min_rows: int
     max_rows: int
+    float32_out: bool = False
+    """Products of bfloat16 give float32: their sums as they are."""
 
     @property
     def is_bounded(self) -> bool:
@@ -46,6 +48,7 @@ PLAIN = RowPlan(LIBRARY, 1, _ANY)
 """The library as it is: rows may depend on their batch."""
 
 _OWN = RowPlan(OWN, 0, _ANY)
+_OWN_FLOAT32_OUT = RowPlan(OWN, 0, _ANY, float32_out=True)
 _BORROWED = (
     RowPlan(ONEDNN, 2, 256),
     RowPlan(ONEDNN, 32, 32),
@@ -62,7 +65,7 @@ _OWN_HEIGHTS = (*range(1, 14), 15, 16, 17, 31, 32, 33, 48, 65, 200)
 _OWN_HEIGHTS_THREADED = (33, 200)
 """Threads share out the blocks that one thread has proven, so few are enough; on a busy machine each one waits."""
 
-_plans: dict[tuple[int, int, torch.dtype], RowPlan] = {}
+_plans: dict[tuple[int, int, torch.dtype, bool], RowPlan] = {}
 
 
 def pack(weight: Tensor, plan: RowPlan, panels: Tensor | None = None) -> Operand:
@@ -76,7 +79,10 @@ def pack(weight: Tensor, plan: RowPlan, panels: Tensor | None = None) -> Operand
 
 
 def matmul(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
-    """x [R, K] @ weight.T + bias -> [R, N], in `x.dtype`; each row depends only on itself under a probed plan."""
+    """x [R, K] @ weight.T + bias -> [R, N]; each row depends only on itself under a probed plan.
+
+    In `x.dtype`, or float32 under a plan with `float32_out`.
+    """
     rows = x.shape[0]
     if plan.min_rows <= rows <= plan.max_rows:
         return _gemm(x, operand, bias, plan)
@@ -84,13 +90,14 @@ def matmul(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> T
     return blocks[0][:rows] if len(blocks) == 1 else torch.cat(blocks)[:rows]
 
 
-def plan_for(weight: Tensor) -> RowPlan:
+def plan_for(weight: Tensor, *, float32_out: bool = False) -> RowPlan:
     """The first plan under which rows of a GEMM with `weight`'s shape [N, K] and dtype are independent, proven here.
 
+    `float32_out`: of plans whose result is float32, which for bfloat16 our own kernel has alone.
     Raises `NotInvariant` where none holds. The verdict depends on the CPU, compiler and library alone, so a trainer
     and an engine on the same kind of machine find the same one.
     """
-    key = (*weight.shape, weight.dtype)
+    key = (*weight.shape, weight.dtype, float32_out and weight.dtype != torch.float32)
     if key not in _plans:
         _plans[key] = _first_that_holds(*key)
     return _plans[key]
@@ -98,7 +105,7 @@ def plan_for(weight: Tensor) -> RowPlan:
 
 def _gemm(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
     if plan.kernel == OWN:
-        return gemm.matmul(x, operand, bias)
+        return gemm.matmul(x, operand, bias, float32_out=plan.float32_out)
     if plan.kernel == ONEDNN:
         return torch.ops.mkldnn._linear_pointwise(x, operand, bias, "none", [], "")
     return F.linear(x, operand, bias)
@@ -109,32 +116,34 @@ def _padded(block: Tensor, min_rows: int) -> Tensor:
     return F.pad(block, (0, 0, 0, missing)) if missing > 0 else block
 
 
-def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype) -> RowPlan:
-    for plan in _candidates(dtype):
+def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype, float32_out: bool) -> RowPlan:
+    for plan in _candidates(dtype, float32_out):
         if plan.kernel == OWN:
             # Its columns are independent too: two panels, and a third as wide as the last, stand for all.
             seen = min(out_features, 2 * gemm.PANEL + out_features % gemm.PANEL)
-            holds = _own_holds(seen, in_features, dtype)
+            holds = _own_holds(plan, seen, in_features, dtype)
         else:
             holds = _proven(plan, out_features, in_features, dtype)
         if holds:
             return plan
     raise NotInvariant(
-        f"no way was found to make {dtype} products with a weight of shape [{out_features}, {in_features}] independent "
-        "of the batch on this CPU"
+        f"no way was found to make {dtype} products {'in float32 ' if float32_out else ''}with a weight of shape "
+        f"[{out_features}, {in_features}] independent of the batch on this CPU"
     )
 
 
-def _candidates(dtype: torch.dtype) -> tuple[RowPlan, ...]:
+def _candidates(dtype: torch.dtype, float32_out: bool) -> tuple[RowPlan, ...]:
     """Fastest first: by dtype and instruction set, never by a clock."""
+    if float32_out:
+        return (_OWN_FLOAT32_OUT,) if gemm.serves(dtype) else ()
     if not gemm.serves(dtype):
         return _BORROWED
     return (_OWN, *_BORROWED) if gemm.is_fast(dtype) else (*_BORROWED, _OWN)
 
 
 @cache
-def _own_holds(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
-    return _proven(_OWN, out_features, in_features, dtype)
+def _own_holds(plan: RowPlan, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
+    return _proven(plan, out_features, in_features, dtype)
 
 
 @torch.no_grad()

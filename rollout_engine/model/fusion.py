@@ -6,6 +6,7 @@ views of one buffer (`fuse_projections`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import xxhash
@@ -21,6 +22,7 @@ def swap_linears(module: nn.Module) -> None:
     """Make every `nn.Linear` below `module` a `RowInvariantLinear`, in place; siblings share one GEMM."""
     for group in linears_by_input(module, (nn.Linear, RowInvariantLinear)):
         shared = LinearGroup(group)
+        shared.float32_out = isinstance(group[0], RowInvariantLinear) and group[0]._group.float32_out
         for slot, child in enumerate(group):
             child.__class__ = RowInvariantLinear
             child._group, child._slot = shared, slot
@@ -84,6 +86,8 @@ class LinearGroup:
         """Whether a product first compares the weights with those it packed; else `install` alone changes them."""
         self.gives_zeros = False
         """Products are not computed: see `without_products`."""
+        self.float32_out = False
+        """Results are float32 whatever the dtype of the weights: see `output_head`. Prove the plan after setting it."""
         self._operand: linear.Operand | None = None
         self._bias: Tensor | None = None
         self._packed_values: tuple[int, ...] = ()
@@ -95,10 +99,11 @@ class LinearGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies start unpacked: the packed operand is derived, and oneDNN's layout cannot be copied."""
-        return {"children": self.children}
+        return {"children": self.children, "float32_out": self.float32_out}
 
-    def __setstate__(self, state: dict[str, list[nn.Linear]]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["children"])  # type: ignore[misc]
+        self.float32_out = state["float32_out"]
 
     def output(self, slot: int, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N of child `slot`]."""
@@ -112,7 +117,7 @@ class LinearGroup:
 
     def prove(self) -> None:
         """Find the plan. Raises `kernels.linear.NotInvariant`."""
-        self.plan = linear.plan_for(self.weight())
+        self.plan = linear.plan_for(self.weight(), float32_out=self.float32_out)
 
     def repack(self) -> None:
         """Multiply by the weights as they are."""
@@ -139,7 +144,8 @@ class LinearGroup:
     def matmul(self, x: Tensor) -> Tensor:
         """x [R, K] -> [R, sum of N], without autograd."""
         if self.gives_zeros:
-            return x.new_zeros(len(x), sum(child.out_features for child in self.children))
+            dtype = torch.float32 if self.float32_out else x.dtype
+            return x.new_zeros(len(x), sum(child.out_features for child in self.children), dtype=dtype)
         return linear.matmul(x, *self.operand())
 
     def operand(self) -> tuple[linear.Operand, Tensor | None, linear.RowPlan]:
@@ -208,6 +214,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         x, *weights = ctx.saved_tensors
+        grad = grad.to(x.dtype)  # of a float32 head it is float32
         grads = grad.split([len(w) for w in weights], dim=-1)
         needs = ctx.needs_input_grad
         grad_x = (

@@ -30,7 +30,7 @@ constexpr int MAX_ROWS = 2;
 using Call = GemmCall;
 
 char* out_of(const Call& call, int64_t row, int64_t column) {
-    return call.out + (row * call.out_features + column) * (call.is_bf16 ? 2 : 4);
+    return call.out + (row * call.out_features + column) * (call.is_bf16 && !call.float32_out ? 2 : 4);
 }
 
 template <typename T>
@@ -45,11 +45,11 @@ VEC_INLINE void store_panel(bf16* out, vec::F left, vec::F right) {
 }
 #endif
 
-// Adds the bias in float32, rounds once, writes those columns of the panel that exist.
-template <typename T>
+// Adds the bias in float32, rounds once to Out, writes those columns of the panel that exist.
+template <typename T, typename Out = T>
 VEC_INLINE void write_columns(vec::F left, vec::F right, const Call& call, int64_t row, int64_t column) {
     const int64_t count = std::min(PANEL, call.out_features - column);
-    T* out = reinterpret_cast<T*>(out_of(call, row, column));
+    Out* out = reinterpret_cast<Out*>(out_of(call, row, column));
     T bias[PANEL] = {};
     if (call.bias) {
         std::memcpy(bias, static_cast<const T*>(call.bias) + column, count * sizeof(T));
@@ -59,14 +59,16 @@ VEC_INLINE void write_columns(vec::F left, vec::F right, const Call& call, int64
     if (count == PANEL) {
         store_panel(out, left, right);
     } else {
-        T padded[PANEL];
+        Out padded[PANEL];
         store_panel(padded, left, right);
-        std::memcpy(out, padded, count * sizeof(T));
+        std::memcpy(out, padded, count * sizeof(Out));
     }
 }
 
 VEC_INLINE void write_row(vec::F left, vec::F right, const Call& call, int64_t row, int64_t column) {
-    if (call.is_bf16)
+    if (call.is_bf16 && call.float32_out)
+        write_columns<bf16, float>(left, right, call, row, column);
+    else if (call.is_bf16)
         write_columns<bf16>(left, right, call, row, column);
     else
         write_columns<float>(left, right, call, row, column);

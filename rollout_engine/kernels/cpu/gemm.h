@@ -14,6 +14,7 @@ struct GemmCall {
     char* staging;          // gemm_staging_bytes(), aligned to a cache line
     int64_t rows, in_features, out_features;
     int32_t is_bf16, num_threads;
+    int32_t float32_out;    // sums of bfloat16 products are written as they are, not rounded to bfloat16
 };
 
 // Bytes of `staging` that any product of this size needs.

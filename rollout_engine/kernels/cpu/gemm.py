@@ -40,6 +40,7 @@ class _Call(ctypes.Structure):
         ("out_features", c_int64),
         ("is_bf16", c_int32),
         ("num_threads", c_int32),
+        ("float32_out", c_int32),
     ]
 
 
@@ -128,10 +129,10 @@ def select_rows(packed: PackedWeight, indices: Tensor) -> Tensor:
     return units.contiguous().view(packed.dtype)[..., : packed.in_features]
 
 
-def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
     """x [R, K] @ weight.T + bias [N] -> [R, N] in `x.dtype`; sums in float32, rounded once.
 
-    Raises `ValueError` for what it cannot read.
+    `float32_out`: the result is float32, the sums as they are. Raises `ValueError` for what it cannot read.
     """
     check_floats("x", x, num_dims=2)
     x = x.contiguous()
@@ -139,7 +140,7 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     if in_features != weight.in_features or x.dtype is not weight.dtype:
         raise refused("x", x, f"{weight.dtype} [R, {weight.in_features}] like the weight")
     panels = address("weight.panels", weight.panels, torch.int32, panels_shape_of(*weight[1:]))
-    out = torch.empty(rows, weight.out_features, dtype=x.dtype)
+    out = torch.empty(rows, weight.out_features, dtype=torch.float32 if float32_out else x.dtype)
     is_bf16 = x.dtype == torch.bfloat16
     # Rows as the kernel reads them best.
     staging = torch.empty(_library().gemm_staging(rows, in_features, is_bf16), dtype=torch.uint8)
@@ -154,6 +155,7 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         weight.out_features,
         is_bf16,
         torch.get_num_threads(),
+        float32_out,
     )
     _library().gemm_run(ctypes.addressof(call))
     return out

@@ -1,0 +1,45 @@
+"""An output head whose logits are float32 in a bfloat16 model: its products are added in float32 and not rounded.
+
+A logit rounded to bfloat16 has 8 significant bits; near 20 that is a step of 1/8, which log-probs then have as well.
+Weights, hidden states and their packed copies stay as they are: only what the product returns is wider.
+"""
+
+from torch import nn
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.cpu import gemm
+from rollout_engine.model.fusion import LinearGroup, RowInvariantLinear
+
+
+def set_float32_head(module: nn.Module, on: bool) -> None:
+    """Have the head of a causal LM, after `make_row_invariant`, give float32 logits, or logits in its own dtype.
+
+    In place. Raises `ConfigError` where that is not possible.
+    """
+    group = _group_of(module)
+    if on:
+        _refuse_impossible(module, group)
+    if group is not None and group.float32_out != on:
+        group.float32_out = on
+        group.unpack()
+
+
+def _refuse_impossible(module: nn.Module, group: LinearGroup | None) -> None:
+    device = next(module.parameters()).device
+    if device.type != "cpu":
+        raise ConfigError(f"fp32_head=True works on a CPU only, and the model is on {device}. Use fp32_head=False.")
+    if group is None:
+        raise ConfigError(
+            f"fp32_head=True is not possible: the output head of {type(module).__name__} is not a linear layer that "
+            "this library computes. Use fp32_head=False."
+        )
+    if not gemm.serves(group.children[0].weight.dtype):
+        raise ConfigError(
+            "fp32_head=True needs the C++ kernels, and they could not be built here: install g++, or use "
+            "fp32_head=False."
+        )
+
+
+def _group_of(module: nn.Module) -> LinearGroup | None:
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    return head._group if isinstance(head, RowInvariantLinear) else None
