@@ -20,11 +20,11 @@ from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of
 from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
 from rollout_engine.model.call_checks import install_checks, refuse_moved, warn_once
 from rollout_engine.model.fusion import repack
-from rollout_engine.model.output_head import set_float32_head
+from rollout_engine.model.output_head import has_float32_head, set_float32_head
 from rollout_engine.model.packed_rows import positions_from, starts_of
 from rollout_engine.model.rotary import refuse_long_batches
 from rollout_engine.model.token_batch import token_batch
-from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, rollout_note
+from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, describe_heads, rollout_note
 
 __all__ = ["ExactReport", "check", "enable", "refresh", "token_logprobs"]
 
@@ -99,7 +99,9 @@ def token_logprobs(
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
     temperature = temperature or 1.0
-    note = LogprobsNote(_dtype_of(model), temperature, _enabled(model) is not None)
+    dtype = _dtype_of(model)
+    fp32_head = dtype != "float32" and has_float32_head(model)
+    note = LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head)
     _compare_notes(model, note, rollout, positions)
     if positions is not None:
         result = _packed_logprobs(model, input_ids, mask, positions, temperature)
@@ -205,6 +207,9 @@ def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | 
             f"will not be exactly 1.0. Load the model with dtype=torch.{rollout.dtype}, or the engine with "
             f"dtype='{ours.dtype}'.",
         )
+    elif ours.fp32_head != rollout.fp32_head:
+        heads = describe_heads(ours.fp32_head)
+        warn_once(model, f"exact.token_logprobs: {heads}. Until then ratios will not be exactly 1.0.")
     if rollout.temperature is not None and rollout.temperature != ours.temperature:
         warn_once(
             model,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_engine.provenance import logprobs_note, rollout_note
+from rollout_engine.provenance import describe_heads, logprobs_note, rollout_note
 
 
 class ExactReport(NamedTuple):
@@ -105,6 +105,8 @@ def _noted(found: _Differences, logprobs: Tensor, temperature: float) -> str:
             f"The trainer computes in {trainer.dtype}, the engine sampled in {rollout.dtype}: load the model with "
             f"dtype=torch.{rollout.dtype}, or the engine with dtype='{trainer.dtype}'."
         )
+    if trainer is not None and rollout is not None and trainer.fp32_head != rollout.fp32_head:
+        return f"{describe_heads(trainer.fp32_head)}."
     given = (temperature or 1.0) if trainer is None else trainer.temperature
     if rollout is not None and rollout.temperature is not None and rollout.temperature != given:
         return (

@@ -72,6 +72,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
             self._shared = SharedEngine(self.engine)
         self._dtype = _dtype_of(engine)
+        self._fp32_head = self._dtype != "float32" and _has_float32_head(engine)
         self._pad_token_id = _pad_token_id(self.engine)
         self._counting = threading.Lock()
 
@@ -239,7 +240,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             rewards=rewards or None,
             layout=layout,
         )
-        note = RolloutNote(self._dtype, _logprob_temperature(plan.params), layout == "packed")
+        temperature = _logprob_temperature(plan.params)
+        note = RolloutNote(self._dtype, temperature, layout == "packed", self._fp32_head)
         attach(batch["tokens", "full"], note)
         return batch
 
@@ -257,6 +259,13 @@ def _dtype_of(engine: LLMEngine | LLM | AsyncLLM) -> str:
     if isinstance(engine, AsyncLLM):
         return engine.remote.ready.dtype
     return next(iter(engine.get_model_metadata().values()))[0]
+
+
+def _has_float32_head(engine: LLMEngine | LLM | AsyncLLM) -> bool:
+    """`EngineConfig.fp32_head`."""
+    if isinstance(engine, AsyncLLM):
+        return engine.remote.ready.config.fp32_head
+    return (engine.llm_engine if isinstance(engine, LLM) else engine).fp32_head
 
 
 def _logprob_temperature(params: Sequence[SamplingParams]) -> float | None:

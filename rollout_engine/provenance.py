@@ -16,6 +16,8 @@ class RolloutNote(NamedTuple):
     """At which its log-probs were computed; None: several, or log-probs of edited logits."""
     is_packed: bool
     """Several sequences lie end to end in a row."""
+    fp32_head: bool = False
+    """Logits were float32 in an engine of another dtype."""
 
 
 class LogprobsNote(NamedTuple):
@@ -25,6 +27,8 @@ class LogprobsNote(NamedTuple):
     temperature: float
     is_enabled: bool
     """The model computed by the engine's arithmetic."""
+    fp32_head: bool = False
+    """Logits were float32 in a model of another dtype."""
 
 
 _NAME = "_rollout_engine_note"
@@ -45,3 +49,16 @@ def logprobs_note(tensor: object) -> LogprobsNote | None:
     """What was noted on log-probs, if anything."""
     note = getattr(tensor, _NAME, None)
     return note if isinstance(note, LogprobsNote) else None
+
+
+def describe_heads(trainers_is_float32: bool) -> str:
+    """What to do where one of trainer and engine alone has a float32 head."""
+    if trainers_is_float32:
+        return (
+            "The trainer's logits are float32, the engine's are not: give the engine fp32_head=True, or call "
+            "exact.enable(model, fp32_head=False)"
+        )
+    return (
+        "The engine's logits are float32 (fp32_head=True), the trainer's are not: call exact.enable(model, "
+        "fp32_head=True)"
+    )

@@ -77,6 +77,8 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._ready: list[RequestOutput] = []
         """Results of aborts and results handed back, for the next step to return."""
         self._ids = RequestIds(self.is_unfinished)
+        self.fp32_head = False
+        """Whether logits are float32 whatever the model's dtype."""
         self._release = weakref.finalize(self, _release, executor)
 
     @classmethod
@@ -96,6 +98,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         engine = cls(
             core, executor, inputs, outputs, stat_loggers=loggers, log_interval=config.log_interval, spans=spans
         )
+        engine.fp32_head = config.fp32_head
         executor.follow(core, engine.lifecycle_control.boundary)
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps

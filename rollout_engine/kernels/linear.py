@@ -132,7 +132,7 @@ def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype, f
     )
 
 
-def _candidates(dtype: torch.dtype, float32_out: bool) -> tuple[RowPlan, ...]:
+def _candidates(dtype: torch.dtype, float32_out: bool = False) -> tuple[RowPlan, ...]:
     """Fastest first: by dtype and instruction set, never by a clock."""
     if float32_out:
         return (_OWN_FLOAT32_OUT,) if gemm.serves(dtype) else ()

@@ -24,6 +24,13 @@ def set_float32_head(module: nn.Module, on: bool) -> None:
         group.unpack()
 
 
+def has_float32_head(model: nn.Module) -> bool:
+    """Whether `set_float32_head` was called on a causal LM, or on what a wrapper of it wraps."""
+    owner = next((child for child in model.modules() if hasattr(child, "get_output_embeddings")), None)
+    group = None if owner is None else _group_of(owner)
+    return group is not None and group.float32_out
+
+
 def _refuse_impossible(module: nn.Module, group: LinearGroup | None) -> None:
     device = next(module.parameters()).device
     if device.type != "cpu":

@@ -143,3 +143,18 @@ def test_single_rows_can_be_read_from_a_packed_weight(dtype, shape):
     indices = torch.randint(shape[0], (3, 5))
     assert torch.equal(gemm.select_rows(gemm.pack(weight), indices), weight[indices])
     assert gemm.select_rows(gemm.pack(weight), indices[:0]).shape == (0, 5, shape[1])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("rows", "in_features", "out_features"), [(1, 64, 32), (13, 63, 70), (200, 128, 259)])
+def test_float32_results_of_bfloat16_are_those_that_are_rounded(rows, in_features, out_features, has_bias):
+    x, weight = torch.randn(rows, in_features).bfloat16(), torch.randn(out_features, in_features).bfloat16()
+    bias = torch.randn(out_features).bfloat16() if has_bias else None
+    packed = gemm.pack(weight)
+    wide = gemm.matmul(x, packed, bias, float32_out=True)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.bfloat16(), gemm.matmul(x, packed, bias))
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(wide.double(), exact, atol=1e-4, rtol=1e-5)
+    for row in range(0, rows, 7):
+        assert torch.equal(gemm.matmul(x[row : row + 1], packed, bias, float32_out=True), wide[row : row + 1])
