@@ -36,6 +36,9 @@ class Executor(FakeExecutor):
         pairs = zip(sequences, num_prompt, strict=True)
         return [-np.arange(first, len(ids), dtype=np.float32) / np.float32(temperature) for ids, first in pairs]
 
+    def metadata(self):
+        return {"weight": ("float32", (1,))}
+
     def shutdown(self):
         pass
 
