@@ -28,9 +28,9 @@ from rollout_engine.frontend.client_split import check_sequences, sequences_of_c
 from rollout_engine.frontend.core_io import ClientLeft, CoreIO, Do, FromClient, Hold, Stop
 from rollout_engine.frontend.core_utilities import CoreUtilities
 from rollout_engine.frontend.lifeline import CoreSettings, Lifeline, address_in, config_digest, lock_directory
-from rollout_engine.frontend.llm_engine import core_config, describe_choices
 from rollout_engine.frontend.outbound import Outbound
 from rollout_engine.frontend.rpc_wire import answer
+from rollout_engine.frontend.start_up import core_config, describe_choices
 from rollout_engine.frontend.weight_ends import remove_directories
 from rollout_engine.frontend.weight_intake import WeightIntake
 from rollout_engine.frontend.wire import (

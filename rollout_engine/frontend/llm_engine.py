@@ -13,12 +13,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.core.door import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.weight_update import update_from_source
-from rollout_engine.execution.worker import ModelInfo
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index, each_priority
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
@@ -27,6 +25,7 @@ from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.request_ids import RequestIds, as_request_ids
 from rollout_engine.frontend.scoring import score_pairs
 from rollout_engine.frontend.spans import Spans, TraceHeaders, spans_to
+from rollout_engine.frontend.start_up import core_config, describe_choices
 from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.weight_verbs import WeightVerbs
@@ -372,30 +371,3 @@ class _Steps:
 def _release(executor: InlineExecutor) -> None:
     executor.shutdown()
     gc.unfreeze()  # so that what start-up made can be collected
-
-
-def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
-    """Sizes of the core over a loaded model."""
-    return CoreConfig(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=info.vocab_size,
-        max_prefill_beside_decode=info.max_prefill_beside_decode,
-        enable_prefix_caching=config.enable_prefix_caching,
-        admission=config.admission,
-        async_scheduling=config.schedules_ahead,
-    )
-
-
-def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
-    """Every choice made at start-up, in one line."""
-    tokenizer = "none" if config.skip_tokenizer_init else config.tokenizer or config.model
-    return (
-        f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "
-        f"max_num_batched_tokens {config.max_num_batched_tokens}, "
-        f"async scheduling {'on' if config.schedules_ahead else 'off'}, tokenizer {tokenizer}, "
-        f"end ids of the checkpoint {info.eos_token_ids}, seed {config.seed}"
-    )

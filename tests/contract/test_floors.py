@@ -57,7 +57,7 @@ MAY_IMPORT = {
             "rollout_engine.frontend",
             "sync",
         )
-        for name in ("llm_engine", "core_proc", "core_utilities", "weight_intake")
+        for name in ("llm_engine", "core_proc", "core_utilities", "start_up", "weight_intake")
     },
     # How weights come to their place, at a client's end too.
     "rollout_engine.frontend.weight_ends": (
