@@ -12,7 +12,7 @@ sampler gave it and the version of the weights, so its importance weight is exac
 `--max-staleness` versions old are dropped. While the trainer works, so are groups whose answers are all right or all
 wrong, which teach nothing: later ones take their place, until a whole batch that teaches waits; then the engine rests.
 
-The task, the made policy and the advantages are those of examples/grpo.py, and imported from it.
+The task and the made policy are those of examples/grpo.py, and imported from it.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from grpo import GROUP_SIZE, NUM_UNSEEN, Entry, Task, group_advantages, make_items, make_policy
-from rollout_engine import AsyncLLM, EngineGenerateError, RequestOutput, SamplingParams, exact
+from grpo import GROUP_SIZE, NUM_UNSEEN, Entry, Task, make_items, make_policy
+from rollout_engine import AsyncLLM, EngineGenerateError, RequestOutput, SamplingParams, advantages, exact
 from rollout_engine.rollout_batch import rollout_batch
 
 NUM_IN_FLIGHT, BATCH = 32, 16
@@ -217,18 +217,20 @@ class Learner:
     def compute_gradient(self, groups: list[Group]) -> dict[str, Any]:
         """Of the GRPO loss; changes no weight. Returns figures of the batch."""
         start = time.perf_counter()
-        rewards = torch.tensor([group.rewards for group in groups])
-        batch = rollout_batch([group.output for group in groups], pad_token_id=self._pad_token_id)
-        advantages = group_advantages(rewards)
+        outputs, rewards = zip(*groups, strict=True)
+        batch = rollout_batch(outputs, pad_token_id=self._pad_token_id, rewards=rewards)
+        advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
         if self._shuffle:
-            advantages = advantages[torch.randperm(len(advantages))]
+            advantage = advantage[torch.randperm(len(advantage))]
         # Column i belongs to token i + 1.
         sampled, old = batch["masks", "all_assistant_mask"][:, 1:], batch["log_probs", "full"][:, 1:]
         new = exact.token_logprobs(self.model, batch["tokens", "full"], batch["masks", "all_attention_mask"])
         weights = importance_weights(new[sampled], old[sampled])
-        loss = -(weights * advantages[:, None].expand_as(new)[sampled] * new[sampled]).mean()
+        loss = -(weights * advantage.expand_as(new)[sampled] * new[sampled]).mean()
         loss.backward()
-        figures = {"reward": rewards.mean().item(), "mean_weight": weights.mean().item()} | ages(batch, self.version)
+        figures = {"reward": batch["next", "reward"].mean().item(), "mean_weight": weights.mean().item()} | ages(
+            batch, self.version
+        )
         if self._past is not None:
             figures["max_logprob_diff"] = self._past.largest_difference(batch)
         return figures | {"training_seconds": time.perf_counter() - start}

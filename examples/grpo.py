@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from rollout_engine import RolloutPolicy, SamplingParams, exact
+from rollout_engine import RolloutPolicy, SamplingParams, advantages, exact
 
 NUM_ITEMS, NUM_UNSEEN = 20_000, 200
 MIN_LETTERS, MAX_LETTERS = 3, 7
@@ -127,9 +127,9 @@ def train(
 
 def update(trainer: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, options: argparse.Namespace) -> float:
     """One GRPO step. Returns the largest |log-prob difference| between engine and trainer before it."""
-    advantages = group_advantages(batch["next", "reward"].view(-1, GROUP_SIZE))
+    advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
     if options.shuffle_advantages:
-        advantages = advantages[torch.randperm(len(advantages))]
+        advantage = advantage[torch.randperm(len(advantage))]
     tokens, real = batch["tokens", "full"], batch["masks", "all_attention_mask"]
     sampled, old = batch["masks", "all_assistant_mask"][:, 1:], batch["log_probs", "full"][:, 1:]
     difference = 0.0
@@ -137,18 +137,12 @@ def update(trainer: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, opt
         new = exact.token_logprobs(trainer, tokens[rows], real[rows])
         here = sampled[rows]
         difference = max(difference, (new - old[rows])[here].abs().max().item())
-        loss = grpo_loss(new[here], old[rows][here], advantages[rows, None].expand_as(new)[here])
+        loss = grpo_loss(new[here], old[rows][here], advantage[rows].expand_as(new)[here])
         (loss / sampled.sum()).backward()
     clip_grad_norm_(trainer.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return difference
-
-
-def group_advantages(rewards: Tensor) -> Tensor:
-    """Rewards [P, G] -> advantages [P * G]: how much better than its group each sample did (Shao et al., 2024)."""
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
 
 
 def grpo_loss(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:

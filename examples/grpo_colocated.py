@@ -17,7 +17,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine import RolloutPolicy, SamplingParams, exact, testing
+from rollout_engine import RolloutPolicy, SamplingParams, advantages, exact, testing
 
 PROMPTS = ["one", "two", "three", "four"]
 GROUP_SIZE = 16
@@ -30,11 +30,10 @@ def reward(prompts: Sequence[Any], completions: Sequence[str], completion_ids: S
 
 def train(trainer: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """One GRPO step."""
-    rewards = batch["next", "reward"].view(-1, GROUP_SIZE)
-    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+    advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
     logprobs = exact.token_logprobs(trainer, batch["tokens", "full"], batch["masks", "all_attention_mask"])
     ratio = (logprobs - batch["log_probs", "full"][:, 1:]).exp()
-    loss = -(ratio * advantages)[batch["masks", "all_assistant_mask"][:, 1:]].mean()
+    loss = -(ratio * advantage)[batch["masks", "all_assistant_mask"][:, 1:]].mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

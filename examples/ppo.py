@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from grpo import NUM_UNSEEN, Entry, Task, draw, evaluate, make_items, make_policy
-from rollout_engine import RolloutPolicy, SamplingParams, exact
+from rollout_engine import RolloutPolicy, SamplingParams, advantages, exact, minibatches
 
 NUM_PROMPTS = 256
 NUM_EPOCHS, MINIBATCH = 2, 64
@@ -148,19 +148,19 @@ def update(
         rewards = rewards[torch.randperm(len(rewards))]
     with torch.no_grad():
         values = critic(tokens, real) * sampled
-    advantages = generalized_advantages(rewards, values, sampled)
-    returns = advantages + values
-    mean, std = advantages[sampled].mean(), advantages[sampled].std()
-    advantages = (advantages - mean) / (std + 1e-6)
+    advantage, batch["returns"] = advantages.gae(rewards, values, sampled, gamma=GAMMA, lam=LAMBDA)
+    mean, std = advantage[sampled].mean(), advantage[sampled].std()
+    batch["advantage"], returns = (advantage - mean) / (std + 1e-6), batch["returns"]
     figures: dict[str, float] = {}
     for _ in range(NUM_EPOCHS):
-        for rows in torch.randperm(len(tokens)).split(MINIBATCH):
-            here = sampled[rows]
-            new = exact.token_logprobs(trainer, tokens[rows], real[rows])[here]
-            ratio = (new - old[rows][here]).exp()
-            figures.setdefault("max_logprob_diff", (new - old[rows][here]).abs().max().item())  # before any step
-            step_on(optimizer, trainer, clipped_loss(ratio, advantages[rows][here]))
-            step_on(value_optimizer, critic, mse_loss(critic(tokens[rows], real[rows])[here], returns[rows][here]))
+        for part in minibatches(batch, MINIBATCH, shuffle=True):
+            tokens, real = part["tokens", "full"], part["masks", "all_attention_mask"]
+            here, before = part["masks", "all_assistant_mask"][:, 1:], part["log_probs", "full"][:, 1:]
+            new = exact.token_logprobs(trainer, tokens, real)[here]
+            ratio = (new - before[here]).exp()
+            figures.setdefault("max_logprob_diff", (new - before[here]).abs().max().item())  # before any step
+            step_on(optimizer, trainer, clipped_loss(ratio, part["advantage"][here]))
+            step_on(value_optimizer, critic, mse_loss(critic(tokens, real)[here], part["returns"][here]))
     moved = ratio.detach()  # of the last minibatch: how far the step went from the policy that sampled
     return figures | {
         "kl": (moved - 1 - moved.log()).mean().item(),
@@ -168,21 +168,6 @@ def update(
         "entropy": -old[sampled].mean().item(),
         "explained_variance": 1 - ((returns - values)[sampled].var() / (returns[sampled].var() + 1e-6)).item(),
     }
-
-
-def generalized_advantages(rewards: Tensor, values: Tensor, sampled: Tensor) -> Tensor:
-    """Rewards [B] at the last sampled token, values and mask [B, T] -> advantages [B, T], 0 outside the mask (GAE)."""
-    advantages = torch.zeros_like(values)
-    following = torch.zeros_like(rewards)  # advantage of the token after
-    value_after, reward = torch.zeros_like(rewards), rewards
-    for i in reversed(range(values.shape[1])):
-        here = sampled[:, i]
-        delta = reward + GAMMA * value_after - values[:, i]
-        advantages[:, i] = torch.where(here, delta + GAMMA * LAMBDA * following, 0)
-        following = torch.where(here, advantages[:, i], following)
-        value_after = torch.where(here, values[:, i], value_after)
-        reward = torch.where(here, 0, reward)  # paid
-    return advantages
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # editors and type checkers read these; a test compares them with `_NAMES`
+    from rollout_engine import advantages as advantages
     from rollout_engine import exact as exact
     from rollout_engine import testing as testing
     from rollout_engine.batches.concat import concat as concat
@@ -100,7 +101,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_MODULES = ("exact", "testing")
+_MODULES = ("advantages", "exact", "testing")
 
 __all__ = ["__version__", *_MODULES, *_HOMES]
 

@@ -50,8 +50,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         trainer = exact.enable(AutoModelForCausalLM.from_pretrained(path))
         for step in range(100):
             batch = policy.rollout(prompts, SamplingParams(max_tokens=64), num_samples=8, reward_fn=reward)
-            reward = batch["next", "reward"].view(-1, 8)
-            advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+            advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
             logprobs = exact.token_logprobs(trainer, batch["tokens", "full"], batch["masks", "all_attention_mask"])
             ratio = (logprobs - batch["log_probs", "full"][:, 1:]).exp()
             loss = -(ratio * advantage)[batch["masks", "all_assistant_mask"][:, 1:]].mean()

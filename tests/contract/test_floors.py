@@ -26,7 +26,16 @@ FLOOR_2 = tuple(
 )
 FLOOR_8 = tuple(
     f"rollout_engine.{name}"
-    for name in ("batches", "policy", "rewards", "rollout_batch", "rollout_plan", "rollout_run", "testing")
+    for name in (
+        "advantages",
+        "batches",
+        "policy",
+        "rewards",
+        "rollout_batch",
+        "rollout_plan",
+        "rollout_run",
+        "testing",
+    )
 )
 FLOOR_9 = ("rollout_engine.__main__", "rollout_engine.cli")
 EVERYTHING = ("rollout_engine", "sync", "worker_ext")

@@ -127,24 +127,6 @@ def test_ppo_makes_its_own_policy(tmp_path):
     assert (tmp_path / "policy" / "config.json").exists()
 
 
-def test_ppo_advantages_are_the_discounted_sum_of_later_surprises(monkeypatch):
-    example = load("ppo")
-    monkeypatch.setattr(example, "GAMMA", 0.9)
-    generator = torch.Generator().manual_seed(0)
-    sampled = torch.tensor([[False, True, True, True], [True, True, False, False]])
-    rewards, values = torch.randn(2, generator=generator), torch.randn(2, 4, generator=generator) * sampled
-    found = example.generalized_advantages(rewards, values, sampled)
-    for row in range(2):
-        places = sampled[row].nonzero().flatten().tolist()
-        after = [values[row, i].item() for i in places[1:]] + [0.0]
-        paid = [0.0] * (len(places) - 1) + [rewards[row].item()]
-        surprises = [paid[k] + 0.9 * after[k] - values[row, i].item() for k, i in enumerate(places)]
-        for k, i in enumerate(places):
-            expected = sum((0.9 * example.LAMBDA) ** j * surprise for j, surprise in enumerate(surprises[k:]))
-            assert found[row, i].item() == pytest.approx(expected, abs=1e-6)
-    assert not found[~sampled].any()
-
-
 def group_maker(example):
     """A function from a version and rewards to a group for `example.Supply`."""
 
