@@ -78,18 +78,8 @@ class CompletionOutput(msgspec.Struct):
         """
         if self.logprobs is None:
             raise RequestError("logprob_dicts: there are no log-probs. Ask for them: SamplingParams(logprobs=...).")
-        texts = _Texts(tokenizer)
-        made = []
-        for position, token_id in enumerate(self.token_ids):
-            rank = None if self.sampled_ranks is None else int(self.sampled_ranks[position])
-            found = {token_id: Logprob(float(self.logprobs[position]), rank, texts[token_id])}
-            if self.top_logprobs is not None:
-                ids, values = (column[position].tolist() for column in self.top_logprobs)
-                for place, (other, logprob) in enumerate(zip(ids, values, strict=True), start=1):
-                    if other >= 0:
-                        found.setdefault(other, Logprob(logprob, place, texts[other]))
-            made.append(found)
-        return made
+        ranks = None if self.sampled_ranks is None else self.sampled_ranks.tolist()
+        return _dicts(self.token_ids, self.logprobs, ranks, self.top_logprobs, _Texts(tokenizer))
 
 
 class RequestOutput(msgspec.Struct):
@@ -108,6 +98,18 @@ class RequestOutput(msgspec.Struct):
     metrics: RequestMetrics | None = None
     prompt_top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     """(int32 [P, k] ids, float32 [P, k] log-probs), most likely first; -1 and NaN in the first row."""
+
+    def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
+        """For each prompt token what `CompletionOutput.logprob_dicts` gives for sampled ones; None for the first.
+
+        A prompt token's rank is None where it is not among the most likely ones that were asked for.
+        """
+        if self.prompt_logprobs is None:
+            what = "prompt_logprob_dicts: there are no log-probs of the prompt"
+            raise RequestError(f"{what}. Ask for them: SamplingParams(prompt_logprobs=...).")
+        texts = _Texts(tokenizer)
+        rows = _dicts(self.prompt_token_ids, self.prompt_logprobs, None, self.prompt_top_logprobs, texts)
+        return [None, *rows[1:]]
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
@@ -132,11 +134,34 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """Of `seconds`, those that laid the weights out for the kernels once all had come."""
 
 
+def _dicts(
+    token_ids: list[int],
+    logprobs: np.ndarray,
+    ranks: list[int] | None,
+    top: tuple[np.ndarray, np.ndarray] | None,
+    texts: "_Texts",
+) -> list[dict[int, Logprob]]:
+    """For each of `token_ids` itself and then the tokens of its row of `top`, which are ranked by their place."""
+    made = []
+    for position, token_id in enumerate(token_ids):
+        found = {token_id: Logprob(float(logprobs[position]), ranks[position] if ranks else None, texts[token_id])}
+        if top is not None:
+            ids, values = (column[position].tolist() for column in top)
+            for rank, (other, logprob) in enumerate(zip(ids, values, strict=True), start=1):
+                if other not in found or found[other].rank is None:
+                    found[other] = Logprob(logprob, rank, texts[other])
+            found.pop(-1, None)  # where there are fewer tokens than were asked for
+        made.append(found)
+    return made
+
+
 class _Texts(dict[int, str | None]):
     """Token id -> its text, told by what a second one adds to a first: alone, some tokenizers strip its space."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise RequestError.for_field("tokenizer", tokenizer, "a tokenizer, such as llm.get_tokenizer(), or None")
         self._tokenizer = tokenizer
 
     def __missing__(self, token_id: int) -> str | None:

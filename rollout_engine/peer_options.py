@@ -143,6 +143,8 @@ _SGLANG_SAMPLING = {
     "regex": _NO_GRAMMAR,
     "return_logprob": "give logprobs=0",
     "sampling_seed": "give seed",
+    "token_ids_logprob": "give logprob_token_ids",
+    "top_logprobs_num": "give logprobs, the number of most likely tokens",
 }
 
 _VLLM_CALL = {

@@ -51,6 +51,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         "stop_regex": lambda value: [value] if isinstance(value, str) else value,
         "bad_words": lambda value: [value] if isinstance(value, str) else value,
         "stop_token_ids": lambda value: [value] if type(value) is int else value,
+        "logprob_token_ids": lambda value: [value] if type(value) is int else value,
         "top_k": lambda value: 0 if type(value) is int and value == -1 else value,
     }
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from rollout_engine.errors import RequestError
-from rollout_engine.outputs import CompletionOutput, Logprob
+from rollout_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rollout_engine.testing import byte_tokenizer
 
 
@@ -54,3 +54,29 @@ def test_decoded_tokens_keep_their_space_and_special_tokens_are_shown():
     assert [next(iter(found.values())).decoded_token for found in made] == [" he", "llo", "</s>"]
     made = completion(token_ids=[74, 2], logprobs=np.zeros(2, np.float32)).logprob_dicts(byte_tokenizer())
     assert [next(iter(found.values())).decoded_token for found in made] == ["h", "<eos>"]
+
+
+def prompt_of(token_ids, logprobs, top=None):
+    unset = dict.fromkeys(RequestOutput.__struct_fields__)
+    fields = {"prompt_token_ids": token_ids, "prompt_logprobs": logprobs, "prompt_top_logprobs": top}
+    return RequestOutput(**(unset | fields))
+
+
+def test_prompts_have_the_same_form_and_none_for_the_first_token():
+    top = np.array([[-1, -1], [6, 7], [5, 8]], np.int32), np.float32([[np.nan] * 2, [-0.5, -1.0], [-0.5, -1.0]])
+    found = prompt_of([3, 7, 7], np.float32([np.nan, -1.0, -9.0]), top).prompt_logprob_dicts()
+    assert found[0] is None
+    assert found[1] == {7: Logprob(-1.0, 2, None), 6: Logprob(-0.5, 1, None)}
+    assert next(iter(found[1])) == 7
+    assert found[2] == {7: Logprob(-9.0, None, None), 5: Logprob(-0.5, 1, None), 8: Logprob(-1.0, 2, None)}
+    assert prompt_of([3, 7], np.float32([np.nan, -1.0])).prompt_logprob_dicts()[1] == {7: Logprob(-1.0, None, None)}
+
+
+def test_prompts_without_log_probs_are_an_error():
+    with pytest.raises(RequestError, match=r"Ask for them: SamplingParams\(prompt_logprobs=...\)"):
+        prompt_of([3], None).prompt_logprob_dicts()
+
+
+def test_what_is_no_tokenizer_is_refused():
+    with pytest.raises(RequestError, match="tokenizer='gpt2' is not allowed: must be a tokenizer, such as llm.get_tok"):
+        with_top().logprob_dicts("gpt2")
