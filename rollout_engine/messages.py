@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
+from rollout_engine._structs import plain
 from rollout_engine.errors import WeightUpdateError
 from rollout_engine.outputs import FinishReason
 from rollout_engine.sampling_params import SamplingParams
@@ -240,6 +241,7 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @classmethod
     def checked(cls, **values: Any) -> "UpdateOptions":
         """Raises `WeightUpdateError` naming the option that is not allowed."""
+        values = plain(values)
         for name, allowed in _CHOICES.items():
             if name in values and values[name] not in allowed:
                 names = ", ".join(map(repr, allowed))

@@ -218,6 +218,10 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         """The engine's Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
         return self.engine.get_tokenizer()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        return self.engine.get_default_sampling_params()
+
     def shutdown(self) -> None:
         """End the engine and free its memory."""
         self.engine.shutdown()

@@ -9,6 +9,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rollout_engine._structs import plain
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.lifecycle import PauseMode
 from rollout_engine.errors import DrainTimeoutError, EngineDeadError
@@ -226,7 +227,7 @@ class AsyncLLM:
             allow_nonfinite=allow_nonfinite,
             timeout=timeout,
         )
-        return await asyncio.to_thread(self.remote.update_weights, source, version, options)
+        return await asyncio.to_thread(self.remote.update_weights, source, plain(version), options)
 
     async def collective_rpc(
         self,

@@ -57,6 +57,10 @@ class BlockingEngine(WeightVerbs):
         """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
         return self._remote.get_tokenizer()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return self._remote.inputs.default_params()
+
     def score(
         self,
         prompt_token_ids: Sequence[list[int]],

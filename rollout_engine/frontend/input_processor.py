@@ -154,6 +154,7 @@ class InputProcessor:
         self, prompts: Sequence[Any], completions: Sequence[Any], temperature: float
     ) -> list[tuple[list[int], list[int]]]:
         """(prompt, completion) ids of sequences to score: prompts not empty, both together within `max_model_len`."""
+        temperature = plain(temperature)
         if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError.for_field("temperature", temperature, "a finite number >= 0")
         if len(prompts) != len(completions):

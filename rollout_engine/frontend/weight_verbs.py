@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+from rollout_engine._structs import plain
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
@@ -63,4 +64,4 @@ class WeightVerbs(ABC):
             allow_nonfinite=allow_nonfinite,
             timeout=timeout,
         )
-        return self.apply_update(source, version, options)
+        return self.apply_update(source, plain(version), options)

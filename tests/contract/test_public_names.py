@@ -9,7 +9,7 @@ from rollout_engine import errors
 
 # Name -> the arguments it must take, in this order; "*" starts the keyword-only ones. More arguments may follow.
 SIGNATURES = {
-    "LLM.generate": "self prompts sampling_params * use_tqdm",
+    "LLM.generate": "self prompts sampling_params * use_tqdm priority",
     "LLM.chat": "self messages sampling_params",
     "LLM.score": "self prompt_token_ids completion_token_ids * temperature",
     "LLM.update_weights": "self source * version mode kv staging reset_version timeout",
@@ -35,6 +35,8 @@ SIGNATURES = {
     "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
     **{f"AsyncLLM.{name}": "self" for name in ("check_health", "get_tokenizer", "get_metrics", "get_model_metadata")},
     **{f"AsyncLLM.{name}": "self" for name in ("get_cache_usage", "get_num_unfinished_requests", "shutdown")},
+    **{f"{owner}.get_default_sampling_params": "self" for owner in ("AsyncLLM", "LLM", "LLMEngine", "RolloutPolicy")},
+    "SamplingParams.clone": "self",
     **{f"{owner}.apply_model": "self fn" for owner in ("LLM", "LLMEngine", "RolloutPolicy")},
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority trace_headers",

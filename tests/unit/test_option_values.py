@@ -11,6 +11,7 @@ import torch
 from rollout_engine import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, RolloutPolicy, SamplingParams
 from rollout_engine.errors import unknown_name
 from rollout_engine.frontend.conversations import CHAT_KEYS
+from rollout_engine.messages import UpdateOptions
 from rollout_engine.peer_options import CALL_PEERS, ENGINE_PEERS, SAMPLING_PEERS
 
 
@@ -140,6 +141,10 @@ def test_arguments_of_other_libraries_are_not_arguments_here():
     names = {name for peers in CALL_PEERS.values() for name in peers}
     for verb in (LLM.generate, LLM.chat, AsyncLLM.generate, RolloutPolicy.rollout, RolloutPolicy.arollout):
         assert not names & (set(inspect.signature(verb).parameters) | set(CHAT_KEYS))
+
+
+def test_options_of_an_update_may_be_numpys():
+    assert UpdateOptions.checked(timeout=np.float32(5), reset_version=np.bool_(True)).timeout == 5.0
 
 
 def test_a_clone_has_the_changes_and_is_checked():

@@ -282,6 +282,11 @@ def test_end_ids_are_the_checkpoints_unless_ignored(inputs):
     assert inputs.admit(inputs.check("x", SamplingParams(ignore_eos=True))).eos_token_ids == []
 
 
+def test_scores_take_arrays_and_numpy_numbers(inputs):
+    ids = np.array([5, 6], np.int32)
+    assert inputs.check_scored([ids], [ids], np.float32(0.5)) == [([5, 6], [5, 6])]
+
+
 @pytest.mark.parametrize(
     "prompts, completions, temperature, words",
     [

@@ -91,6 +91,10 @@ def test_conversations_are_prompts_and_reach_the_reward_as_they_were_given(rig):
     assert rig.rollout(conversations[0], num_samples=2).batch_size == (2,)
 
 
+def test_recommended_settings_are_the_engines(rig):
+    assert rig.policy.get_default_sampling_params() == SamplingParams()
+
+
 def test_arguments_that_rollout_has_not_are_told_where_they_belong(rig):
     with pytest.raises(RequestError, match="not an argument of rollout: give sampling_params=SamplingParams"):
         rig.rollout(max_tokens=5)
