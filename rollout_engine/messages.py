@@ -237,6 +237,7 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Seconds."""
     transport: str | None = None
     """None: the engine's own choice."""
+    partial: bool = False
 
     @classmethod
     def checked(cls, **values: Any) -> "UpdateOptions":

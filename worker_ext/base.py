@@ -43,9 +43,11 @@ class WeightTransaction(Protocol):
         """Of the open update; without one it raises, naming `verb`."""
         ...
 
-    def begin(self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0) -> bool:
+    def begin(
+        self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0, partial: bool = False
+    ) -> bool:
         """Open an update, to be committed within `timeout` seconds; False where these very weights are live under this
-        version."""
+        version. `partial`: weights that the manifest leaves out keep their values."""
         ...
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:

@@ -65,13 +65,14 @@ class WeightSyncExtension(WorkerExtension):
 
     @rpc_beside_steps
     def begin_weight_update(
-        self, manifest: WeightManifest, reset_version: bool = False, timeout: float = 300.0
+        self, manifest: WeightManifest, reset_version: bool = False, timeout: float = 300.0, partial: bool = False
     ) -> bool:
         """Open an update. False: these very weights are live under this version, and nothing is open.
 
-        `timeout`: seconds to its commit; after that it is aborted, and the next verb raises.
+        `timeout`: seconds to its commit; after that it is aborted, and the next verb raises. `partial`: the manifest
+        may leave weights out, which keep their values.
         """
-        return self.worker.update.begin(manifest, reset_version=reset_version, timeout=timeout)
+        return self.worker.update.begin(manifest, reset_version=reset_version, timeout=timeout, partial=partial)
 
     @rpc_beside_steps
     def receive_weights(
@@ -124,15 +125,17 @@ class WeightSyncExtension(WorkerExtension):
         self.worker.update.abort()
 
     @rpc_beside_steps
-    def load_weights_from_storage(self, storage_path: str, num_threads: int = 1, reset_version: bool = False) -> str:
+    def load_weights_from_storage(
+        self, storage_path: str, num_threads: int = 1, reset_version: bool = False, partial: bool = False
+    ) -> str:
         """Stage, verify and commit the current version of a published store; the digest of the live weights.
 
         A directory that is no store of `sync.publish` is refused: nothing says whether its bytes are whole.
         """
         update = self.worker.update
         manifest = checked_manifest(lease_current(Path(storage_path)))
-        if not update.begin(manifest, reset_version=reset_version):
-            return manifest.digest
+        if not update.begin(manifest, reset_version=reset_version, partial=partial):
+            return update.digest() if partial else manifest.digest
         try:
             self.receive_weights("store", {"directory": storage_path, "num_threads": num_threads})
             update.verify()

@@ -98,7 +98,9 @@ class CalledUpdate:
         """Of the open update. `LifecycleError` naming `verb` without one."""
         return self._opened(verb).manifest
 
-    def begin(self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0) -> bool:
+    def begin(
+        self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0, partial: bool = False
+    ) -> bool:
         """As `WeightUpdater.begin`; `LifecycleError` too where the engine cannot take an update now.
 
         `timeout`: seconds to the commit; then the update is aborted, and the caller's next verb is told.
@@ -114,7 +116,7 @@ class CalledUpdate:
                 core.begin_update("begin_weight_update")
             self._open = _Open(manifest, caller)
             try:
-                begun = self._updater.begin(manifest, reset_version=reset_version)
+                begun = self._updater.begin(manifest, reset_version=reset_version, partial=partial)
             except BaseException as problem:
                 self._end(dirty=None, failure=type(problem).__name__)
                 raise

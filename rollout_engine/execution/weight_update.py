@@ -97,9 +97,11 @@ def apply_update(
             reset_version=options.reset_version,
             inplace=inplace,
             allow_nonfinite=options.allow_nonfinite,
+            partial=options.partial,
         )
         if not begun:
-            return UpdateReport(manifest.version, manifest.digest, 0, 0, time.perf_counter() - start, 0.0, 0)
+            digest = updater.digest() if options.partial else manifest.digest
+            return UpdateReport(manifest.version, digest, 0, 0, time.perf_counter() - start, 0.0, 0)
         with _ended(updater, manifest.version):
             stalled = 0.0
             if inplace:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import Tensor
 
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
-from rollout_engine.execution.coverage import Coverage
+from rollout_engine.execution.manifest_checks import ManifestChecks
 from rollout_engine.execution.on_demand import OnDemand
 from rollout_engine.execution.shadow import HostMoves, Moves, Shadow
 from rollout_engine.model.packed_weights import PackedWeights
@@ -61,8 +61,7 @@ class WeightUpdater:
         prepare: Callable[[], object] = lambda: None,
         moves: Moves | None = None,
     ) -> None:
-        self._same_as = {name: group[0] for group in map(list, aliases) for name in group}
-        self._coverage = Coverage(targets)
+        self._checks = ManifestChecks(targets, aliases)
         self._live = packed.take_over({name: view.detach() for name, view in targets.items()})
         """Those that `packed` holds are on meta."""
         self._packed = packed
@@ -74,6 +73,8 @@ class WeightUpdater:
         """To be confirmed."""
         self._inplace = self._allow_nonfinite = self._given_up = False
         """Of the open transaction; `_given_up`: in place, the live weights are being overwritten."""
+        self._partial, self._carried = False, True
+        """Of the last transaction; `_carried`: weights that a partial update does not send lie beside those it does."""
         self._placing = threading.Lock()
         self._staged: dict[str, Arrival] = {}
         """By name, what lies where it was gathered."""
@@ -97,7 +98,7 @@ class WeightUpdater:
         """
         if self._open is not None and self._inplace:
             raise LifecycleError("digest: an update is open; commit or abort it first.")
-        return self._live_digest(self._coverage.canonical())
+        return self._live_digest(self._checks.canonical())
 
     def live(self, verb: str) -> Mapping[str, Tensor]:
         """The module's own names and their live values, tied weights once; not to be written.
@@ -109,7 +110,7 @@ class WeightUpdater:
             raise LifecycleError(f"{verb}: an update is open; commit or abort it first.")
         if self.dirty:
             raise DirtyWeightsError.for_verb(verb, forgotten=self.forgotten)
-        return OnDemand(self._coverage.canonical(), self.values)
+        return OnDemand(self._checks.canonical(), self.values)
 
     def values(self, name: str) -> Tensor:
         """The live values of a name, to be read only: a view where steps read them, else a copy.
@@ -135,26 +136,29 @@ class WeightUpdater:
         reset_version: bool = False,
         inplace: bool = False,
         allow_nonfinite: bool = False,
+        partial: bool = False,
     ) -> bool:
         """Open a transaction; False when exactly these weights are live under this version already (nothing to do).
 
         `inplace`: without a shadow; nothing may be computed from the first `stage` to the commit. `allow_nonfinite`:
-        take NaN and infinities.
+        take NaN and infinities. `partial`: the manifest may leave weights out, which keep their values.
 
         Raises `LifecycleError` when one is open, `ManifestMismatch` when names, shapes, dtypes or ties differ from the
-        live weights, `StaleVersion` when the version does not move forward and `reset_version` is not set.
+        live weights, `StaleVersion` when the version does not move forward and `reset_version` is not set,
+        `DirtyWeightsError` for a partial update of incomplete weights.
         """
         if self._open is not None:
             raise LifecycleError(f"begin: an update to version {self._open.version} is open; commit or abort it first.")
-        manifest.check()
+        self._checks.check(manifest, self.metadata(), partial=partial)
+        if partial and self.dirty:
+            raise DirtyWeightsError("The live weights are incomplete: partial=True cannot mend them. Send all weights.")
         self._prepare()
-        self._check_names(manifest)
-        self._check_forms(manifest)
         if self._is_live(manifest):
             return False
         self._check_version(manifest.version, reset_version)
         self._open, self._staged, self._verified = manifest, {}, False
         self._inplace, self._allow_nonfinite, self._given_up = inplace, allow_nonfinite, False
+        self._partial, self._carried = partial, not partial
         return True
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -209,7 +213,8 @@ class WeightUpdater:
         start = time.perf_counter()
         self._packed.pack(self._shadow_of)
         self.pack_seconds = time.perf_counter() - start
-        self._shadow.plan([] if self._inplace else self._plain(specs))
+        written = self._checks.canonical() if self._partial else specs
+        self._shadow.plan([] if self._inplace else self._plain(written))
         self._verified = True
         return manifest.digest
 
@@ -236,7 +241,8 @@ class WeightUpdater:
         self.version, self.dirty, self.forgotten = manifest.version, False, False
 
     def confirm(self) -> str:
-        """The digest of the live weights under the names of the manifest that was committed last; steps may go on.
+        """The digest of the live weights under the names of the manifest that was committed last; after a partial
+        update that of all live weights, as `digest`. Steps may go on.
 
         Raises `DirtyWeightsError`, and leaves `dirty` set, when they are not what was staged.
         """
@@ -252,7 +258,7 @@ class WeightUpdater:
         except Exception as problem:
             self.dirty = True
             raise _half_way(manifest, problem) from problem
-        return found
+        return self.digest() if self._partial else found
 
     def abort(self) -> None:
         """Forget what was staged. No-op when nothing is open. `dirty` stays set if that was in place."""
@@ -302,7 +308,17 @@ class WeightUpdater:
                 self._given_up = self.dirty = True
                 self._shadow.clear()
                 self._packed.surrender()
+            if not self._carried:
+                self._carry()
             return self._next_of(name)
+
+    def _carry(self) -> None:
+        """Gather the live values of every weight as the next ones, before a partial update writes over some."""
+        self._packed.carry()
+        if not self._inplace:
+            for view in self._plain(self._checks.canonical()):
+                self._shadow_of(view).copy_(view)
+        self._carried = True
 
     def _opened(self, verb: str) -> WeightManifest:
         if self._open is None:
@@ -332,42 +348,6 @@ class WeightUpdater:
         with self._moves.beside_steps():
             return describe_all(pairs)
 
-    def _check_names(self, manifest: WeightManifest) -> None:
-        names = [spec.name for spec in manifest.tensors]
-        mentioned = names + [name for group in manifest.aliases for name in group]
-        if unknown := sorted({name for name in mentioned if name not in self._live}):
-            raise errors.ManifestMismatch(f"{len(unknown)} names are not in the model: {first_names(unknown)}.")
-        self._check_ties(manifest)
-        chosen = {self._owner(name) for name in names}
-        if twice := self._coverage.overlapping(chosen):
-            raise errors.ManifestMismatch(f"{len(twice)} names overlap others of the manifest: {first_names(twice)}.")
-        if missing := self._coverage.missing(chosen):
-            raise errors.ManifestMismatch(f"{len(missing)} tensors are missing: {first_names(missing)}.")
-
-    def _check_ties(self, manifest: WeightManifest) -> None:
-        """Ties at the source must be ties here; names tied here may all be sent if they carry the same values."""
-        for first, *others in manifest.aliases:
-            if apart := [name for name in others if self._owner(name) != self._owner(first)]:
-                what = f"tied to '{first}' at the source, but not in the engine"
-                raise errors.ManifestMismatch(f"{first_names(apart)}: {what}.")
-        sent: dict[str, TensorSpec] = {}
-        for spec in manifest.tensors:
-            other = sent.setdefault(self._owner(spec.name), spec)
-            if other.digest != spec.digest:
-                what = "are tied in the engine, but differ at the source"
-                raise errors.ManifestMismatch(f"'{other.name}' and '{spec.name}' {what}.")
-
-    def _check_forms(self, manifest: WeightManifest) -> None:
-        live = self.metadata()
-        wrong = [
-            f"'{spec.name}': expected {live[spec.name]}, came {(spec.dtype, spec.shape)}"
-            for spec in manifest.tensors
-            if (spec.dtype, spec.shape) != live[spec.name]
-        ]
-        if wrong:
-            hint = "Shapes must be equal; only floating dtypes are cast."
-            raise errors.ManifestMismatch(f"{len(wrong)} tensors do not fit: {first_names(wrong)}. {hint}")
-
     def _is_live(self, manifest: WeightManifest) -> bool:
         if self.dirty or manifest.version != self.version:
             return False
@@ -380,9 +360,6 @@ class WeightUpdater:
         what = "is live with other weights" if same else f"is older than the live version {self.version}"
         advice = "Send a higher one, or reset_version=True if the trainer restarted."
         raise errors.StaleVersion(f"Version {version} {what}. {advice}")
-
-    def _owner(self, name: str) -> str:
-        return self._same_as.get(name, name)
 
 
 def _check_form(specs: Mapping[str, TensorSpec], name: str, tensor: Tensor) -> None:

@@ -211,6 +211,7 @@ class AsyncLLM:
         reset_version: bool = False,
         allow_nonfinite: bool = False,
         timeout: float = 300,
+        partial: bool = False,
     ) -> UpdateReport:
         """Replace the live weights between two steps, wholly or not at all; see `LLMEngine.update_weights`.
 
@@ -226,6 +227,7 @@ class AsyncLLM:
             reset_version=reset_version,
             allow_nonfinite=allow_nonfinite,
             timeout=timeout,
+            partial=partial,
         )
         return await asyncio.to_thread(self.remote.update_weights, source, plain(version), options)
 

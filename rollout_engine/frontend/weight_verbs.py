@@ -27,6 +27,7 @@ class WeightVerbs(ABC):
         reset_version: bool = False,
         allow_nonfinite: bool = False,
         timeout: float = 300,
+        partial: bool = False,
     ) -> UpdateReport:
         """Replace the live weights between two steps, wholly or not at all.
 
@@ -50,6 +51,10 @@ class WeightVerbs(ABC):
             reset_version: allow any `version`, for a trainer that restarted.
             allow_nonfinite: take NaN and infinities, which are refused otherwise.
             timeout: seconds that the weights may take to arrive, and requests in flight to finish.
+            partial: `source` may hold some of the weights only; the others keep their values. It is as transactional as
+                a whole update, takes the same memory, gives all live weights the new version, and the report's digest
+                is of all of them. Otherwise a weight that is missing is refused. After `DirtyWeightsError`, and after
+                a sleep that forgot the weights, only a whole update helps.
 
         Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
         nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
@@ -63,5 +68,6 @@ class WeightVerbs(ABC):
             reset_version=reset_version,
             allow_nonfinite=allow_nonfinite,
             timeout=timeout,
+            partial=partial,
         )
         return self.apply_update(source, plain(version), options)

@@ -111,6 +111,16 @@ class PackedWeights:
         place = self._places[name]
         return place.within(self._room[place.first], self._likes[place.first].dtype)
 
+    def carry(self) -> None:
+        """Stage the values in use of all that is held, for an update that will write over some of them only."""
+        if not self._live:  # surrendered: they lie packed where the next ones are staged
+            self._unpack_next()
+            return
+        self._make_room()
+        for panels, like, room in zip(self._live, self._likes, self._room, strict=True):
+            gemm.unpack(_packed(panels, like), room)
+        self._next = []
+
     def pack(self, place: Callable[[Tensor], Tensor]) -> None:
         """Make the next copies, of what was staged and of `place(parameter)` for parameters that are not held.
 

@@ -120,3 +120,17 @@ def test_live_weights_can_be_read_after_an_update(engine_and_kind):
     source = trainer(1)
     llm.update_weights(source)
     assert all(torch.equal(updater(llm).values(name), tensor) for name, tensor in source.state_dict().items())
+
+
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+def test_a_partial_update_gives_the_samples_of_a_whole_one(engine_and_kind, staging):
+    llm, trainer = engine_and_kind
+    old, new = trainer(0).state_dict(), trainer(1).state_dict()
+    part = {name: tensor for name, tensor in new.items() if "layers.1" in name or name.endswith("q_proj.weight")}
+    whole = llm.update_weights(old | part)
+    expected = samples(llm)
+    llm.update_weights(old)
+    report = llm.update_weights(part, partial=True, staging=staging)
+    assert samples(llm) == expected != [] and llm.policy_version == report.version == 3
+    assert report.digest == updater(llm).digest() and report.num_tensors == len(part)
+    assert whole.num_tensors > len(part)

@@ -44,6 +44,24 @@ def test_every_transport_gives_the_weights_of_an_engine_in_process(engine, last_
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("transport", ["shm", "store", "gloo"])
+def test_a_part_of_the_weights_reaches_the_core(engine, expected, transport):
+    old, new = tiny_weights(1), tiny_weights(2)
+    names = [name for name in new if "layers.0" in name]
+
+    async def run():
+        await engine.update_weights(old)
+        parts = [{name: new[name] for name in names}, {name: new[name] for name in new if name not in names}]
+        for part in parts:
+            report = await engine.update_weights(part, partial=True, transport=transport)
+            assert report.num_tensors <= len(part)
+        assert report.digest == expected[2][0]
+        with pytest.raises(errors.ManifestMismatchError, match="partial=True"):
+            await engine.update_weights(parts[0], transport=transport)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("kind", ["module", "iterator", "checkpoint", "store", "store in float64"])
 def test_every_kind_of_source_gives_the_same_weights(engine, expected, tmp_path, kind):
     model = tiny_model(seed=1)

@@ -273,3 +273,20 @@ def test_a_module_without_linears_has_nothing_to_pack():
     packed.swap()
     packed.settle()
     assert not packed.holds("weight")
+
+
+@needs_compiler
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind,changes", KINDS)
+def test_what_a_partial_update_does_not_send_keeps_its_bits(kind, changes, in_place):
+    served, whole = Served(kind, **changes), Served(kind, **changes)
+    before = served.values()
+    name = next(name for name in before if "k_proj.weight" in name)
+    whole.update(before | {name: before[name] * 0.5})
+    if in_place:
+        served.packed.surrender()
+    served.packed.carry()
+    served.gather({name: before[name] * 0.5})
+    served.packed.pack(lambda parameter: parameter)
+    served.packed.swap()
+    assert equal(served.values(), whole.values()) and torch.equal(served.logits(), whole.logits())
