@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from sync.base import WeightSource
@@ -13,6 +12,7 @@ from sync.checkpoint import is_checkpoint, read_checkpoint
 from sync.deferred import Deferred, Gathered, is_sharded
 from sync.errors import ManifestMismatch
 from sync.published import is_store, read_current
+from sync.wrappers import check_sendable, plain_names, state_of
 
 SourceTensor: TypeAlias = Tensor | Deferred
 NamedTensor = tuple[str, Tensor]
@@ -26,8 +26,8 @@ def read_source(source: WeightSource) -> list[SourcePair]:
     """
     pairs = list(_pairs(source))
     for name, tensor in pairs:
-        _check_plain(name, tensor)
-    names = _unwrapped([name for name, _ in pairs])
+        check_sendable(name, tensor)
+    names = plain_names([name for name, _ in pairs])
     return list(zip(names, (_detached(tensor) for _, tensor in pairs), strict=True))
 
 
@@ -63,7 +63,7 @@ def _detached(tensor: SourceTensor) -> SourceTensor:
 
 def _pairs(source: WeightSource) -> Iterable[SourcePair]:
     if isinstance(source, nn.Module):
-        return source.state_dict(keep_vars=True).items()
+        return state_of(source)
     if isinstance(source, Mapping):
         return source.items()
     if isinstance(source, str | os.PathLike):
@@ -71,7 +71,8 @@ def _pairs(source: WeightSource) -> Iterable[SourcePair]:
     if isinstance(source, Iterable) and not isinstance(source, (bytes, Tensor)):
         return _checked_pairs(source)
     kinds = "an nn.Module, a dict of tensors, an iterator of (name, tensor), or the path of a store or checkpoint"
-    raise ManifestMismatch(f"Weights come from {kinds}, not from {type(source).__name__}.")
+    hint = " Pass its .model." if isinstance(getattr(source, "model", None), nn.Module) else ""
+    raise ManifestMismatch(f"Weights come from {kinds}, not from {type(source).__name__}.{hint}")
 
 
 def _stored_pairs(path: Path) -> Iterable[SourcePair]:
@@ -93,24 +94,3 @@ def _checked_pairs(source: Iterable[SourcePair]) -> Iterable[SourcePair]:
             what = f"is {type(item).__name__}, not a (name, tensor) pair"
             raise ManifestMismatch(f"Item {i} of the weight iterator {what}.")
         yield item
-
-
-def _check_plain(name: object, tensor: object) -> None:
-    if not isinstance(name, str):
-        raise ManifestMismatch(f"A weight is named {name!r}: names are strings.")
-    if isinstance(tensor, Deferred):
-        return
-    if not isinstance(tensor, Tensor):
-        raise ManifestMismatch(f"'{name}' is {type(tensor).__name__}, not a tensor.")
-    if tensor.is_meta:
-        raise ManifestMismatch(f"'{name}' is on the meta device: it has no values to send.")
-    if tensor.layout != torch.strided:
-        raise ManifestMismatch(f"'{name}' has layout {tensor.layout}: only dense tensors travel.")
-
-
-def _unwrapped(names: list[str]) -> list[str]:
-    """Without what torch.compile (`_orig_mod.`, anywhere) and DistributedDataParallel (`module.`, in front) add."""
-    plain = [name.replace("_orig_mod.", "") for name in names]
-    while plain and all(name.startswith("module.") for name in plain):
-        plain = [name.removeprefix("module.") for name in plain]
-    return plain

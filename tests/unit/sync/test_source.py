@@ -1,5 +1,7 @@
 """Modules, dicts and iterators all read as plain (name, tensor) pairs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,17 @@ class Wrapper(nn.Module):
     def __init__(self, name, inner):
         super().__init__()
         self.add_module(name, inner)
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes calls its own."""
+
+
+def partitioned():
+    """A parameter as DeepSpeed leaves it on each rank."""
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.ds_shape = torch.Size([4])
+    return parameter
 
 
 def names(source):
@@ -76,6 +89,10 @@ def test_tied_names_are_found_by_their_memory():
         ({1: torch.ones(1)}, "named 1"),
         ([torch.ones(1)], "Item 0 of the weight iterator is Tensor"),
         ({"a": torch.empty(1, device="meta")}, "'a' is on the meta device"),
+        ({"model": {"a": torch.ones(1)}}, "'model' is dict, not a tensor. Pass the inner dict"),
+        ({"a": partitioned()}, "'a' is partitioned by DeepSpeed ZeRO-3.*GatheredParameters"),
+        ({"a": Params4bit(torch.ones(1))}, "'a' is quantised by bitsandbytes .Params4bit."),
+        (SimpleNamespace(model=nn.Linear(2, 2)), "not from SimpleNamespace. Pass its .model"),
     ],
 )
 def test_what_is_no_weight_is_refused_by_name(source, message):

@@ -50,3 +50,12 @@ def test_a_module_sharded_by_fsdp2_is_gathered_whole(tmp_path):
         assert published.manifest.aliases == [["embed.weight", "head.weight"]]
         assert published.tensors.keys() == whole.keys()
         assert all(torch.equal(published.tensors[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_model_under_any_wrapper_is_read_as_the_plain_one(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "wrapped_trainer.py"), str(tmp_path / "rendezvous")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    right = result.stdout.splitlines()
+    assert len(right) == len(set(right)) == 16 and "adapters, fsdp2, compile" in right
