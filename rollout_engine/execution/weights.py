@@ -151,7 +151,7 @@ class WeightUpdater:
             raise LifecycleError(f"begin: an update to version {self._open.version} is open; commit or abort it first.")
         self._checks.check(manifest, self.metadata(), partial=partial)
         if partial and self.dirty:
-            raise DirtyWeightsError("The live weights are incomplete: partial=True cannot mend them. Send all weights.")
+            raise DirtyWeightsError.for_verb("update_weights(partial=True)", forgotten=self.forgotten)
         self._prepare()
         if self._is_live(manifest):
             return False

@@ -111,6 +111,7 @@ def test_a_merge_that_fails_names_the_layer():
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}])
 def test_the_bits_are_those_of_pefts_own_merge(options, dtype):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | options
+    config = peft.LoraConfig(**options)
     model = peft.get_peft_model(tiny_model("qwen2", seed=3).to(dtype), config)
     assert_equal(sent(model), copy.deepcopy(model).merge_and_unload().state_dict())
