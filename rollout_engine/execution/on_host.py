@@ -52,8 +52,8 @@ class HostModel:
         self.runner = ModelRunner(model, vocab_size=loaded.vocab_size, processors=processors)
         pool_mib = self.num_blocks * bytes_per_block(loaded.geometry, config.block_size, loaded.dtype) / 2**20
         self.choices = (
-            f"device cpu, dtype {loaded.dtype}, {torch.get_num_threads()} threads, deterministic {is_deterministic}, "
-            f"{'float32 head, ' if config.fp32_head else ''}"
+            f"device cpu, dtype {_described_dtype(loaded)}, {torch.get_num_threads()} threads, "
+            f"deterministic {is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"decoder {'modules' if obstacle is not None else 'compiled'}, "
             f"KV pool {self.num_blocks} blocks of {config.block_size} tokens ({pool_mib:.0f} MiB)"
         )
@@ -94,6 +94,11 @@ class HostWeights:
 
     def take_back(self) -> None:
         """Memory comes as it is written."""
+
+
+def _described_dtype(loaded: LoadedModel) -> str:
+    stored = loaded.stored_dtype
+    return str(loaded.dtype) if stored in (None, loaded.dtype) else f"{loaded.dtype} (stored as {stored})"
 
 
 def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:

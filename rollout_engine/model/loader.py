@@ -38,6 +38,8 @@ class LoadedModel(NamedTuple):
     """Attention goes to `ATTENTION_NAME`; q/k/v and gate/up parameters are slices of one buffer each."""
     hf_config: PretrainedConfig
     dtype: torch.dtype
+    stored_dtype: torch.dtype | None
+    """What the checkpoint names as its own."""
     geometry: list[LayerGeometry]
     """One per attention layer, in the order of the layers."""
     eos_token_ids: list[int]
@@ -77,6 +79,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
         module=module,
         hf_config=module.config,
         dtype=dtype,
+        stored_dtype=_stored_dtype(hf_config, entries),
         geometry=geometry,
         eos_token_ids=_read_eos_token_ids(directory, module.config),
         max_model_len=max_model_len,
@@ -121,14 +124,20 @@ def _resolve_dtype(
         return _dtype_on_device(asked, hf_config, entries)
     if asked == "float16":
         raise ConfigError(
-            "dtype='float16' is not served on a CPU: use 'float32' (exact for float16 weights) or 'bfloat16'."
+            "dtype='float16' is not served on a CPU: use 'float32', which holds float16 weights as they are, or "
+            "'bfloat16'; and dtype=torch.float32 or torch.bfloat16 on the trainer."
         )
     if asked != "auto":
         return torch.float32 if asked == "float32" else torch.bfloat16
     stored = _stored_dtype(hf_config, entries)
     dtype = torch.bfloat16 if stored == torch.bfloat16 and _has_native_bfloat16() else torch.float32
     if dtype != stored and stored is not None:
-        logger.info("dtype='auto': the checkpoint's %s is served as %s on this CPU.", stored, dtype)
+        logger.info(
+            "dtype='auto': the checkpoint's %s is served as %s on this CPU. An exact trainer loads it with dtype=%s.",
+            stored,
+            dtype,
+            dtype,
+        )
     return dtype
 
 

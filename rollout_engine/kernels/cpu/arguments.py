@@ -63,7 +63,7 @@ def is_integral(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def array_address(name: str, array: np.ndarray, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> int:
+def array_address(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> int:
     """Address of a dense NumPy array of this dtype and, where given, shape. Raises `ValueError` for any other."""
     if (
         isinstance(array, np.ndarray)
@@ -73,7 +73,7 @@ def array_address(name: str, array: np.ndarray, dtype: type[np.generic], shape: 
     ):
         return int(array.ctypes.data)
     wanted = "" if shape is None else f" {list(shape)}"
-    raise refused(name, array, f"a dense NumPy array of {np.dtype(dtype)}{wanted}")
+    raise refused(name, array, f"a dense NumPy array of {dtype}{wanted}")
 
 
 def refused(name: str, got: object, expected: str) -> ValueError:

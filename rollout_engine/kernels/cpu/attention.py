@@ -28,6 +28,7 @@ DENSE_BLOCK_SIZE = 64
 _TILE = 64  # ATTENTION_TILE of attention.h
 _ITEM_TOKENS = 32  # ATTENTION_ITEM_TOKENS of attention.h
 _BYTES_PER_ITEM = 20
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _MOST_TOKENS = 1 << 31
 """Of one step: the kernel counts them in 32 bits."""
 
@@ -84,10 +85,10 @@ class Plan:
         self.block_size = _checked_block_size(block_size)
         num_sequences = len(first_positions)
         places = [
-            array_address("blocks", blocks, np.int32),
-            array_address("block_starts", block_starts, np.int64, (num_sequences,)),
-            array_address("token_starts", token_starts, np.int64, (num_sequences + 1,)),
-            array_address("first_positions", first_positions, np.int64, (num_sequences,)),
+            array_address("blocks", blocks, _INT32),
+            array_address("block_starts", block_starts, _INT64, (num_sequences,)),
+            array_address("token_starts", token_starts, _INT64, (num_sequences + 1,)),
+            array_address("first_positions", first_positions, _INT64, (num_sequences,)),
         ]
         self.num_tokens = int(token_starts[-1])
         if token_starts[0] != 0 or not 0 <= self.num_tokens < _MOST_TOKENS:
