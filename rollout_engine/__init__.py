@@ -146,13 +146,23 @@ _check_platform()
 _check_own_packages()
 _set_log_level()
 
+
+def _close_to(name: str) -> str:
+    if name.startswith("_"):  # asked for by tools
+        return ""
+    import difflib  # as late as it is needed
+
+    close = difflib.get_close_matches(name, __all__, n=1, cutoff=0.75)
+    return f" Did you mean '{close[0]}'?" if close else f" It has {', '.join(sorted(__all__))}."
+
+
 if not TYPE_CHECKING:  # a type checker that sees this takes every name, and finds no misspelt one
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             return importlib.import_module(f"rollout_engine.{name}")
         if name not in _HOMES:
-            raise AttributeError(f"module 'rollout_engine' has no attribute '{name}'")
+            raise AttributeError(f"module 'rollout_engine' has no attribute '{name}'.{_close_to(name)}")
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
 

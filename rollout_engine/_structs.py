@@ -30,7 +30,9 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if args:
-            raise cls._error(f"{cls.__name__} takes keyword arguments only, not {args!r:.60}", "", args)
+            raise cls._error(
+                f"{cls.__name__} takes options by name only: write name=value, not {args!r:.60}.", "", args
+            )
         for name in kwargs:
             if name not in cls.__struct_fields__:
                 raise cls._error(cls._unknown(name), name, kwargs[name])

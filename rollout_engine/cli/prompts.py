@@ -43,8 +43,10 @@ def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
 def _read(path: Path) -> list[GivenPrompt]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as problem:
-        raise RequestError(f"--file {path} cannot be read: {problem}") from None
+    except OSError as problem:
+        raise RequestError(f"--file {path} cannot be read: {problem.strerror}. Give the path of a text file.") from None
+    except UnicodeDecodeError as problem:
+        raise RequestError(f"--file {path} cannot be read: {problem}. Give a text file in UTF-8.") from None
     if path.suffix != ".jsonl":
         return [GivenPrompt(line, {}) for line in lines]
     return [_decoded(f"{path}, prompt {i}", line) for i, line in enumerate(lines)]

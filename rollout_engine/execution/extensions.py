@@ -201,7 +201,7 @@ def _checked(name: str, load: Callable[[], Any]) -> type[WorkerExtension]:
         hint = " Modules are found in the program's folder, in PYTHONPATH and where packages are installed."
         raise ConfigError(text + hint * isinstance(problem, ModuleNotFoundError)) from problem
     if not (isinstance(found, type) and issubclass(found, WorkerExtension)):
-        raise ConfigError(f"worker_extensions: '{name}' is no subclass of worker_ext.base.WorkerExtension.")
+        raise ConfigError(f"worker_extensions: '{name}' is no subclass of worker_ext.base.WorkerExtension. Derive it.")
     return found
 
 

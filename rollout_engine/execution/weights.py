@@ -209,7 +209,7 @@ class WeightUpdater:
             if arrived.digest != spec.digest:
                 raise errors.ChecksumMismatch(f"'{name}' changed on the way: its digest is not the manifest's.")
             if not self._allow_nonfinite and not arrived.finite:
-                raise errors.ChecksumMismatch(f"'{name}' has values that are NaN or infinite.")
+                raise errors.ChecksumMismatch(f"'{name}' has values that are NaN or infinite: check the last loss.")
         start = time.perf_counter()
         self._packed.pack(self._shadow_of)
         self.pack_seconds = time.perf_counter() - start

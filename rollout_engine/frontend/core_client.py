@@ -102,7 +102,9 @@ class CoreClient:
     def connect(cls, directory: str, *, hang_seconds: float) -> "CoreClient":
         """Join the core that lives in `directory`; it goes on when this client leaves."""
         if not os.path.exists(f"{directory}/core"):
-            raise EngineDeadError(f"No core lives in {directory}.")
+            raise EngineDeadError(
+                f"No core lives in {directory}: give the `address` of an AsyncLLM that runs on this machine."
+            )
         return cls(directory, None, hang_seconds)
 
     def wait_welcome(self) -> Ready:
