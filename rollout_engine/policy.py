@@ -33,7 +33,8 @@ from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import EngineMetrics, StatLogger, staleness
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.provenance import RolloutNote, attach
-from rollout_engine.rewards import RewardFunction
+from rollout_engine.reward_functions import RewardFunctions
+from rollout_engine.rewards import Rewards
 from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
 from rollout_engine.rollout_plan import Columns, RolloutPlan
 from rollout_engine.rollout_run import Group, RolloutRun, SharedEngine
@@ -94,7 +95,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         *,
         num_samples: int | None = None,
         columns: Columns | None = None,
-        reward_fn: RewardFunction | None = None,
+        reward_fn: RewardFunctions | None = None,
+        reward_weights: Sequence[float] | None = None,
         seed: int | None = None,
         layout: Layout = "padded",
         use_tqdm: bool = True,
@@ -107,8 +109,12 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             sampling_params: one for all, or one per prompt; a dict of their fields will do. Log-probs are always on.
             num_samples: samples per prompt; overrides `n`.
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
-            reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion;
-                called per group as it finishes, with the prompt as it was given. May be async.
+            reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion, or
+                None where it does not apply; called per group as it finishes, with the prompt as it was given. It gets
+                those arguments that it names, as in TRL (`rollout_engine.reward_functions`). May be async. Completions
+                are texts; where the prompt was a plain list of messages, they are lists of one message. A list of
+                functions gives the sum, and ("rewards", NAME) for each.
+            reward_weights: one number per function of that list, 1.0 unless given.
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
                 `rollout_engine.seeds`; None leaves seeds to the sampling params and the engine.
             layout: "padded" or "packed".
@@ -128,7 +134,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         start, groups, num_tokens = time.perf_counter(), [], 0
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
         bar = ProgressBar(len(plan.prompts), desc="rollout", unit="group", shown=use_tqdm)
-        with closing(RolloutRun(self._shared, plan, reward_fn)) as run, bar:
+        with closing(RolloutRun(self._shared, plan, reward_fn, reward_weights=reward_weights)) as run, bar:
             while run.unfinished:
                 for group in run.advance():
                     groups.append(group)
@@ -146,7 +152,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         *,
         num_samples: int | None = None,
         columns: Columns | None = None,
-        reward_fn: RewardFunction | None = None,
+        reward_fn: RewardFunctions | None = None,
+        reward_weights: Sequence[float] | None = None,
         seed: int | None = None,
         layout: Layout = "padded",
         **chat: Unpack[ChatOptions],
@@ -162,7 +169,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         check_chat_arguments(chat, self.arollout)
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
         loop = asyncio.get_running_loop()
-        run, step = RolloutRun(self._shared, plan, reward_fn, loop), None
+        run, step = RolloutRun(self._shared, plan, reward_fn, loop, reward_weights=reward_weights), None
         try:
             while run.unfinished:
                 step = loop.run_in_executor(None, run.advance)
@@ -240,7 +247,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             pad_token_id=self._pad_token_id,
             group_ids=[group.index for group in groups],
             columns={name: [values[group.index] for group in groups] for name, values in plan.columns.items()},
-            rewards=rewards or None,
+            rewards=[each.total for each in rewards] or None,
+            function_rewards=_by_function(rewards),
             layout=layout,
         )
         temperature = _logprob_temperature(plan.params)
@@ -279,6 +287,11 @@ def _logprob_temperature(params: Sequence[SamplingParams]) -> float | None:
     return given.pop() or 1.0
 
 
+def _by_function(rewards: Sequence[Rewards]) -> dict[str, list[list[float | None]]]:
+    """Name -> per group, one reward per sample."""
+    return {name: [each.by_function[name] for each in rewards] for name in rewards[0].by_function} if rewards else {}
+
+
 def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:
     """The tokenizer's pad token, else its end token, else 0."""
     try:
@@ -289,7 +302,7 @@ def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:
 
 
 def _log(groups: list[Group], num_tokens: int, seconds: float, policy_version: int) -> None:
-    rewards = [reward for group in groups for reward in group.rewards or ()]
+    rewards = [reward for group in groups if group.rewards for reward in group.rewards.total]
     mean = f", mean reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
     numbers = (len(groups), num_tokens, seconds, num_tokens / seconds, policy_version, mean)
     logger.info("rollout of %d prompts: %d tokens in %.2f s (%.0f tokens/s), policy version %d%s", *numbers)

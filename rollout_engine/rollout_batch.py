@@ -19,12 +19,15 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
                                                                     ended by itself (finish_reason "stop")
+    ("rewards", NAME)                         [B, 1]                float32, of each function where there is a list of
+                                                                    them; NaN where it does not apply
     "cu_seqlens"                                       [B + 1]      int32; where each sequence of full starts
 
 Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the packed one [].
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -40,7 +43,7 @@ from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
 Layout = Literal["padded", "packed"]
 RESERVED_KEYS = frozenset(
     "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
-    "num_prompt_tokens truncated finish_reason text next cu_seqlens".split()
+    "num_prompt_tokens truncated finish_reason text next rewards cu_seqlens".split()
 )
 """Top-level keys that no column may take."""
 
@@ -52,6 +55,7 @@ def rollout_batch(
     group_ids: Sequence[int] | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
     rewards: Sequence[Sequence[float]] | None = None,
+    function_rewards: Mapping[str, Sequence[Sequence[float | None]]] | None = None,
     layout: Layout = "padded",
 ) -> RolloutBatch:
     """One TensorDict from finished results, keys as in the table above.
@@ -62,6 +66,7 @@ def rollout_batch(
         group_ids: one per prompt; default 0, 1, 2, ...
         columns: name -> one value per prompt, repeated for its samples.
         rewards: per prompt, one per sample.
+        function_rewards: name -> the same of one reward function alone; None where it does not apply.
         layout: "padded", or "packed" (nothing padded: all sequences end to end in one row).
 
     `SamplingParams(seed=int(batch["seed"][row]), n=1)` replays a sequence: seeds have 64 bits, and int64 holds the
@@ -93,6 +98,9 @@ def rollout_batch(
     if rewards is not None:
         batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
         batch["next", "done"] = done
+    for name, each in (function_rewards or {}).items():
+        values = [math.nan if value is None else value for value in itertools.chain(*each)]
+        batch["rewards", name] = torch.tensor(values, dtype=torch.float32).unsqueeze(-1)
     if layout == "packed":
         ends = np.cumsum(num_prompt + num_response, dtype=np.int32)
         batch["cu_seqlens"] = _tensor(np.concatenate([np.zeros(1, np.int32), ends]))

@@ -8,14 +8,13 @@ from rollout_engine.errors import RequestError
 from rollout_engine.frontend.conversations import ChatOptions
 from rollout_engine.frontend.input_processor import at_index
 from rollout_engine.frontend.prompts import as_batch, with_chat_options
+from rollout_engine.reward_functions import ARGUMENTS
 from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
 
 Columns = Mapping[str, Sequence[Any]]
 """Name -> one value per prompt."""
-
-_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 
 
 class RolloutPlan(NamedTuple):
@@ -98,7 +97,7 @@ def _check_columns(columns: Any, prompts: list[Any]) -> None:
     if not isinstance(columns, Mapping):
         raise RequestError.for_field("columns", columns, "a dict of lists")
     for name, values in columns.items():
-        if not isinstance(name, str) or name in RESERVED_KEYS | _REWARD_ARGUMENTS:
+        if not isinstance(name, str) or name in RESERVED_KEYS.union(ARGUMENTS):
             raise RequestError.for_field("columns", name, "named otherwise: this name is taken by the rollout itself")
         _same_length(f"columns['{name}']", values, prompts)
 

@@ -2,18 +2,19 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import EngineGenerateError, RetryableError
+from rollout_engine.errors import EngineGenerateError, RequestError, RetryableError
 from rollout_engine.frontend.blocking_engine import Inbox, SharedStreams
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.outputs import RequestOutput
-from rollout_engine.rewards import RewardCaller, RewardFunction
+from rollout_engine.reward_functions import RewardFunctions
+from rollout_engine.rewards import RewardCaller, Rewards
 from rollout_engine.rollout_plan import RolloutPlan
 from rollout_engine.sampling_params import SamplingParams
 
@@ -24,7 +25,7 @@ class Group(msgspec.Struct, frozen=True):
     index: int
     """Which prompt of the plan."""
     output: RequestOutput
-    rewards: list[float] | None
+    rewards: Rewards | None
 
     @property
     def num_tokens(self) -> int:
@@ -88,14 +89,18 @@ class RolloutRun:
         self,
         engine: SharedEngine | SharedStreams,
         plan: RolloutPlan,
-        reward_fn: RewardFunction | None = None,
+        reward_fn: RewardFunctions | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        reward_weights: Sequence[float] | None = None,
     ) -> None:
+        if reward_fn is None and reward_weights is not None:
+            raise RequestError.for_field("reward_weights", reward_weights, "absent without reward_fn")
         self._engine, self._plan = engine, plan
-        self._caller = RewardCaller(reward_fn, loop) if reward_fn is not None else None
+        self._caller = None if reward_fn is None else RewardCaller(reward_fn, loop, reward_weights)
         self._running: dict[str, int] = {}
         self._inbox = Inbox()
-        self._rewarding: list[tuple[int, RequestOutput, Future[list[float]]]] = []
+        self._rewarding: list[tuple[int, RequestOutput, Future[Rewards]]] = []
         self._started = self._cancelled = False
 
     @property

@@ -9,12 +9,14 @@
     log_probs, policy_version, kv_min_version     one per token of the response; 0, -1 and -1 where it was not sampled
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     reward, done                                  with a reward function
+    rewards                                       {name: number} with a list of them; null where one does not apply
     columns                                       {name: value} of your columns, and of keys that you added
 
 Numbers are written so that reading them gives the same bits (float32 as the shortest float64 that says it).
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -70,6 +72,9 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
         if "next" in batch.keys():
             sample |= {"reward": own["next", "reward"][row][0], "done": own["next", "done"][row][0]}
+        if functions := [key[1] for key in own if key[0] == "rewards"]:
+            each = {name: own["rewards", name][row][0] for name in functions}
+            sample["rewards"] = {name: None if math.isnan(value) else value for name, value in each.items()}
         sample["columns"] = {_name(key): _value(key, value, batch, where, row) for key, value in extra.items()}
         yield sample
 

@@ -30,6 +30,7 @@ FLOOR_8 = tuple(
         "advantages",
         "batches",
         "policy",
+        "reward_functions",
         "rewards",
         "rollout_batch",
         "rollout_plan",

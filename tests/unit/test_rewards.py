@@ -23,7 +23,7 @@ def group(num=2):
 def rewards_of(reward_fn, columns=None, num=2):
     caller = RewardCaller(reward_fn)
     try:
-        return caller.start(3, "the prompt", group(num), columns or {}).result(timeout=300)
+        return caller.start(3, "the prompt", group(num), columns or {}).result(timeout=300).total
     finally:
         caller.close()
 
@@ -73,7 +73,7 @@ def test_what_a_function_writes_to_its_arguments_reaches_nobody():
         gold[0]["mask"][:] = 0
         assert (prompts[1], completions[1], completion_ids[1]) == (
             [{"role": "user", "content": "hi"}],
-            "text 1",
+            [{"role": "assistant", "content": "text 1"}],
             [1, 9],
         )
         assert gold[1]["answer"] == [1] and gold[1]["mask"].tolist() == [1, 1], "samples share a copy"
@@ -122,7 +122,7 @@ def test_the_users_own_exception_is_the_cause():
 
 
 def test_a_column_that_the_function_does_not_take_is_a_typed_error():
-    with pytest.raises(RewardError, match="unexpected keyword argument 'answer'"):
+    with pytest.raises(RewardError, match="No reward function takes the column 'answer' \\(asked: reward\\)"):
         rewards_of(now([0, 0]), {"answer": 1})
 
 
@@ -139,7 +139,7 @@ def test_async_rewards_run_side_by_side_on_one_private_loop():
     barrier = []
     caller = RewardCaller(reward)
     futures = [caller.start(i, "p", group(), {}) for i in range(2)]
-    assert [future.result(timeout=300) for future in futures] == [[0.0, 0.0]] * 2
+    assert [future.result(timeout=300).total for future in futures] == [[0.0, 0.0]] * 2
     assert barrier[0] is barrier[1] and set(met) == {"rewards"}
     caller.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "rewards"]
@@ -177,7 +177,7 @@ def test_a_coroutine_that_exits_fails_its_group_and_no_other():
     bad.outputs[0].text = "leave"
     with pytest.raises(RewardError, match=r"prompts\[0\]: the reward function raised SystemExit: 3"):
         caller.start(0, "the prompt", bad, {}).result(timeout=300)
-    assert caller.start(1, "the prompt", group(1), {}).result(timeout=300) == [1.0]
+    assert caller.start(1, "the prompt", group(1), {}).result(timeout=300).total == [1.0]
     caller.close()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollout_engine.batches.jsonl import to_jsonl
+from rollout_engine.batches.layout import places
 from rollout_engine.errors import EngineGenerateError, RequestError, RewardError
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.policy import RolloutPolicy
@@ -26,6 +27,11 @@ def lengths(prompts, completions, completion_ids, **columns):
 
 def sampled(batch, row):
     return batch["tokens", "full"][row][batch["masks", "all_assistant_mask"][row]].tolist()
+
+
+def sampled_ids(batch, row):
+    """In either layout."""
+    return batch["tokens", "response"][places(batch).response[row]].tolist()
 
 
 def test_a_rollout_is_what_the_engine_generates(make_rig):
@@ -121,6 +127,28 @@ def test_columns_reach_the_reward_function_and_the_batch(rig):
     assert batch["next", "reward"].flatten().tolist() == [float(len(text)) for text in batch["text", "response"]]
     assert torch.equal(batch["next", "done"], ~batch["truncated"])
     assert [not cut for cut in batch["truncated"]] == [reason == "stop" for reason in batch["finish_reason"]]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_each_function_of_a_list_has_its_rewards_in_the_batch(rig, layout, tmp_path):
+    def odd(completion_ids, **kwargs):
+        return [1.0 if len(ids) % 2 else None for ids in completion_ids]
+
+    functions = {"reward_fn": [lengths, odd], "reward_weights": [0.5, 2.0]}
+    batch = rig.rollout(num_samples=3, layout=layout, **functions)
+    sizes = batch["next", "reward"].new_tensor([len(ids) for ids in (sampled_ids(batch, i) for i in range(9))])[:, None]
+    assert torch.equal(batch["rewards", "lengths"], sizes)
+    assert torch.equal(batch["rewards", "odd"].nan_to_num(0.0), sizes % 2)
+    assert torch.equal(batch["rewards", "odd"].isnan(), sizes % 2 == 0)
+    assert torch.equal(batch["next", "reward"], 0.5 * sizes + 2.0 * (sizes % 2))
+    to_jsonl(batch, tmp_path / "file")
+    line = json.loads((tmp_path / "file").read_text().splitlines()[0])
+    assert line["rewards"] == {"lengths": sizes[0].item(), "odd": 1.0 if sizes[0] % 2 else None}
+
+
+def test_weights_without_a_reward_function_are_refused(rig):
+    with pytest.raises(RequestError, match="reward_weights=.1.0. is not allowed: must be absent without reward_fn"):
+        rig.rollout(reward_weights=[1.0])
 
 
 def test_each_group_is_rewarded_while_others_still_run(rig):

@@ -1,0 +1,121 @@
+"""How a user's reward functions are called, whichever library they were written for, and how their answers are summed.
+
+A function gets `prompts`, `completions` and `completion_ids` by name, those of them that it names, or all with
+`**kwargs`: the way of TRL. It gets them by position, in that order, if it takes `*args`, or has three places for them
+that carry no other meaning. Columns go by name, to functions that name them and to those with `**kwargs`.
+"""
+
+import inspect
+import numbers
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from rollout_engine.errors import RequestError, RewardError
+
+RewardFunction: TypeAlias = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
+"""One number per completion, or None where the function does not apply.
+
+The lists it gets, and lists, dicts, sets, arrays and tensors in them, are copies: what it writes there reaches nobody.
+"""
+RewardFunctions: TypeAlias = RewardFunction | Sequence[RewardFunction]
+
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""What every reward function may ask for, besides columns."""
+
+
+class RewardCall:
+    """One reward function, its name and weight."""
+
+    def __init__(self, function: RewardFunction, name: str, weight: float) -> None:
+        self.function, self.name, self.weight = function, name, weight
+        parameters = _parameters(function)
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._takes_places = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+
+    def __call__(self, arguments: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
+        """What the function returns; `arguments` holds the three lists, `columns` one list for each column."""
+        taken = {name: values for name, values in columns.items() if self.takes(name)}
+        if self._is_positional(columns):
+            return self.function(*(arguments[name] for name in ARGUMENTS), **taken)
+        return self.function(**{name: values for name, values in arguments.items() if self.takes(name)}, **taken)
+
+    def takes(self, name: str) -> bool:
+        """Whether the function has an argument of that name."""
+        return self._takes_all or name in self._names
+
+    def _is_positional(self, columns: Iterable[str]) -> bool:
+        if self._takes_places:
+            return True
+        out_of_place = [name for i, name in enumerate(self._places) if name in ARGUMENTS and name != ARGUMENTS[i]]
+        return len(self._places) == 3 and not out_of_place and not set(self._places) & set(columns)
+
+
+def reward_calls(reward_fn: RewardFunctions, weights: Sequence[float] | None) -> list[RewardCall]:
+    """The functions with their weights, 1 unless given. Raises `RequestError` for what is no function or no weight."""
+    functions = list(reward_fn) if isinstance(reward_fn, Sequence) else [reward_fn]
+    if not functions:
+        raise RequestError.for_field("reward_fn", reward_fn, "a function or a list of at least one")
+    for i, function in enumerate(functions):
+        if not callable(function):
+            where = f"reward_fn[{i}]" if isinstance(reward_fn, Sequence) else "reward_fn"
+            raise RequestError.for_field(where, function, "a function: reward_fn(prompts, completions, completion_ids)")
+    weights = [1.0] * len(functions) if weights is None else list(weights)
+    if len(weights) != len(functions):
+        raise RequestError.for_field("reward_weights", weights, f"a list of {len(functions)}, one per reward function")
+    for i, weight in enumerate(weights):
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not abs(weight) < float("inf"):
+            raise RequestError.for_field(f"reward_weights[{i}]", weight, "a finite number")
+    names = _distinct([_name(function) for function in functions])
+    return [RewardCall(*each) for each in zip(functions, names, map(float, weights), strict=True)]
+
+
+def check_columns(calls: Sequence[RewardCall], columns: Iterable[str]) -> None:
+    """Raise `RewardError` for a column that no function takes: misspelt on one side, most likely."""
+    for name in columns:
+        if not any(call.takes(name) for call in calls):
+            takers = ", ".join(call.name for call in calls)
+            raise RewardError(
+                f"No reward function takes the column '{name}' (asked: {takers}). Name it among the function's "
+                "arguments, or add **kwargs."
+            )
+
+
+def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | None]], group: int) -> list[float]:
+    """Per sample, the sum of weight times reward over the functions that apply. Raises `RewardError` if none does."""
+    sums = []
+    for sample, rewards in enumerate(zip(*each, strict=True)):
+        if all(reward is None for reward in rewards):
+            raise RewardError(
+                f"prompts[{group}], sample {sample}: the reward is None, not a finite number. None means that a "
+                "function does not apply; one at least must."
+            )
+        pairs = zip(calls, rewards, strict=True)
+        sums.append(sum((call.weight * reward for call, reward in pairs if reward is not None), 0.0))
+    return sums
+
+
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of some builtins there is none to see
+        any_place, any_name = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        return [inspect.Parameter("arguments", any_place), inspect.Parameter("columns", any_name)]
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """The second of a name becomes NAME_2, and so on."""
+    seen: dict[str, int] = {}
+    distinct = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        distinct.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return distinct
