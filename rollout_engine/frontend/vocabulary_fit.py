@@ -10,19 +10,23 @@ logger = logging.getLogger("rollout_engine")
 
 def end_ids(named: Sequence[int], codec: TextCodec | None, vocab_size: int) -> list[int]:
     """Ids that end a sequence: those the checkpoint has `named`, else the tokenizer's end token, which is logged."""
-    if named:
-        return list(named)
+    known = [token_id for token_id in named if 0 <= token_id < vocab_size]
+    if len(known) < len(named):
+        beyond = sorted(set(named) - set(known))
+        logger.warning("eos_token_id %s of the checkpoint cannot be sampled: its vocabulary is %d.", beyond, vocab_size)
+    if known:
+        return known
     end_id = None if codec is None else codec.hf.eos_token_id
     if codec is None or end_id is None or end_id >= vocab_size:
         logger.warning(
-            "No id ends a sequence: neither generation_config.json nor config.json names an eos_token_id%s. "
+            "No id ends a sequence: neither generation_config.json nor config.json names a usable eos_token_id%s. "
             "Sequences end at max_tokens, stop strings or stop_token_ids alone.",
             "" if codec is None else ", nor does the tokenizer",
         )
         return []
     logger.warning(
-        "The checkpoint names no eos_token_id: the tokenizer's end token %r (id %d) ends sequences. ignore_eos=True "
-        "lets them go on.",
+        "The checkpoint names no usable eos_token_id: the tokenizer's end token %r (id %d) ends sequences. "
+        "ignore_eos=True lets them go on.",
         codec.hf.eos_token,
         end_id,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollout_engine.errors import ConfigError
 from rollout_engine.model.fusion import without_products
 
 _HARMLESS = set(
@@ -47,11 +48,16 @@ def unproven_operations(module: nn.Module) -> list[str]:
 
     It is the second forward: the first may compute constants and keep them, such as "longrope" rotary frequencies.
     """
-    tokens = torch.tensor([[0, 1]], device=next(module.parameters()).device)
-    with torch.no_grad(), without_products(module):
-        module(input_ids=tokens, use_cache=False)
-        with _Watch() as watch:
+    watch, tokens = _Watch(), torch.tensor([[0, 1]], device=next(module.parameters()).device)
+    try:
+        with torch.no_grad(), without_products(module):
             module(input_ids=tokens, use_cache=False)
+            with watch:
+                module(input_ids=tokens, use_cache=False)
+    except ConfigError:
+        raise
+    except Exception as problem:  # whatever a foreign module does with two tokens
+        return [f"its forward, which fails on two tokens ({type(problem).__name__}: {problem})"]
     threads = torch.get_num_threads()
     try:
         return [name for name, key, *call in watch.tried if not _keeps_rows(key, *call, threads)] + watch.others

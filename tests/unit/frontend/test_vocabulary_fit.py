@@ -19,7 +19,7 @@ def end_ids_with(tokenizer, named=(), vocab_size=259, **params):
     sizes = SimpleNamespace(max_model_len=64, vocab_size=vocab_size, eos_token_ids=list(named))
     codec = None if tokenizer is None else TextCodec(tokenizer)
     inputs = InputProcessor.from_config(EngineConfig(model="some"), codec, sizes)
-    return inputs.admit(inputs.check([5], SamplingParams(**params)), "r").eos_token_ids
+    return inputs.admit(inputs.check([5], SamplingParams(**params))).eos_token_ids
 
 
 def test_the_checkpoints_end_ids_come_first(caplog):
@@ -31,6 +31,12 @@ def test_the_tokenizers_end_token_serves_where_the_checkpoint_is_silent(caplog):
     assert end_ids_with(byte_tokenizer()) == [EOS]
     assert "the tokenizer's end token '<eos>' (id 2) ends sequences" in caplog.text
     assert end_ids_with(byte_tokenizer(), ignore_eos=True) == []
+
+
+def test_an_end_id_beyond_the_vocabulary_is_said_and_left_out(caplog):
+    assert end_ids_with(byte_tokenizer(), named=[7, 259, -1]) == [7]
+    assert "eos_token_id [-1, 259] of the checkpoint cannot be sampled: its vocabulary is 259" in caplog.text
+    assert end_ids_with(byte_tokenizer(), named=[-1]) == [EOS]
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])

@@ -86,3 +86,10 @@ def test_what_a_first_forward_computes_and_keeps_is_no_part_of_a_row():
 @pytest.mark.parametrize("first", [lambda x: torch.pow(10_000.0, x), lambda x: torch.pow(10_000.0, x[:, :0])])
 def test_what_cannot_be_tried_is_found(first):
     assert found(lambda net, x: first(x)) == ["pow"]
+
+
+def test_a_forward_that_fails_is_found_with_its_reason():
+    def function(net, x):
+        raise IndexError("no third token")
+
+    assert found(function) == ["its forward, which fails on two tokens (IndexError: no third token)"]
