@@ -162,6 +162,8 @@ def read_pointer(directory: Path) -> Pointer:
     try:
         content = _read_small(directory / CURRENT)
     except FileNotFoundError:
+        if not directory.exists():
+            raise ManifestMismatch(f"{directory.absolute()} does not exist: give the path of a store.") from None
         what = "holds a bare memory-mapped TensorDict" if (directory / META).exists() else "is not a published store"
         advice = "sync.publish(directory, source, version) makes one."
         raise ManifestMismatch(f"{directory} {what}: it has no {CURRENT} file. {advice}") from None

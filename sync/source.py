@@ -67,7 +67,7 @@ def _pairs(source: WeightSource) -> Iterable[SourcePair]:
     if isinstance(source, Mapping):
         return source.items()
     if isinstance(source, str | os.PathLike):
-        return _stored_pairs(Path(source).expanduser())
+        return _stored_pairs(Path(os.path.expanduser(source)))
     if isinstance(source, Iterable) and not isinstance(source, (bytes, Tensor)):
         return _checked_pairs(source)
     kinds = "an nn.Module, a dict of tensors, an iterator of (name, tensor), or the path of a store or checkpoint"
@@ -84,7 +84,9 @@ def _stored_pairs(path: Path) -> Iterable[SourcePair]:
     if (path / "meta.json").is_file():
         what = "a bare memory-mapped TensorDict, which has no version and no digests and may be half-written"
         raise ManifestMismatch(f"{path} is {what}. Publish it: sync.publish(directory, source, version).")
-    wanted = "a published store (sync.publish makes one) or a checkpoint with model.safetensors"
+    wanted = "a published store (sync.publish makes one) or the directory of a checkpoint with model.safetensors"
+    if not path.exists():
+        raise ManifestMismatch(f"{path.absolute()} does not exist: give the path of {wanted}.")
     raise ManifestMismatch(f"{path} is not {wanted}.")
 
 

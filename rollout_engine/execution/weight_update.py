@@ -60,8 +60,10 @@ def update_from_source(
     `version=None` is a published store's own, else the live version + 1. `check` and errors as in `apply_update`.
     """
     start = time.perf_counter()
-    if isinstance(source, str | os.PathLike) and is_store(Path(source)):
-        published = _published(Path(source))
+    if isinstance(source, str | os.PathLike):
+        source = Path(os.path.expanduser(source))
+    if isinstance(source, Path) and is_store(source):
+        published = _published(source)
         version = published.version if version is None else version
         if version == published.version and _fits(published, updater.metadata()):
             return apply_update(updater, published, make_receiver("store", directory=source), steps, options, check)

@@ -90,7 +90,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         spans = spans_to(config.otlp_traces_endpoint)
         executor = InlineExecutor.from_config(config)
         info = executor.info
-        codec = None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
+        codec = TextCodec.from_config(config)
         inputs = InputProcessor.from_config(config, codec, info)
         core = EngineCore(executor, core_config(config, info))
         outputs = OutputProcessor(codec, stream_interval=config.stream_interval, on_closed=spans.request)

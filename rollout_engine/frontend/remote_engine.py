@@ -214,4 +214,4 @@ def _close(stat_thread: StatThread, client: CoreClient, pusher: WeightPusher, sp
 
 
 def _load_codec(config: EngineConfig) -> TextCodec | None:
-    return None if config.skip_tokenizer_init else TextCodec.from_pretrained(config.tokenizer or config.model)
+    return TextCodec.from_config(config)

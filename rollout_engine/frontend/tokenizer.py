@@ -3,12 +3,15 @@
 import logging
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.frontend.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
+from rollout_engine.locations import describe_missing, located
 
 logger = logging.getLogger("rollout_engine")
 
@@ -28,12 +31,21 @@ class TextCodec:
                 self._tables[skipped] = TokenBytes(hf.backend_tokenizer, skipped)
 
     @classmethod
-    def from_pretrained(cls, name: str) -> "TextCodec":
-        """Load from a directory or hub id. Raises `ConfigError`."""
+    def from_config(cls, config: EngineConfig) -> "TextCodec | None":
+        """The tokenizer of an engine, None where it has none. Raises `ConfigError`."""
+        if config.skip_tokenizer_init:
+            return None
+        return cls.from_pretrained(config.tokenizer or config.model, "tokenizer" if config.tokenizer else "model")
+
+    @classmethod
+    def from_pretrained(cls, name: str, field: str = "tokenizer") -> "TextCodec":
+        """Load from a directory or hub id. Raises `ConfigError`; `field` is the option that a missing path names."""
+        name = located(field, name)
         try:
             hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as problem:  # whatever the loader meets in a broken file
-            raise _cannot_load(name, f"{type(problem).__name__}: {problem}") from problem
+            missing = "" if Path(name).exists() else f"the path does not exist ({describe_missing(Path(name))}); "
+            raise _cannot_load(name, f"{missing}{type(problem).__name__}: {problem}") from problem
         if len(hf) <= len(hf.added_tokens_decoder):  # what the loader makes up where the files are missing
             raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
         return cls(hf)

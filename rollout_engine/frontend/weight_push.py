@@ -42,7 +42,7 @@ class WeightPusher:
         if isinstance(source, str | os.PathLike):
             if options.transport is not None:
                 raise LifecycleError("update_weights: the engine reads a path itself; leave transport=None.")
-            path = os.path.abspath(os.fspath(source))
+            path = os.path.abspath(os.path.expanduser(source))
             return self._ask("load_weights", options.timeout, UpdateReport, path=path, version=version, options=options)
         check_remote(transport)
         if not self._pushing.acquire(blocking=False):

@@ -1,6 +1,5 @@
 """A checkpoint directory to load from: found locally or on the hub. Only safetensors is read (`sync.checkpoint`)."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +8,10 @@ import huggingface_hub
 from huggingface_hub.errors import HFValidationError
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.locations import describe_missing, located
 from sync.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, is_checkpoint, read_checkpoint
 from sync.errors import SyncError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
 """The same weights once more, in formats of other programs."""
@@ -23,22 +22,17 @@ def find_directory(model: str, *, weights: bool) -> Path:
 
     Raises `ConfigError` when there is no such directory and the hub has, or can be asked for, nothing of that name.
     """
-    path = Path(model).expanduser()
+    path = Path(located("model", model))
     if path.is_dir():
         return path
-    if path.exists():
-        raise ConfigError(
-            f"model='{model}' is a file: give the checkpoint's directory (the one that holds config.json)."
-        )
-    if not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"model='{model}': no such directory, and not a hub id ('name' or 'organisation/name').")
     wanted = _DESCRIPTION_FILES + (["*.safetensors"] if weights else [])
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
     except (OSError, HFValidationError) as problem:  # offline, absent and forbidden are all OSErrors
+        missing = f"the path does not exist ({describe_missing(Path(model))})"
+        advice = "Check the spelling, or download it where there is a network and give the directory."
         raise ConfigError(
-            f"model='{model}': no such directory, and as a hub id it could not be fetched ({_first_line(problem)}). "
-            "Check the spelling, or download it where there is a network and give the directory."
+            f"model='{model}': {missing}, and as a hub id it could not be fetched ({_first_line(problem)}). {advice}"
         ) from None
 
 

@@ -15,6 +15,7 @@ FLOOR_2 = tuple(
         "class_names",
         "config",
         "errors",
+        "locations",
         "messages",
         "metrics",
         "outputs",

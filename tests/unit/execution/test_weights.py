@@ -89,10 +89,12 @@ def test_a_refused_update_names_the_reason_and_changes_nothing(engine, changes, 
     assert engine.update(weights()).version == 1
 
 
-def test_a_path_that_holds_no_weights_is_refused(engine):
+def test_a_path_that_holds_no_weights_is_refused(engine, tmp_path):
     before = engine.state()
-    with pytest.raises(errors.ManifestMismatchError, match="not a published store"):
+    with pytest.raises(errors.ManifestMismatchError, match="/no/such/kind does not exist: give the path of"):
         engine.update("no/such/kind")
+    with pytest.raises(errors.ManifestMismatchError, match="is not a published store"):
+        engine.update(tmp_path)
     assert engine.state() == before
 
 

@@ -83,7 +83,7 @@ def test_tied_names_are_found_by_their_memory():
 @pytest.mark.parametrize(
     "source,message",
     [
-        ("no/such/directory", "no/such/directory is not a published store"),
+        ("no/such/directory", "/no/such/directory does not exist"),
         (7, "not from int"),
         ({"a": [1.0]}, "'a' is list, not a tensor"),
         ({1: torch.ones(1)}, "named 1"),

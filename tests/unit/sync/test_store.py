@@ -187,6 +187,8 @@ def test_two_trainers_at_once_are_refused(store):
 def test_what_is_no_store_is_refused_with_advice(tmp_path):
     with pytest.raises(ManifestMismatch, match="is not a published store"):
         sync.open_current(tmp_path)
+    with pytest.raises(ManifestMismatch, match="nowhere does not exist"):
+        sync.open_current(tmp_path / "nowhere")
     TensorDict(weights(), []).memmap(tmp_path / "bare")
     with pytest.raises(ManifestMismatch, match=r"bare memory-mapped TensorDict.*sync\.publish"):
         sync.open_current(tmp_path / "bare")
