@@ -11,6 +11,7 @@ size; its twin in torch, below, works in blocks of rows that stay in the cache. 
 """
 
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def _checked(logits: Tensor, token_ids: Tensor, temperature: float | Tensor) -> 
 
 
 def _check_temperature(temperature: float | Tensor, num_rows: int) -> None:
+    if not isinstance(temperature, Real | Tensor):
+        raise refused("temperature", temperature, f"a number, or a tensor [{num_rows}]")
     given = torch.as_tensor(temperature)
     if given.shape not in ((), (1,), (num_rows,)) or given.is_complex() or given.is_meta:
         raise refused("temperature", temperature, f"a number, or a tensor [{num_rows}]")

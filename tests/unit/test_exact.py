@@ -153,8 +153,8 @@ def test_ids_may_be_of_any_integer_dtype_and_padding_any_number():
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [
-        (torch.tensor([[5, 259]]), None, r"input_ids should be in \[0, 259\).*number 1 of them is 259"),
-        (torch.tensor([[5, -100]]), None, "number 1 of them is -100"),
+        (torch.tensor([[5, 259]]), None, r"input_ids should be in \[0, 259\).*input_ids\[0, 1\] is 259"),
+        (torch.tensor([[5, -100]]), None, r"input_ids\[0, 1\] is -100"),
         (torch.tensor([[5.0, 6.0]]), None, "input_ids should be a tensor of token ids .*torch.float32"),
         (torch.tensor([5, 6]), None, r"input_ids should be .*\[B, T\]"),
         ([[5, 6]], None, "input_ids should be .*is a list"),

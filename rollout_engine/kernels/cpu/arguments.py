@@ -53,9 +53,8 @@ def check_ids(name: str, ids: Tensor, count: int, *, of: str) -> None:
         return
     low, high = map(int, ids.aminmax())
     if low < 0 or high >= count:
-        flat = ids.flatten()
-        at = int(((flat < 0) | (flat >= count)).nonzero()[0])
-        raise ValueError(f"{name} should be in [0, {count}), {of}, and number {at} of them is {int(flat[at])}.")
+        place = ((ids < 0) | (ids >= count)).nonzero()[0].tolist()
+        raise ValueError(f"{name} should be in [0, {count}), {of}, and {name}{place} is {int(ids[tuple(place)])}.")
 
 
 def is_integral(tensor: Tensor) -> bool:
@@ -94,7 +93,7 @@ def _place(tensor: Tensor) -> int | None:
 
 def _described(got: object) -> str:
     if isinstance(got, np.ndarray):
-        return f"one of {got.dtype} {list(got.shape)}, strides {list(got.strides)}"
+        return f"a NumPy array of {got.dtype} {list(got.shape)}, strides {list(got.strides)}"
     if not isinstance(got, Tensor):
         return f"a {type(got).__name__}"
     kind = "" if type(got) in (Tensor, torch.nn.Parameter) else f" ({type(got).__name__})"

@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,13 +117,14 @@ def test_ids_of_any_integer_dtype_will_do(side, dtype):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(token_ids=torch.tensor([0, 40, 1])), r"token_ids should be in \[0, 40\).*number 1 of them is 40"),
-        (dict(token_ids=torch.tensor([0, 1, -100])), "number 2 of them is -100"),
+        (dict(token_ids=torch.tensor([0, 40, 1])), r"token_ids should be in \[0, 40\).*token_ids\[1\] is 40"),
+        (dict(token_ids=torch.tensor([0, 1, -100])), r"token_ids\[2\] is -100"),
         (dict(token_ids=torch.zeros(3)), "token_ids should be a tensor of integers.*is torch.float32"),
         (dict(token_ids=torch.zeros(2, dtype=torch.int64)), r"one for each row of logits, and is torch.int64 \[2\]"),
         (dict(logits=torch.zeros(3, 4, 40)), r"logits should be a tensor of floats \[N, V\]"),
         (dict(temperature=-1.0), "temperature should be >= 0, and its lowest is -1.0"),
         (dict(temperature=torch.tensor([1.0, torch.nan, 1.0])), "temperature should be >= 0"),
+        (dict(temperature="hot"), r"temperature should be a number, or a tensor \[3\], and is a str"),
         (dict(temperature=torch.ones(2)), r"temperature should be a number, or a tensor \[3\]"),
     ],
 )
@@ -130,3 +132,9 @@ def test_arguments_that_do_not_fit_are_named(side, changes, message):
     right = dict(logits=torch.randn(3, 40), token_ids=torch.tensor([0, 1, 2]), temperature=1.0)
     with pytest.raises(ValueError, match=message):
         token_logprobs(**right | changes)
+
+
+def test_a_temperature_may_be_any_real_number():
+    logits, ids = torch.randn(3, 40), torch.tensor([0, 39, 7])
+    for temperature in (2, np.float32(2), np.int64(2), torch.tensor(2.0), torch.full((3,), 2.0)):
+        assert torch.equal(token_logprobs(logits, ids, temperature), token_logprobs(logits, ids, 2.0))
