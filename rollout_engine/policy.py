@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rollout_engine.batches.layout import places
+from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import LifecycleError
 from rollout_engine.frontend.async_llm import AsyncLLM
@@ -189,7 +189,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         as the weights are the same and the engine is deterministic.
         """
         tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
-        full = places(batch).full
+        full = full_places(batch)
         sampled = [assistant[place].nonzero().flatten() for place in full]
         scored = [(place, int(at[0])) for place, at in zip(full, sampled, strict=True) if len(at)]
         ids = [tokens[place].tolist() for place, _ in scored]

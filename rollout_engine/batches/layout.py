@@ -40,6 +40,9 @@ SPAN_OF_KEY: dict[Key, Span] = {
 """The keys of a rollout that hold one value per token."""
 
 
+_NEEDED = {"tokens", "masks", "num_prompt_tokens"}
+
+
 class Places(NamedTuple):
     """Per span, where the tokens of each sequence lie, in the order of the batch."""
 
@@ -62,9 +65,9 @@ def check_batch(batch: object, field: str = "batch") -> TensorDictBase:
     """`batch`, if it is a rollout in one of the two layouts. Raises `RequestError`, which calls it `field`."""
     if not isinstance(batch, TensorDictBase):
         raise RequestError.for_field(field, batch, "a TensorDict as RolloutPolicy.rollout returns it")
-    if ("tokens", "full") not in batch.keys(include_nested=True):
-        keys = sorted(map(str, batch.keys()))
-        raise RequestError.for_field(f"{field}.keys()", keys, "those that RolloutPolicy.rollout returns")
+    if missing := _NEEDED - set(batch.keys()):
+        hint = "Those of RolloutPolicy.rollout are all needed here."
+        raise RequestError.for_field(f"{field}.keys()", sorted(map(str, batch.keys())), f"with {sorted(missing)}", hint)
     if not is_packed(batch) and batch.batch_dims != 1:
         hint = "Undo what reshaped or stacked it; one sequence alone is batch[i : i + 1]."
         raise RequestError.for_field(f"{field}.batch_size", list(batch.batch_size), "[number of sequences]", hint)
@@ -89,15 +92,18 @@ def span_lengths(batch: TensorDictBase) -> tuple[Tensor, Tensor]:
 def places(batch: TensorDictBase) -> Places:
     """Where the tokens of every sequence lie."""
     num_prompt, num_response = (lengths.tolist() for lengths in span_lengths(batch))
-    num_full = [p + r for p, r in zip(num_prompt, num_response, strict=True)]
     if is_packed(batch):
-        return Places(*map(_end_to_end, (num_prompt, num_response, num_full)))
+        return Places(_end_to_end(num_prompt), _end_to_end(num_response), full_places(batch))
     width = width_of(batch, "prompt")
-    return Places(
-        [(row, slice(width - n, width)) for row, n in enumerate(num_prompt)],
-        [(row, slice(0, n)) for row, n in enumerate(num_response)],
-        [(row, slice(0, n)) for row, n in enumerate(num_full)],
-    )
+    prompts = [(row, slice(width - n, width)) for row, n in enumerate(num_prompt)]
+    return Places(prompts, [(row, slice(0, n)) for row, n in enumerate(num_response)], full_places(batch))
+
+
+def full_places(batch: TensorDictBase) -> list[Place]:
+    """Where prompt and response of every sequence lie together."""
+    if is_packed(batch):
+        return _end_to_end(batch["cu_seqlens"].diff().tolist())
+    return [(row, slice(0, n)) for row, n in enumerate(batch["masks", "all_attention_mask"].sum(1).tolist())]
 
 
 def width_of(batch: TensorDictBase, span: Span) -> int:

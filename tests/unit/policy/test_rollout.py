@@ -280,6 +280,11 @@ def test_without_a_tokenizer_prompts_are_ids_and_padding_is_zero(make_rig):
     assert batch["tokens", "prompt"].tolist() == [[5, 6], [0, 7]]
 
 
+def test_tokens_and_masks_are_enough_to_score(rig):
+    batch = rig.rollout(num_samples=2, seed=4)
+    assert torch.equal(rig.policy.score(batch.select("tokens", "masks")), rig.policy.score(batch))
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_scores_stand_under_the_sampled_tokens(rig, layout):
     batch = rig.rollout(num_samples=2, seed=4, layout=layout)
