@@ -25,6 +25,7 @@ from sync.base import Metadata, WeightReceiver, WeightSource
 from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
 from sync.published import checked_manifest, is_store, lease_current
+from sync.source import read_source
 from sync.transports import make_receiver, make_sender
 
 
@@ -70,7 +71,9 @@ def update_from_source(
     sender = make_sender("inproc")
     try:
         with as_weight_errors():
-            manifest = sender.offer(source, updater.version + 1 if version is None else version, updater.metadata())
+            pairs, metadata = read_source(source), updater.metadata()
+            updater.cast_notice.look(pairs, metadata)
+            manifest = sender.offer(pairs, updater.version + 1 if version is None else version, metadata)
         report = apply_update(updater, manifest, make_receiver("inproc", sender=sender), steps, options, check)
     finally:
         sender.close()

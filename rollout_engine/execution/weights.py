@@ -35,6 +35,7 @@ from rollout_engine.model.residence import resident_bytes
 from sync import errors
 from sync.arrival import Arrivals
 from sync.base import WeightReceiver
+from sync.cast_notice import CastNotice
 from sync.looks import Arrival
 from sync.manifest import TensorSpec, WeightManifest, describe_all, dtype_name, first_names, total_digest
 
@@ -66,6 +67,7 @@ class WeightUpdater:
         """Those that `packed` holds are on meta."""
         self._packed = packed
         self._prepare = prepare
+        self.cast_notice = CastNotice()
         self._moves = moves or HostMoves()
         self._shadow = Shadow(self._moves)
         self._open: WeightManifest | None = None

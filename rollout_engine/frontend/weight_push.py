@@ -18,6 +18,8 @@ from rollout_engine.frontend.weight_ends import DEFAULT, Meeting, check_remote, 
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.base import Metadata, WeightSender, WeightSource
+from sync.cast_notice import CastNotice
+from sync.source import read_source
 
 _LiveWeights = tuple[int, dict[str, tuple[str, tuple[int, ...]]]]
 _GRACE_SECONDS = 10.0
@@ -30,6 +32,7 @@ class WeightPusher:
     def __init__(self, client: CoreClient) -> None:
         self._client = client
         self._pushing = threading.Lock()
+        self._cast_notice = CastNotice()
         self._owner = os.getpid()
         self._directory, self._lock = "", -1
         self._meeting: Meeting | None = None
@@ -69,7 +72,9 @@ class WeightPusher:
         )
         with as_weight_errors():
             meeting, sender = self._connected(transport, metadata, options.timeout)
-            manifest = sender.offer(source, live + 1 if version is None else version, metadata)
+            pairs = read_source(source)
+            self._cast_notice.look(pairs, metadata)
+            manifest = sender.offer(pairs, live + 1 if version is None else version, metadata)
         accepted = self._ask(
             "begin_weight_update", options.timeout, bool, manifest=manifest, meeting=meeting, options=options
         )

@@ -33,7 +33,10 @@ class WeightVerbs(ABC):
 
         Args:
             source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
-                checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile.
+                checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
+                may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`); of a `PeftModel`
+                the active adapters are merged into what is sent, and its own weights are not touched. A checkpoint
+                that is rewritten meanwhile is refused.
             version: of the new weights, higher than the live one; None: a published store's own, else one more than
                 the live version.
             mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the

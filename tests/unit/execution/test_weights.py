@@ -50,6 +50,21 @@ def test_float32_masters_feed_a_bfloat16_engine(weights, make_engine):
     assert torch.equal(engine.live["q"], masters["q"].to(torch.bfloat16))
 
 
+def test_a_trainer_of_another_dtype_is_remarked_upon_once_for_each_engine(weights, make_engine, caplog):
+    engines = make_engine(torch.bfloat16), make_engine(torch.bfloat16)
+    for engine in (*engines, *engines):
+        engine.update(weights())
+    said = "The trainer is float32, the engine bfloat16: weights are cast on the way, and ratios are exact only against"
+    assert [record.name for record in caplog.records] == ["rollout_engine"] * 2
+    assert all(record.getMessage().startswith(said) for record in caplog.records)
+
+
+def test_a_trainer_of_the_engines_dtype_is_not_remarked_upon(weights, make_engine, caplog):
+    make_engine(torch.bfloat16).update(weights(dtype=torch.bfloat16))
+    make_engine().update(weights())
+    assert not caplog.records
+
+
 def test_the_digest_is_of_what_is_live(engine, weights, offer):
     report = engine.update(weights())
     assert report.digest == offer(engine, weights())[0].digest

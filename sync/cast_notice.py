@@ -1,0 +1,38 @@
+"""The one warning of an engine whose trainer computes in another dtype."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from sync.base import Metadata
+from sync.manifest import dtype_name, torch_dtype
+from sync.source import SourcePair
+
+logger = logging.getLogger("rollout_engine")
+
+
+class CastNotice:
+    """Says once, for one engine, that weights are cast on their way to it."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def look(self, pairs: Iterable[SourcePair], metadata: Metadata) -> None:
+        """Warn if floating weights are not in the dtypes of `metadata`, naming the pair of dtypes of most values."""
+        if self._is_said:
+            return
+        cast: Counter[tuple[str, str]] = Counter()
+        for name, tensor in pairs:
+            wanted = metadata[name][0] if name in metadata else dtype_name(tensor.dtype)
+            differs = dtype_name(tensor.dtype) != wanted
+            if differs and tensor.dtype.is_floating_point and torch_dtype(wanted).is_floating_point:
+                cast[dtype_name(tensor.dtype), wanted] += math.prod(tensor.shape)
+        if cast:
+            self._is_said = True
+            ((came, wanted), _), *_ = cast.most_common()
+            logger.warning(
+                "The trainer is %s, the engine %s: weights are cast on the way, and ratios are exact only against a %s "
+                "forward. Train in %s, or make the engine with dtype='%s'.",
+                *(came, wanted, wanted, wanted, came),
+            )
