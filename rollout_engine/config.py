@@ -20,6 +20,11 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 def _read_path(value: Any) -> Any:
+    if hasattr(value, "state_dict"):
+        raise ConfigError(
+            f"model={type(value).__name__}(...) is not allowed: must be the directory or hub id of a checkpoint. Save "
+            "the model there (save_pretrained), and send its weights later by update_weights(model)."
+        )
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import LifecycleError
+from rollout_engine.errors import ConfigError, LifecycleError
 from rollout_engine.frontend.async_llm import AsyncLLM
 from rollout_engine.frontend.blocking_engine import BlockingEngine, RemoteControl, SharedStreams
 from rollout_engine.frontend.conversations import ChatOptions
@@ -70,6 +70,11 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             self.engine, self._shared = BlockingEngine(engine.remote), SharedStreams(engine.remote)
         else:
             self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
+            if isinstance(engine, str | os.PathLike):
+                raise ConfigError(
+                    f"RolloutPolicy takes an engine (LLM, LLMEngine or AsyncLLM), not the path {str(engine)!r}: "
+                    "RolloutPolicy.from_pretrained(path) makes both."
+                )
             self._shared = SharedEngine(self.engine)
         self._dtype = _dtype_of(engine)
         self._fp32_head = self._dtype != "float32" and _has_float32_head(engine)
@@ -81,7 +86,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         cls, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
     ) -> Self:
         """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`."""
-        config = EngineConfig(model=os.fspath(model), **engine_kwargs)
+        config = EngineConfig(model=model, **engine_kwargs)
         return cls(LLMEngine.from_config(config, stat_loggers=stat_loggers))
 
     def get_metrics(self) -> EngineMetrics:

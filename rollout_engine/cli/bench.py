@@ -33,11 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help="checkpoint directory or hub id; with load_format=dummy its config.json is enough"
     )
-    parser.add_argument("--prompts", type=int, default=8, help="prompts per round (8)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each (64)")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (3)")
+    parser.add_argument("--prompts", type=_count, default=8, help="prompts per round (8)")
+    parser.add_argument("--prompt-tokens", type=_count, default=64, help="tokens of each (64)")
+    parser.add_argument("--rounds", type=_count, default=3, help="measured rounds (3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_overrides(parser)
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
+    return number
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="any field of EngineConfig or SamplingParams, as dtype=float32 max_tokens=64 stop=END; values of "
         'a list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s',

@@ -12,6 +12,7 @@ from pathlib import Path
 import rollout_engine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.prompts import add_prompts, read_prompts
+from rollout_engine.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Roll out every prompt and write one line per sample."""
     overrides, given = parse_overrides(arguments.overrides), read_prompts(arguments)
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise RequestError(f"--out {arguments.out} cannot be written: make the folder {arguments.out.parent} first.")
     params = rollout_engine.SamplingParams(**overrides.sampling)
     with rollout_engine.RolloutPolicy.from_pretrained(arguments.model, **overrides.engine) as policy:
         names = dict.fromkeys(name for each in given for name in each.columns)

@@ -45,7 +45,7 @@ class AsyncLLM:
     def __init__(
         self, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
     ) -> None:
-        config = EngineConfig.from_kwargs(model=os.fspath(model), **engine_kwargs)
+        config = EngineConfig.from_kwargs(model=model, **engine_kwargs)
         self.remote = RemoteEngine.start(
             config, hang_seconds=HANG_SECONDS, start_seconds=START_SECONDS, stat_loggers=stat_loggers
         )

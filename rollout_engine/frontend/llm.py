@@ -39,7 +39,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def __init__(
         self, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
     ) -> None:
-        config = EngineConfig.from_kwargs(model=os.fspath(model), **engine_kwargs)
+        config = EngineConfig.from_kwargs(model=model, **engine_kwargs)
         self.llm_engine = LLMEngine.from_config(config, stat_loggers=stat_loggers)
         self._generating = threading.Lock()
 
