@@ -16,6 +16,7 @@ from rollout_engine.peer_options import peer_option
 _PROBLEM = re.compile(r"Expected `(?P<kind>[^`]*)`(?P<bound>[^,]*?)(?:, got `(?P<got>[^`]*)`)? - at ")
 _PLACE = re.compile(r"`\$\.([A-Za-z_0-9]+)((?:\[\d+\])*)")
 _MISSING = re.compile(r"missing required field `(\w+)`")
+_HALF_PAIR = re.compile(r"\\ud[89a-f]")
 _KINDS = {"int": "an int", "float": "a number", "str": "a str", "bool": "a bool", "array": "a list", "object": "a dict"}
 _MAX_DEPTH = 16
 _PLAIN = {int, float, str, bool, type(None)}
@@ -41,6 +42,9 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
             made = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as problem:
             raise cls._refused(given, str(problem)) from None
+        except UnicodeEncodeError:  # half a surrogate pair
+            name = next(name for name, value in given.items() if _HALF_PAIR.search(ascii(value)))
+            raise cls._error(refused(name, given[name], "Unicode text"), name, given[name]) from None
         made.check()
         return made
 
@@ -105,7 +109,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return {plain(key): plain(item, depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple) and not set(map(type, value)) <= _PLAIN:
         return type(value)(plain(item, depth + 1) for item in value)
-    return list(value) if type(value) is range else value
+    return list(value) if type(value) in (range, set, frozenset) else value
 
 
 def _bound(value: Any, found: re.Match[str], problem: str) -> str:

@@ -78,7 +78,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     bad_words: list[str] | None = None
     """Words the output must not contain, as a text of their own or after a space: the token that would complete one
     cannot be sampled. Words that tokens spell in another way than the tokenizer does are not noticed."""
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
     """Most tokens to sample; None: up to the engine's `max_model_len`."""
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     """Stop ids cannot be sampled, and stop strings do not count, before this many tokens."""

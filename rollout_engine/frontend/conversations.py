@@ -93,15 +93,15 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         hint = "A list of conversations is a list of prompts." if isinstance(message, list | tuple) else ""
         raise RequestError.for_field(field, message, "a message: a dict with 'role' and 'content'", hint)
-    role, content = message.get("role"), message.get("content")
-    calls = role == "assistant" and message.get("tool_calls")
-    for key in ("role", "content"):
-        if key not in message and (key == "role" or not calls):
-            raise RequestError.for_field(field, dict(message), f"a message with '{key}'")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if "role" not in message:
+        raise RequestError.for_field(field, dict(message), "a message with 'role'")
     if not isinstance(role, str) or not role:
         raise RequestError.for_field(f"{field}['role']", role, "a str: 'system', 'user', 'assistant' or 'tool'")
-    if content is None and calls:
+    if content is None and role == "assistant" and isinstance(calls, list | tuple) and calls:
         return dict(message)
+    if "content" not in message:
+        raise RequestError.for_field(field, dict(message), "a message with 'content'")
     if isinstance(content, list | tuple):
         parts = [_text_of(part, f"{field}['content'][{i}]") for i, part in enumerate(content)]
         return {**message, "content": "\n".join(parts)}
@@ -114,7 +114,7 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
 def _text_of(part: Any, field: str) -> str:
     """The text of one content part. Raises `RequestError` for an image, audio, or anything else."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in _TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         got, where = (part, field) if kind is None else (kind, f"{field}['type']")
         hint = "Images, audio and files are not served."
         raise RequestError.for_field(where, got, "a text part, {'type': 'text', 'text': ...}", hint)

@@ -143,7 +143,7 @@ def _keyed(prompt: Any) -> dict[str, Any]:
 
 def _is_array(value: Any) -> bool:
     """Whether `value` is an array or tensor; numpy's scalars are not."""
-    return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, np.generic)
+    return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, np.generic | type)
 
 
 def _is_id(value: Any) -> bool:

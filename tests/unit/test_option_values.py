@@ -1,12 +1,16 @@
 """What people type for an option means what they meant, or is refused with what would do."""
 
+import contextlib
 import inspect
+import math
 import pathlib
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout_engine import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, RolloutPolicy, SamplingParams
 from rollout_engine.errors import unknown_name
@@ -103,6 +107,28 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(make, options, message):
     with pytest.raises((ConfigError, RequestError)) as caught:
         make(**options)
     assert message in str(caught.value)
+
+
+ATOMS = [
+    *(None, True, 0, 1, -1, 2**31, 2**63, 2**70, 0.5, math.nan, math.inf, "", "a", "bf16", "x" * 2_000, "\ud800", b"a"),
+    *(np.int64(3), np.float32(0.5), np.array([1, 2]), np.array([[1]]), np.array(["a"]), np.empty(0), np.ndarray),
+    *(torch.tensor([1, 2]), torch.tensor(0.5), torch.bfloat16, torch.device("cpu"), int, object(), range(3), {1}, 1j),
+]
+VALUES = st.recursive(
+    st.sampled_from(ATOMS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", 1, None]), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(SamplingParams.__struct_fields__), st.sampled_from(EngineConfig.__struct_fields__), VALUES)
+def test_any_value_of_any_option_is_taken_or_refused_by_its_own_error(setting, option, value):
+    with contextlib.suppress(RequestError):
+        params = SamplingParams(**{setting: value})
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams).clone() is not None
+    with contextlib.suppress(ConfigError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(config(**{option: value})), type=EngineConfig)
 
 
 def test_a_name_is_suggested_only_where_it_is_close():

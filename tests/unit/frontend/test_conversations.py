@@ -109,6 +109,8 @@ def test_an_assistant_that_calls_tools_needs_no_content(thinking):
         ([{"role": "user", "content": None}], "messages[0]['content']", "a str"),
         ([{"role": "tool", "content": {"a": 1}}], "messages[0]['content']", r"json\.dumps"),
         ([*HI, "x"], "messages[1]", "a message: a dict"),
+        ([{"role": np.empty(2), "content": "x"}], "messages[0]['role']", "a str"),
+        ([{"role": "assistant", "content": None, "tool_calls": np.empty(2)}], "messages[0]['content']", "a str"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0]['content'][1]['type']",
@@ -154,6 +156,7 @@ def test_a_bad_message_is_named_by_its_index_and_field(inputs, messages, field, 
         ({"prompt": "x", "add_special_tokens": 1}, "add_special_tokens", "a bool"),
         (["a", "b"], "prompt", "one prompt, not a list of them"),
         ([HI, HI], "prompt", "one prompt, not a list of them"),
+        (np.ndarray, "prompt", "a str, a list of token ids"),
         ({"a", "b"}, "prompt", "a str, a list of token ids, a conversation"),
     ],
 )
