@@ -9,7 +9,7 @@ import inspect
 import numbers
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from rollout_engine.errors import RequestError, RewardError
 
@@ -53,14 +53,19 @@ class RewardCall:
         return len(self._places) == 3 and not out_of_place and not set(self._places) & set(columns)
 
 
+def is_listed(reward_fn: object) -> TypeGuard[Sequence[RewardFunction]]:
+    """Whether it is a list of functions rather than one, which may be a sequence of some kind as well."""
+    return isinstance(reward_fn, list | tuple)
+
+
 def reward_calls(reward_fn: RewardFunctions, weights: Sequence[float] | None) -> list[RewardCall]:
     """The functions with their weights, 1 unless given. Raises `RequestError` for what is no function or no weight."""
-    functions = list(reward_fn) if isinstance(reward_fn, Sequence) else [reward_fn]
+    functions = list(reward_fn) if is_listed(reward_fn) else [reward_fn]
     if not functions:
         raise RequestError.for_field("reward_fn", reward_fn, "a function or a list of at least one")
     for i, function in enumerate(functions):
         if not callable(function):
-            where = f"reward_fn[{i}]" if isinstance(reward_fn, Sequence) else "reward_fn"
+            where = f"reward_fn[{i}]" if is_listed(reward_fn) else "reward_fn"
             raise RequestError.for_field(where, function, "a function: reward_fn(prompts, completions, completion_ids)")
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if len(weights) != len(functions):

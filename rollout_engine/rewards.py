@@ -21,7 +21,14 @@ from torch import Tensor
 from rollout_engine.errors import RewardError
 from rollout_engine.frontend.conversations import is_conversation
 from rollout_engine.outputs import RequestOutput
-from rollout_engine.reward_functions import RewardCall, RewardFunctions, check_columns, reward_calls, weighted_sum
+from rollout_engine.reward_functions import (
+    RewardCall,
+    RewardFunctions,
+    check_columns,
+    is_listed,
+    reward_calls,
+    weighted_sum,
+)
 
 logger = logging.getLogger("rollout_engine")
 
@@ -54,7 +61,7 @@ class RewardCaller:
         weights: Sequence[float] | None = None,
     ) -> None:
         self._calls = reward_calls(reward_fn, weights)
-        self._is_list = isinstance(reward_fn, Sequence)
+        self._is_list = is_listed(reward_fn)
         self._loop = loop
         self._private: _LoopThread | None = None
 

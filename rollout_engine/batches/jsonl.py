@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from io import TextIOBase
 from typing import Any, TextIO
 
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from rollout_engine.batches.layout import (
@@ -109,8 +109,9 @@ def _listed(value: Any) -> Any:
 
 
 def _value(key: Key, value: Any, batch: TensorDictBase, where: Places, row: int) -> Any:
-    if not isinstance(value, Tensor):
-        return batch[key][row]
+    if not isinstance(value, Tensor):  # one object per sequence, or one for all
+        one = value[row] if value.batch_dims else value
+        return one.data if isinstance(one, NonTensorData) else one
     span = packed_span(key, value, batch) if is_packed(batch) else None
     return value[row if span is None else getattr(where, span)[row]].tolist()
 

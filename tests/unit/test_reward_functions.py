@@ -207,6 +207,7 @@ def test_what_goes_wrong_names_the_function(reward_fn, columns, message):
     [
         ([], None, r"reward_fn=\[\] is not allowed: must be a function or a list of at least one"),
         ([first, "exact_match"], None, r"reward_fn\[1\]='exact_match' is not allowed: must be a function"),
+        ("exact_match", None, "reward_fn='exact_match' is not allowed: must be a function"),
         (3, None, "reward_fn=3 is not allowed: must be a function"),
         (
             [first, second],

@@ -68,6 +68,15 @@ def test_keys_that_the_user_added_are_columns(make_batch, tmp_path, layout):
         assert values == [batch["mine", "values"][place].tolist() for place in places(batch).full]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_object_for_the_whole_batch_is_a_column_of_every_sample(make_batch, tmp_path, layout):
+    batch = make_batch(1, layout)
+    batch.set_non_tensor("run", "a name")
+    rows = written(batch, tmp_path / "file")
+    assert [row["columns"]["run"] for row in rows] == ["a name"] * len(rows)
+    assert [row["columns"]["answer"] for row in rows] == list(batch["answer"])
+
+
 def test_a_file_is_replaced_or_grows(make_batch, tmp_path):
     first, second = make_batch(0), make_batch(1)
     num = len(first["seed"]) + len(second["seed"])
