@@ -21,6 +21,7 @@ from rollout_engine.errors import ConfigError, LifecycleError
 from rollout_engine.frontend.async_llm import AsyncLLM
 from rollout_engine.frontend.blocking_engine import BlockingEngine, RemoteControl, SharedStreams
 from rollout_engine.frontend.conversations import ChatOptions
+from rollout_engine.frontend.interrupts import deliver, held
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm import LLM
@@ -139,8 +140,9 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         start, groups, num_tokens = time.perf_counter(), [], 0
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
         bar = ProgressBar(len(plan.prompts), desc="rollout", unit="group", shown=use_tqdm)
-        with closing(RolloutRun(self._shared, plan, reward_fn, reward_weights=reward_weights)) as run, bar:
+        with held(), closing(RolloutRun(self._shared, plan, reward_fn, reward_weights=reward_weights)) as run, bar:
             while run.unfinished:
+                deliver()
                 for group in run.advance():
                     groups.append(group)
                     num_tokens += group.num_tokens
@@ -265,7 +267,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         live, histogram = self.policy_version, self.engine.request_stats.rollout_staleness
         samples = [sample for group in groups for sample in group.output.outputs if sample.version_spans]
         ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in samples)
-        with self._counting:
+        with held(), self._counting:
             for age, times in ages.items():
                 histogram.observe(age, times)
 

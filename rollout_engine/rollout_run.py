@@ -1,15 +1,17 @@
 """One rollout in progress: its requests, from adding them to the last rewarded group."""
 
 import asyncio
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import EngineGenerateError, RequestError, RetryableError
+from rollout_engine.errors import EngineGenerateError, LifecycleError, RequestError, RetryableError
 from rollout_engine.frontend.blocking_engine import Inbox, SharedStreams
+from rollout_engine.frontend.engine_lock import EngineLock
+from rollout_engine.frontend.interrupts import allowed
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS
 from rollout_engine.frontend.llm_engine import LLMEngine
 from rollout_engine.outputs import RequestOutput
@@ -37,7 +39,7 @@ class SharedEngine:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        self._stepping = threading.Lock()
+        self._stepping = EngineLock()
         self._owners: dict[str, Inbox] = {}
 
     def add(self, prompts: list[Any], params: list[SamplingParams], inbox: Inbox) -> list[str]:
@@ -134,7 +136,8 @@ class RolloutRun:
             if self._caller is None:
                 complete.append(Group(index, output, None))
             else:
-                rewards = self._caller.start(index, self._plan.prompts[index], output, self._plan.row(index))
+                with allowed():
+                    rewards = self._caller.start(index, self._plan.prompts[index], output, self._plan.row(index))
                 self._rewarding.append((index, output, rewards))
         return complete + self._rewarded()
 
@@ -145,17 +148,19 @@ class RolloutRun:
             rewards.cancel()
 
     def close(self) -> None:
-        """Abort what is unfinished."""
+        """Abort what is unfinished; nothing where the engine is gone, or another process's."""
         self.cancel_rewards()
         if self._caller is not None:
             self._caller.close()
         unfinished, self._running, self._rewarding, self._started = list(self._running), {}, [], True
         if unfinished:
-            self._engine.abort(unfinished)
+            with suppress(LifecycleError):
+                self._engine.abort(unfinished)
 
     def _rewarded(self) -> list[Group]:
         if self._rewarding and not self._running and not self._cancelled:
-            wait([rewards for _, _, rewards in self._rewarding], return_when=FIRST_COMPLETED)
+            with allowed():
+                wait([rewards for _, _, rewards in self._rewarding], return_when=FIRST_COMPLETED)
         if self._cancelled:
             return []
         complete = [Group(i, output, rewards.result()) for i, output, rewards in self._rewarding if rewards.done()]

@@ -30,6 +30,7 @@ from sync.errors import StaleVersion, SyncError
 from sync.looks import Arrival
 from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import Offer
+from sync.own_process import OwnProcess
 from sync.published import (
     CURRENT,
     LEASE,
@@ -91,11 +92,14 @@ class StoreSender:
 
     def __init__(self, directory: str | os.PathLike[str], *, reset_version: bool = False, num_threads: int = 1) -> None:
         self._store, self._reset_version, self._num_threads = Path(directory), reset_version, num_threads
+        self._owner = OwnProcess()
         self._lock = ExitStack()
         self._lock.enter_context(_sole_publisher(self._store))
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
-        """As `WeightSender.offer`, and as `publish`."""
+        """As `WeightSender.offer`, and as `publish`. `SyncError` in a forked child, which shares the parent's lock."""
+        if not self._owner.is_here:
+            raise SyncError(self._owner.explain(f"The sender to {self._store}"))
         return _publish(self._store, Offer(source, metadata), version, self._reset_version, self._num_threads)
 
     def send(self) -> None:

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM} {chosen}: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
         return 130
     return 0
 

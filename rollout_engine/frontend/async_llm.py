@@ -187,6 +187,7 @@ class AsyncLLM:
 
     async def do_log_stats(self) -> None:
         """Show the metrics to every stat logger now."""
+        self.remote.client.require_own_process()
         await asyncio.to_thread(self.remote.stat_thread.write)
 
     async def score(

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from rollout_engine.errors import EngineDeadError, RequestError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.frontend.lifeline import CoreProcess, address_in
 from rollout_engine.frontend.waker import Waker
 from rollout_engine.frontend.wire import (
@@ -45,6 +45,7 @@ from rollout_engine.frontend.wire import (
     pack,
     unpack,
 )
+from sync.own_process import OwnProcess
 
 logger = logging.getLogger("rollout_engine")
 
@@ -69,7 +70,9 @@ class CoreClient:
         self.client_index = -1
         self._on_message: Callable[[Outputs | Refused], None] = _ignore
         self._on_death: Callable[[EngineDeadError], None] = _ignore
-        self._process, self._hang_seconds, self._owner = process, hang_seconds, os.getpid()
+        self._process, self._hang_seconds = process, hang_seconds
+        self.owner = OwnProcess()
+        """The process whose thread serves this client."""
         self._encoder, self._decoder = Encoder(), Decoder[ToClient](ToClient)
         self._outbox: deque[Any] = deque()
         self._calls: dict[int, tuple[str, Callable[[Reply], Any], Future[Any]]] = {}
@@ -122,7 +125,8 @@ class CoreClient:
         self._on_message, self._on_death = on_message, on_death
 
     def send(self, message: Any) -> None:
-        """Queue a message. Raises `EngineDeadError` when the core is gone."""
+        """Queue a message. Raises `EngineDeadError` when the core is gone, `LifecycleError` in a forked child."""
+        self.require_own_process()
         if self.dead_error is not None:
             raise self.dead_error
         self._outbox.append(message)
@@ -146,7 +150,8 @@ class CoreClient:
         return self.ask(name, lambda reply: unpack(reply.result, kind), lambda number: Call(number, name, packed))
 
     def ask(self, name: str, read: Callable[[Reply], Any], make: Callable[[int], Any]) -> Future[Any]:
-        """Send `make(number)`; what `read` makes of its `Reply` resolves the future."""
+        """Send `make(number)`; what `read` makes of its `Reply` resolves the future. `LifecycleError` as in `send`."""
+        self.require_own_process()
         future: Future[Any] = Future()
         with self._lock:
             if self.dead_error is not None:
@@ -160,12 +165,17 @@ class CoreClient:
 
     def close(self) -> None:
         """Leave the core, or end it if it is ours. Calls in flight raise `EngineDeadError`."""
-        if os.getpid() != self._owner or self._closing:
+        if not self.owner.is_here or self._closing:
             return
         self._closing = True
         self._waker.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def require_own_process(self) -> None:
+        """Raise `LifecycleError` in a forked child, where nobody would send anything."""
+        if not self.owner.is_here:
+            raise LifecycleError(self.owner.explain("The connection to the engine"))
 
     def _run(self) -> None:
         try:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import PauseMode, State
 from rollout_engine.errors import DrainTimeoutError
+from rollout_engine.frontend.engine_lock import EngineLock
 from rollout_engine.frontend.spans import Spans
-from rollout_engine.messages import EngineCoreOutputs, UpdateMode
+from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateMode
 
 PAUSED_POLL_SECONDS = 0.05
 """How long a call in progress sleeps at a time while paused: a change wakes it at once, an interrupt within this."""
@@ -32,14 +33,14 @@ class LifecycleControl:
     def __init__(
         self,
         core: EngineCore,
-        lock: threading.RLock,
+        lock: EngineLock,
         *,
         step: Callable[[], None],
         deliver: Callable[[EngineCoreOutputs], None],
         spans: Spans,
     ) -> None:
         self._core, self._spans = core, spans
-        self._changed = threading.Condition(lock)
+        self._changed = threading.Condition(lock)  # type: ignore[arg-type]  # it is all that one asks of a lock
         self._entered = threading.Event()
         """Clear while a thread waits for the lock to change something."""
         self._entered.set()
@@ -168,3 +169,19 @@ class LifecycleControl:
                 if not self._core.lifecycle.draining:
                     return
                 self._step()
+
+
+class UpdateSteps:
+    """The steps of one engine, for one update of its weights."""
+
+    def __init__(self, core: EngineCore, control: LifecycleControl, kv: KvMode) -> None:
+        self._core, self._kv = core, kv
+        self.settle, self.boundary = control.settle, control.boundary
+
+    def stop(self) -> None:
+        """See `StepSide.stop`."""
+        self._core.lifecycle.stop_for_update()
+
+    def advance(self, version: int) -> int:
+        """See `StepSide.advance`."""
+        return self._core.commit_version(version, self._kv)

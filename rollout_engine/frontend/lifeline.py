@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.frontend.wire import PROTOCOL, Failure, Ready
+from sync.own_process import OwnProcess
 from sync.shared_files import lock, try_lock
 
 logger = logging.getLogger("rollout_engine")
@@ -76,6 +78,11 @@ class Lifeline:
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
         end.set_inheritable(False)
+        _HERE.add(self)
+
+    def close(self) -> None:
+        """Tell the other end that this one is gone."""
+        self.socket.close()
 
     def write(self, message: CoreSettings | Ready | Failure) -> None:
         """Raises `OSError` when the other end is gone."""
@@ -106,6 +113,18 @@ class Lifeline:
         return data
 
 
+_HERE: "weakref.WeakSet[Lifeline]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """In a forked child, which would otherwise keep the cores alive that its parent leaves."""
+    for lifeline in list(_HERE):
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
 class CoreProcess:
     """The parent's handle of a core's process. `end` leaves neither process nor directory behind."""
 
@@ -115,7 +134,7 @@ class CoreProcess:
         sweep_stale_directories()
         sweep_stale_directories(SHARED_MEMORY)
         config = _named_elsewhere(config)
-        self._config, self._owner = config, os.getpid()
+        self._config, self._owner = config, OwnProcess()
         self.directory = tempfile.mkdtemp(prefix=_PREFIX)
         if len(address_in(self.directory)) > _MAX_ADDRESS_BYTES:
             os.rmdir(self.directory)
@@ -178,11 +197,11 @@ class CoreProcess:
 
     def end(self, *, kill: bool = False) -> int | None:
         """End the process, wait for it, remove the directory. Returns its status; calling it again is a no-op."""
-        if os.getpid() != self._owner:  # a forked copy: the process is not ours to end
+        if not self._owner.is_here:  # the process is not ours to end
             return None
         if kill:
             self._process.kill()
-        self.lifeline.socket.close()
+        self.lifeline.close()
         if self.wait(_END_SECONDS) is None:
             self._process.kill()
             self._process.wait()

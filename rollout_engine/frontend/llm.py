@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -11,8 +12,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineGenerateError, RequestError
+from rollout_engine.errors import EngineGenerateError, LifecycleError, RequestError
 from rollout_engine.frontend.conversations import ChatOptions, is_conversation
+from rollout_engine.frontend.interrupts import deliver, held
 from rollout_engine.frontend.lifecycle_control import PAUSED_POLL_SECONDS, LifecycleControl
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.llm_engine import LLMEngine
@@ -93,12 +95,13 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         check_chat_arguments(chat, self.generate)
         prompts = with_chat_options(prompts, chat)
         self.llm_engine.require_running("generate")
-        with self._generating:
+        with self._generating, held():
             request_ids = self.llm_engine.add_requests(prompts, _final_only(sampling_params), priority=priority)
             try:
                 return self._run(request_ids, use_tqdm)
             except BaseException:
-                self.llm_engine.abort_request(request_ids, discard=True)
+                with suppress(LifecycleError):  # of an engine that is gone meanwhile
+                    self.llm_engine.abort_request(request_ids, discard=True)
                 raise
 
     def chat(
@@ -168,6 +171,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         waiting = set(request_ids)
         with ProgressBar(len(request_ids), desc="generate", unit="prompt", shown=use_tqdm) as bar:
             while waiting:
+                deliver()
                 for output in self._step(waiting):
                     done[output.request_id] = output
                     waiting.remove(output.request_id)

@@ -2,10 +2,10 @@
 
 import gc
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
@@ -17,8 +17,10 @@ from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.weight_update import update_from_source
+from rollout_engine.frontend.engine_lock import EngineLock
 from rollout_engine.frontend.input_processor import CheckedPrompt, InputProcessor, at_index, each_priority
-from rollout_engine.frontend.lifecycle_control import LifecycleControl
+from rollout_engine.frontend.interrupts import allowed
+from rollout_engine.frontend.lifecycle_control import LifecycleControl, UpdateSteps
 from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
 from rollout_engine.frontend.output_processor import OutputProcessor
 from rollout_engine.frontend.prompts import Prompt
@@ -30,11 +32,12 @@ from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.weight_verbs import WeightVerbs
 from rollout_engine.frontend.worker_calls import WorkerCalls, WorkerVerbs
-from rollout_engine.messages import EngineCoreOutputs, KvMode, UpdateOptions
+from rollout_engine.messages import EngineCoreOutputs, UpdateOptions
 from rollout_engine.metrics import CoreStats, EngineMetrics, RequestStats, StatLogger
 from rollout_engine.outputs import RequestOutput, UpdateReport
 from rollout_engine.sampling_params import SamplingLike, SamplingParams
 from sync.base import WeightSource
+from sync.own_process import OwnProcess
 
 logger = logging.getLogger("rollout_engine")
 
@@ -68,7 +71,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._outputs = output_processor
         self._log = StatLog(stat_loggers, self.get_metrics, log_interval)
         self._spans = spans or Spans()
-        self._lock = threading.RLock()
+        self._lock, self._is_torn = EngineLock(self._tear), False
         self._control = LifecycleControl(
             core, self._lock, step=self._step_for_others, deliver=self._deliver, spans=self._spans
         )
@@ -78,7 +81,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._ids = RequestIds(self.is_unfinished)
         self.fp32_head = False
         """Whether logits are float32 whatever the model's dtype."""
-        self._release = weakref.finalize(self, _release, executor)
+        self._release = weakref.finalize(self, _release, executor, OwnProcess())
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] = ()) -> "LLMEngine":
@@ -130,11 +133,11 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
 
         `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
         """
-        with self._lock:
-            self._require_open()
+        with self._queueing() as queued:
             self._ids.check(request_id)
             self._spans.check_headers(trace_headers)
             self._queue(request_id, self._inputs.check(prompt, params), priority, trace_headers)
+            queued.append(request_id)
         return request_id
 
     def add_requests(
@@ -149,34 +152,40 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         `params`, `priority`: one for all or one each. All are checked before any is queued: `RequestError` names the
         index.
         """
-        with self._lock:
-            self._require_open()
-            checked = self._inputs.check_batch(prompts, params)
-            priorities = each_priority(priority, len(checked))
-            request_ids = [self._ids.make() for _ in checked]
-            for index, request_id in enumerate(request_ids):
+        with self._queueing() as queued:
+            with allowed():  # reading many prompts takes its time
+                checked = self._inputs.check_batch(prompts, params)
+                priorities = each_priority(priority, len(checked))
+            for index, each in enumerate(checked):
+                request_id = self._ids.make()
                 try:
-                    self._queue(request_id, checked[index], priorities[index])
+                    self._queue(request_id, each, priorities[index])
                 except RequestError as error:  # the core's own door
-                    self.abort_request(request_ids[:index], discard=True)
                     raise at_index("prompts", index, error) from error
-        return request_ids
+                queued.append(request_id)
+        return queued
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last.
 
         While paused or asleep it computes nothing. Raises `DirtyWeightsError` when requests cannot go on before a
-        complete weight update.
+        complete weight update. Whatever is raised, by an interrupt too, the next `step()` returns what this one had.
         """
+        self._lock.require_usable()
         self._control.give_way()
-        with self._lock:
-            self._require_open()
-            if not self._ready:
-                self._control.require_step()
-            self._deliver(self._timed_step())
-            self._log.tick(idle=self._outputs.num_open == 0)
-            ready, self._ready = self._ready, []
+        ready: list[RequestOutput] = []
+        try:
+            with self._lock:
+                self._require_open()
+                if not self._ready:
+                    self._control.require_step()
+                self._deliver(self._timed_step())
+                self._log.tick(idle=self._outputs.num_open == 0)
+                ready, self._ready = self._ready, []
             return ready
+        except BaseException:
+            self._keep(ready)
+            raise
 
     def abort_request(self, request_ids: str | Iterable[str], *, discard: bool = False) -> None:
         """End requests; the next `step()` returns what they had, with finish_reason "abort".
@@ -197,12 +206,13 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
 
     def require_running(self, verb: str) -> None:
         """Raise `LifecycleError` or `DirtyWeightsError` where steps alone would not complete a request added now."""
+        self._lock.require_usable()
+        self._require_open()
         self._core.lifecycle.require_running(verb)
 
     def hand_back(self, outputs: Iterable[RequestOutput]) -> None:
         """Give back results of a step that somebody else waits for; the next `step()` returns them first."""
-        with self._lock:
-            self._ready += outputs
+        self._keep(list(outputs))
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether the finished output of `request_id` is still to be returned."""
@@ -283,7 +293,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             what = f"transport='{options.transport}' leads to another process"
             raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
         with self._control.updating(lambda: self._executor.updater.dirty):
-            steps = _Steps(self._core, self._control, options.kv)
+            steps = UpdateSteps(self._core, self._control, options.kv)
             update = partial(update_from_source, self._executor.updater, source, steps, options, version)
             return self._spans.update(partial(self._core.stats.updates.count, update))
 
@@ -301,10 +311,13 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         pairs = self._inputs.check_scored(prompt_token_ids, completion_token_ids, temperature)
         with self._lock:
             self._core.lifecycle.require_weights("score")
-            return score_pairs(self._executor, pairs, temperature)
+            with allowed():
+                return score_pairs(self._executor, pairs, temperature)
 
     def shutdown(self) -> None:
         """Free model and KV pool; open requests are dropped. Calling it again is a no-op."""
+        if not self._lock.is_usable:  # a forked child has nothing to free
+            return
         if self._release.alive:
             self._log.close()
             self._spans.close()
@@ -336,6 +349,25 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         if stopped:
             self._deliver(self._core.abort_sequences(stopped))
 
+    def _keep(self, results: list[RequestOutput]) -> None:
+        """The next `step` returns these first."""
+        if results:
+            with self._lock:
+                self._ready = results + self._ready
+
+    @contextmanager
+    def _queueing(self) -> Iterator[list[str]]:
+        """Requests whose ids the block notes are taken back where it raises, be it by an interrupt at its end."""
+        queued: list[str] = []
+        try:
+            with self._lock:
+                self._require_open()
+                yield queued
+        except BaseException:
+            if queued:
+                self.abort_request(queued, discard=True)
+            raise
+
     def _queue(
         self, request_id: str, checked: CheckedPrompt, priority: int, trace_headers: TraceHeaders | None = None
     ) -> None:
@@ -350,24 +382,19 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._ready = [result for result in self._ready if result.request_id not in request_ids]
 
     def _require_open(self) -> None:
+        if self._is_torn:
+            what = "The engine was interrupted twice in the middle of a step, which may be half done"
+            raise LifecycleError(f"{what}: shut it down and make a new one.")
         if not self._release.alive:
             raise LifecycleError("The engine is shut down; make a new one.")
 
-
-class _Steps:
-    """The steps of one engine, for one update of its weights."""
-
-    def __init__(self, core: EngineCore, control: LifecycleControl, kv: KvMode) -> None:
-        self._core, self._kv = core, kv
-        self.settle, self.boundary = control.settle, control.boundary
-
-    def stop(self) -> None:
-        self._core.lifecycle.stop_for_update()
-
-    def advance(self, version: int) -> int:
-        return self._core.commit_version(version, self._kv)
+    def _tear(self) -> None:
+        self._is_torn = True
+        self._core.shutdown()
 
 
-def _release(executor: InlineExecutor) -> None:
+def _release(executor: InlineExecutor, process: OwnProcess) -> None:
+    if not process.is_here:  # what the executor holds is the parent's
+        return
     executor.shutdown()
     gc.unfreeze()  # so that what start-up made can be collected

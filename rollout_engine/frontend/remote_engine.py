@@ -128,19 +128,29 @@ class RemoteEngine:
     ) -> list[Stream]:
         """Queue a batch, all checked before any is queued: `RequestError` names the index."""
         checked = self.inputs.check_batch(list(prompts), list(params))
-        return [self._queue(each, None, wake, 0) for each in checked]
+        streams: list[Stream] = []
+        try:
+            for each in checked:
+                streams.append(self._queue(each, None, wake, 0))
+        except BaseException:
+            for stream in streams:
+                self.close(stream)
+            raise
+        return streams
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; their streams still give what they had. An unknown or finished id is a no-op."""
         self.client.abort(self.streams.sequences_of(as_request_ids(request_ids)))
 
     def take(self, stream: Stream) -> RequestOutput | None:
-        """What is new of a request; None: nothing yet. Raises what ended it."""
+        """What is new of a request; None: nothing yet. Raises what ended it, and `LifecycleError` in a forked child."""
+        self.client.require_own_process()
         return self.streams.take(stream)
 
     def close(self, stream: Stream) -> None:
-        """Nobody reads a stream any more; unfinished it is aborted, without a result."""
-        self.streams.close(stream)
+        """Nobody reads a stream any more; unfinished it is aborted, without a result. No-op in a forked child."""
+        if self.client.owner.is_here:
+            self.streams.close(stream)
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """One whole update of the core's weights; blocks. See `WeightVerbs.update_weights`."""
@@ -197,6 +207,7 @@ class RemoteEngine:
         return stream
 
     def _require_alive(self) -> None:
+        self.client.require_own_process()
         if self.client.dead_error is not None:
             raise EngineDeadError(*self.client.dead_error.args)
 
@@ -207,6 +218,8 @@ def _metrics_of(client: CoreClient, streams: OpenStreams) -> Callable[[], Engine
 
 
 def _close(stat_thread: StatThread, client: CoreClient, pusher: WeightPusher, spans: Spans) -> None:
+    if not client.owner.is_here:  # a forked child has none of their threads, and they are the parent's to end
+        return
     stat_thread.close()
     client.close()
     pusher.close()

@@ -33,7 +33,6 @@ class WeightPusher:
         self._client = client
         self._pushing = threading.Lock()
         self._cast_notice = CastNotice()
-        self._owner = os.getpid()
         self._directory, self._lock = "", -1
         self._meeting: Meeting | None = None
         self._sender: WeightSender | None = None
@@ -60,7 +59,7 @@ class WeightPusher:
 
     def close(self) -> None:
         """Let go of the transport and its memory."""
-        if self._directory and os.getpid() == self._owner:
+        if self._directory and self._client.owner.is_here:
             self._disconnect()
             remove_directories(self._client.directory, self._client.client_index)
             os.close(self._lock)

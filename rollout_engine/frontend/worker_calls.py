@@ -12,6 +12,8 @@ from torch import nn
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.errors import LifecycleError, RPCError, RPCTimeoutError
+from rollout_engine.frontend.engine_lock import EngineLock
+from rollout_engine.frontend.interrupts import allowed
 from rollout_engine.frontend.lifecycle_control import LifecycleControl
 from rollout_engine.frontend.spans import Spans
 
@@ -41,7 +43,7 @@ class WorkerCalls:
     """The verbs of `WorkerVerbs`, over one executor. `lock` is held while a step runs."""
 
     def __init__(
-        self, core: EngineCore, workers: Workers, control: LifecycleControl, lock: threading.RLock, spans: Spans
+        self, core: EngineCore, workers: Workers, control: LifecycleControl, lock: EngineLock, spans: Spans
     ) -> None:
         self._core, self._workers, self._control, self._lock, self._spans = core, workers, control, lock, spans
 
@@ -71,7 +73,7 @@ class WorkerCalls:
             lifecycle.require_weights("apply_model")
             if lifecycle.updating:
                 raise LifecycleError("apply_model: not possible while the engine is UPDATING: wait until it has ended.")
-            with self._control.updating(lambda: self._workers.dirty):
+            with self._control.updating(lambda: self._workers.dirty), allowed():
                 return self._workers.apply_model(fn)
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -85,7 +87,8 @@ class WorkerCalls:
             self._core.lifecycle.require_alive("collective_rpc")
             beside = self._workers.runs_beside_steps(method)
             if not beside:
-                yield
+                with allowed():  # a method may take its time
+                    yield
         if beside:
             yield
 
