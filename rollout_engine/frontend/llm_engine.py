@@ -27,7 +27,7 @@ from rollout_engine.frontend.prompts import Prompt
 from rollout_engine.frontend.request_ids import RequestIds, as_request_ids
 from rollout_engine.frontend.scoring import score_pairs
 from rollout_engine.frontend.spans import Spans, TraceHeaders, spans_to
-from rollout_engine.frontend.start_up import core_config, describe_choices
+from rollout_engine.frontend.start_up import core_config, describe_choices, release
 from rollout_engine.frontend.stat_loggers import StatLog, all_loggers
 from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.frontend.weight_verbs import WeightVerbs
@@ -81,7 +81,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self._ids = RequestIds(self.is_unfinished)
         self.fp32_head = False
         """Whether logits are float32 whatever the model's dtype."""
-        self._release = weakref.finalize(self, _release, executor, OwnProcess())
+        self._release = weakref.finalize(self, release, executor, OwnProcess())
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] = ()) -> "LLMEngine":
@@ -391,10 +391,3 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
     def _tear(self) -> None:
         self._is_torn = True
         self._core.shutdown()
-
-
-def _release(executor: InlineExecutor, process: OwnProcess) -> None:
-    if not process.is_here:  # what the executor holds is the parent's
-        return
-    executor.shutdown()
-    gc.unfreeze()  # so that what start-up made can be collected

@@ -1,8 +1,12 @@
 """From options and a loaded model to what an engine starts with: the core's sizes, and one line of every choice."""
 
+import gc
+
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.door import CoreConfig
+from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.worker import ModelInfo
+from sync.own_process import OwnProcess
 
 
 def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
@@ -30,3 +34,11 @@ def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
         f"async scheduling {'on' if config.schedules_ahead else 'off'}, tokenizer {tokenizer}, "
         f"end ids of the checkpoint {info.eos_token_ids}, seed {config.seed}"
     )
+
+
+def release(executor: InlineExecutor, process: OwnProcess) -> None:
+    """Free what an engine of `process` has loaded."""
+    if not process.is_here:  # what the executor holds is the parent's
+        return
+    executor.shutdown()
+    gc.unfreeze()  # so that what start-up made can be collected
