@@ -11,6 +11,9 @@ from sync.source import SourcePair
 
 logger = logging.getLogger("rollout_engine")
 
+_SERVED = ("float32", "bfloat16", "float16")
+"""Dtypes that an engine can be made with."""
+
 
 class CastNotice:
     """Says once, for one engine, that weights are cast on their way to it."""
@@ -31,8 +34,9 @@ class CastNotice:
         if cast:
             self._is_said = True
             ((came, wanted), _), *_ = cast.most_common()
+            other = f", or make the engine with dtype='{came}'" if came in _SERVED else ""
             logger.warning(
                 "The trainer is %s, the engine %s: weights are cast on the way, and ratios are exact only against a %s "
-                "forward. Train in %s, or make the engine with dtype='%s'.",
-                *(came, wanted, wanted, wanted, came),
+                "forward. Train in %s%s.",
+                *(came, wanted, wanted, wanted, other),
             )

@@ -86,7 +86,9 @@ def _stored_pairs(path: Path) -> Iterable[SourcePair]:
         raise ManifestMismatch(f"{path} is {what}. Publish it: sync.publish(directory, source, version).")
     wanted = "a published store (sync.publish makes one) or the directory of a checkpoint with model.safetensors"
     if not path.exists():
-        raise ManifestMismatch(f"{path.absolute()} does not exist: give the path of {wanted}.")
+        raise ManifestMismatch(
+            f"{path.absolute()} does not exist: give the path of {wanted}; hub ids are not taken here."
+        )
     raise ManifestMismatch(f"{path} is not {wanted}.")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from types import SimpleNamespace
 
 import psutil
@@ -63,6 +64,14 @@ def test_a_trainer_of_the_engines_dtype_is_not_remarked_upon(weights, make_engin
     make_engine(torch.bfloat16).update(weights(dtype=torch.bfloat16))
     make_engine().update(weights())
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "dtype,advice", [("bfloat16", r"or make the engine with dtype='bfloat16'\.$"), ("float64", r"32\.$")]
+)
+def test_only_a_dtype_that_engines_have_is_advised(weights, make_engine, caplog, dtype, advice):
+    make_engine().update(weights(dtype=getattr(torch, dtype)))
+    assert re.search(advice, caplog.records[0].getMessage())
 
 
 def test_the_digest_is_of_what_is_live(engine, weights, offer):
