@@ -14,7 +14,8 @@ from typing import Any
 
 from rollout_engine.errors import ConfigError
 
-_MAIN = "__main__"
+_PROGRAM = ("__main__", "__mp_main__")
+"""What the program's own module is called; the second in processes that `multiprocessing` has spawned."""
 
 
 def name_of(kind: type, field: str) -> str:
@@ -44,13 +45,13 @@ def find_class(name: str) -> Any:
 def name_elsewhere(name: str, field: str) -> str:
     """The name by which another process with the same `sys.path` finds the class. Raises `ConfigError` if none does."""
     module, _, path = name.partition(":")
-    if module != _MAIN:
+    if module not in _PROGRAM:
         return name
-    main = sys.modules[_MAIN]
+    main = sys.modules[module]
     if main.__spec__ is not None:  # python -m package.module
         return f"{main.__spec__.name}:{path}"
     file = getattr(main, "__file__", None)
-    if file is None:
+    if file is None or not os.path.exists(file):  # <stdin>
         raise ConfigError(
             f"{field}: '{name}' is defined at a prompt or in a notebook, which the core's process cannot import: put "
             "the class into a file, or use an engine in this process (LLM, RolloutPolicy)."

@@ -58,6 +58,8 @@ def test_a_class_of_the_program_has_the_name_of_its_file_elsewhere(main, tmp_pat
     file.touch()
     main.__file__ = str(file)
     assert name_elsewhere("__main__:Mine", "worker_extensions") == "my_training:Mine"
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    assert name_elsewhere("__mp_main__:Mine", "worker_extensions") == "my_training:Mine"
 
 
 def test_a_class_of_a_module_that_runs_has_the_modules_name_elsewhere(main):
@@ -67,13 +69,16 @@ def test_a_class_of_a_module_that_runs_has_the_modules_name_elsewhere(main):
 
 def test_a_class_of_a_program_that_cannot_be_imported_is_refused(main, tmp_path):
     main.__file__ = str(tmp_path / "my_training.py")
+    (tmp_path / "my_training.py").touch()
     with pytest.raises(
         ConfigError, match="my_training.py, which the core's process cannot import as 'my_training': put"
     ):
         name_elsewhere("__main__:Mine", "worker_extensions")
 
 
-def test_a_class_of_a_notebook_is_refused(main):
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_a_class_of_a_notebook_is_refused(main, file):
+    main.__file__ = file
     with pytest.raises(ConfigError, match="logits_processors: '__main__:Mine' is defined at a prompt or in a notebook"):
         name_elsewhere("__main__:Mine", "logits_processors")
 
