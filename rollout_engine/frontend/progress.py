@@ -50,7 +50,8 @@ class ProgressBar:
         self._shown_at = time.monotonic()
         speed = num_tokens / (self._shown_at - self._start)
         self._bar.set_postfix_str(f"{num_tokens:,} tokens, {speed:,.0f} tokens/s", refresh=not num_complete)
-        self._bar.update(num_complete)
+        if num_complete:
+            self._bar.update(num_complete)
 
     def _fenced(self, call: Callable[[], Any]) -> Any:
         try:
