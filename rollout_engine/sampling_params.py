@@ -87,8 +87,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     stop_regex: list[str] | None = None
     """Regular expressions (or one), of the `regex` package's syntax, that end the completion: after each token its text
     is searched, and cut where the first match begins (`include_stop_str_in_output`: where it ends). `stop_reason` is
-    the pattern; a stop string at the same token goes first. Matches of up to 1,024 characters are found. A sample whose
-    patterns take more than 0.5 s of computing, and a millisecond for each token, ends with an error."""
+    the pattern; a stop string at the same token goes first. Matches of up to 1,024 characters are found. Streamed text
+    waits where it may yet become a match; with word boundaries, lookbehinds or (?m), the last 1,024 characters do. A
+    sample whose patterns take more than 0.5 s of computing, and a millisecond for each token, ends with an error."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the completion, besides the checkpoint's own end ids. The token stays in the ids, and its text
     is cut unless `include_stop_str_in_output`."""

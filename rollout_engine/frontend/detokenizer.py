@@ -45,7 +45,7 @@ class Detokenizer:
             self._num_tokens_before_stop = num_left
             self._undecoded += text_ids
             return len(token_ids)
-        for count, token_id in enumerate(text_ids, start=1):
+        for count, token_id in enumerate(text_ids if self.error is None else (), start=1):
             self._num_tokens_before_stop -= 1
             self._append(self._stream.push([token_id]))
             if self.stop is not None or self.error is not None:

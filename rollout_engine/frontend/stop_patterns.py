@@ -6,6 +6,10 @@
 Each search begins at the pattern's start: the first place where more text could still bring a match about, which the
 `regex` package tells (a partial match). So a search reads little but new text, and finds what a search of the whole
 text would. A start never lies more than `STOP_REGEX_WINDOW` characters back: longer matches are not found.
+
+Of patterns that look back from the end of the text (word boundaries, lookbehinds, the start of a line) the package
+overlooks some partial matches, and of a few other constructs we do not know. Their start is always the whole window
+back.
 """
 
 import time
@@ -15,6 +19,14 @@ import regex
 
 from rollout_engine.sampling_params import STOP_REGEX_SECONDS, STOP_REGEX_WINDOW
 
+_NOT_PARTIAL = regex.compile(
+    r"""\\[bBmMGK]                            # boundaries, search anchor, keep
+    | \(\? (?: <[=!] | [(&R\d] | P[>&] )       # lookbehinds, conditions, recursion
+    | \(\? [a-zA-Z-]* [mrbepw]               # flags: multiline, reverse, kinds of matching
+    | (?<! \\[pPNx] ) \{ [^}]* [a-z]         # fuzzy matching""",
+    regex.VERBOSE,
+)
+"""What a pattern holds whose partial matches are not relied on."""
 _SECONDS_PER_SEARCH = 0.001
 """What each search may take on average, beyond `STOP_REGEX_SECONDS` once."""
 
@@ -32,6 +44,7 @@ class StopPatterns:
 
     def __init__(self, patterns: list[str]) -> None:
         self._patterns = [regex.compile(pattern) for pattern in patterns]  # compiled at the door: a look-up
+        self._is_partial = [_NOT_PARTIAL.search(pattern) is None for pattern in patterns]
         self._starts = [0] * len(patterns)
         self._seconds_left = STOP_REGEX_SECONDS
 
@@ -54,13 +67,15 @@ class StopPatterns:
         began, self._seconds_left = time.thread_time(), self._seconds_left + _SECONDS_PER_SEARCH
         timeout = max(self._seconds_left, _SECONDS_PER_SEARCH)
         try:
-            first = pattern.search(text, start, partial=True, timeout=timeout)
-            start = len(text) if first is None else first.start()
             match = None
+            if self._is_partial[place]:
+                first = pattern.search(text, start, partial=True, timeout=timeout)
+                start = len(text) if first is None else first.start()
             if start < len(text) and min_end <= len(text):
                 matches = pattern.finditer(text, start, overlapped=True, timeout=timeout)
                 match = next((each for each in matches if each.end() >= min_end), None)
         except (TimeoutError, MemoryError) as problem:
+            self._seconds_left = 0.0
             raise TimeoutError(
                 f"stop_regex={pattern.pattern!r} took more than {STOP_REGEX_SECONDS} s of computing to search for: "
                 "give a pattern without repeats inside repeats, such as (a+)+."

@@ -13,6 +13,7 @@ from rollout_engine.testing import byte_tokenizer
 CODEC = TextCodec(byte_tokenizer())
 PATTERNS = [
     *("ab", "a+b", "[ab]c", "(?i)BC", "a|bcc", "b$", "^ca", r"\bab\b", "(?<=a)b", "(?<!c)bb", "(?=bc)b", "a(?!b)c"),
+    *(r"\s?\b", r".+?(?<=a)\b", r"\s+?(?m:^)\w*", r"\w+?.+?(?<=a)", r"b[^a]*?(?<!b)c?", r"(?P<x>a)(?P=x)", r"\p{Lu}"),
     *("(a|ab)(c|bcc)", r"(a|b)\1c", "c{2,3}a", "a.*c", "a.*?c", "b a", r"\s+a", "(?:ab){2}", "c$|aa"),
 ]
 CATASTROPHE = "(a|aa)+c"
@@ -34,7 +35,10 @@ def run(text, chunk=1, **params):
 def found_in_whole(text, patterns, keep):
     """(text, stop) by searching all of the text after each character."""
     for end in range(1, len(text) + 1):
-        matches = [(m, p) for p in patterns if (m := regex.search(p, text[:end]))]
+        found = (
+            (next((m for m in regex.finditer(p, text[:end], overlapped=True) if m.end()), None), p) for p in patterns
+        )
+        matches = [(match, pattern) for match, pattern in found if match]
         if matches:
             match, pattern = min(matches, key=lambda found: found[0].start())
             return text[: match.end() if keep else match.start()], pattern
@@ -42,7 +46,7 @@ def found_in_whole(text, patterns, keep):
 
 
 @given(
-    text=st.text("abc \n", max_size=16),
+    text=st.text("abcA \n", max_size=16),
     patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3, unique=True),
     chunk=st.integers(1, 4),
     keep=st.booleans(),
