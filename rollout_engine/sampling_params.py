@@ -233,7 +233,7 @@ def _require(field: str, value: object, ok: bool, bound: str) -> None:
 
 def _require_few(field: str, value: object, what: str, count: int, most: int, hint: str) -> None:
     if count > most:
-        raise RequestError.for_field(field, value, f"for at most {most} log-probs a request", f"{what}. {hint}")
+        raise RequestError.for_field(field, value, f"at most {most} log-probs a request", f"{what}. {hint}")
 
 
 def _check_texts(field: str, texts: list[str] | None, max_count: int, max_chars: int) -> None:

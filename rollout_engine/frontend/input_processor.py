@@ -220,8 +220,8 @@ class InputProcessor:
                 raise RequestError.for_field(field, getattr(params, field), bound)
         if params.asks_for_ids and not self._gives_id_logprobs:
             field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
-            bound = f"given with device='cpu' only; ask device='cuda' for logprobs=k, k up to {MAX_LOGPROBS}"
-            raise RequestError.for_field(field, getattr(params, field), bound)
+            hint = f"Its sampler tells log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."
+            raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
         if params.extra_args and not self._takes_extra_args:
             hint = "Nothing would read them: this engine has no logits_processors."
             raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)

@@ -73,8 +73,6 @@ CONFIG_EXTREMES = {
     "on_long": ["refuse", "clamp", "cut"],
     "logits_processors": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],
     "worker_extensions": [(), ("no_such_module:Class",), ("os:getcwd",), ("nonsense",)],
-    "on_long": ["refuse", "clamp", "drop"],
-    "fp32_head": [True, False, 1],
     "stream_interval": [1, 7, 2**40, 0],
     "log_stats": [True, False],
     "otlp_traces_endpoint": ["", "grpc://nowhere", 7],

@@ -19,7 +19,7 @@ def door(**options):
     "params, words",
     [
         (dict(logprobs=-1), "4086 tokens x 150000 ids = 612900000 log-probs. Give max_tokens=447 or less"),
-        (dict(logprobs=-1, max_tokens=448), "for at most 67108864 log-probs a request"),
+        (dict(logprobs=-1, max_tokens=448), "must be at most 67108864 log-probs a request"),
         (dict(logprobs=-1, max_tokens=100, n=8), "n=8 x 100 tokens x 150000 ids"),
         (dict(logprobs=-1, max_tokens=1, n=500), "Give a smaller n"),
         (dict(logprob_token_ids=list(range(1000)), max_tokens=4000, n=20), "logprob_token_ids='1000 ids'"),
@@ -65,7 +65,7 @@ def test_the_core_checks_again():
 
 @pytest.mark.parametrize("params", [dict(logprobs=-1), dict(logprob_token_ids=[3])])
 def test_a_device_says_that_it_tells_the_most_likely_only(params):
-    with pytest.raises(RequestError, match="given with device='cpu' only"):
+    with pytest.raises(RequestError, match="must be absent with device='cuda'"):
         door(gives_id_logprobs=False).check([1], SamplingParams(max_tokens=1, **params))
     assert door(gives_id_logprobs=False).check([1], SamplingParams(logprobs=5, logprob_token_ids=[]))
 
