@@ -31,4 +31,4 @@ class OwnProcess:
     def explain(self, what: str) -> str:
         """The message of an error that a forked child gets for using `what`."""
         where = f"{what} belongs to process {self._pid}; this is process {os.getpid()}, forked from it"
-        return f"{where}. Use it there, and start processes that need their own with 'spawn', before or instead."
+        return f"{where}. Use it in that process alone; a forked process makes one of its own."

@@ -263,3 +263,12 @@ def test_dimensions_count_every_weight_that_a_step_reads():
     assert dims.products == ((64 + 2 * 32, 64), (64, 64), (320, 64), (64, 160))
     assert dims.head == (259, 64)
     assert dims.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+
+
+def test_an_interrupted_command_prints_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert run("doctor") == 130
+    assert capsys.readouterr().err == "rollout-engine doctor: interrupted\n"
