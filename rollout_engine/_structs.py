@@ -16,7 +16,7 @@ from rollout_engine.peer_options import peer_option
 _PROBLEM = re.compile(r"Expected `(?P<kind>[^`]*)`(?P<bound>[^,]*?)(?:, got `(?P<got>[^`]*)`)? - at ")
 _PLACE = re.compile(r"`\$\.([A-Za-z_0-9]+)((?:\[\d+\])*)")
 _MISSING = re.compile(r"missing required field `(\w+)`")
-_HALF_PAIR = re.compile(r"\\ud[89a-f]")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _KINDS = {"int": "an int", "float": "a number", "str": "a str", "bool": "a bool", "array": "a list", "object": "a dict"}
 _MAX_DEPTH = 16
 _PLAIN = {int, float, str, bool, type(None)}
@@ -42,10 +42,14 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
             made = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as problem:
             raise cls._refused(given, str(problem)) from None
-        except UnicodeEncodeError:  # half a surrogate pair
-            name = next(name for name, value in given.items() if _HALF_PAIR.search(ascii(value)))
+        except UnicodeEncodeError:
+            name = next(name for name, value in given.items() if "\\ud" in ascii(value))
             raise cls._error(refused(name, given[name], "Unicode text"), name, given[name]) from None
         made.check()
+        for name in given:
+            bound = _sendable_bound(getattr(made, name))
+            if bound:
+                raise cls._error(refused(name, given[name], bound), name, given[name])
         return made
 
     def _read(cls, name: str, value: Any) -> Any:
@@ -110,6 +114,16 @@ def plain(value: Any, depth: int = 0) -> Any:
     if type(value) in (list, tuple) and not set(map(type, value)) <= _PLAIN:
         return type(value)(plain(item, depth + 1) for item in value)
     return list(value) if type(value) in (range, set, frozenset) else value
+
+
+def _sendable_bound(value: Any) -> str:
+    """What a number or text must be to cross to another process; "" where it is that."""
+    if type(value) is int:
+        return "" if -(2**63) <= value < 2**64 else "a number of 64 bits"
+    texts = (value,) if type(value) is str else value if type(value) in (list, tuple) else ()
+    if texts and type(texts[0]) is str and any(map(_HALF_PAIR.search, texts)):
+        return "Unicode text"
+    return ""
 
 
 def _bound(value: Any, found: re.Match[str], problem: str) -> str:

@@ -28,6 +28,7 @@ def config(**options):
     [
         ("stop", "text", ["text"]),
         ("stop", ("a", "b"), ["a", "b"]),
+        ("stop", "\U0001f600\\ud800", ["\U0001f600\\ud800"]),
         ("bad_words", "word", ["word"]),
         ("stop_token_ids", 5, [5]),
         ("stop_token_ids", range(3), [0, 1, 2]),
@@ -93,6 +94,10 @@ def test_an_engine_option_means_what_was_meant(field, typed, meant):
         (config, {"gpu_memory_utilization": 2}, "gpu_memory_utilization=2 is not allowed: must be a number < 1.0."),
         (config, {"worker_extensions": [3]}, "worker_extensions[0]=3 is not allowed: must be a str, not int."),
         (EngineConfig, {}, "EngineConfig: give model=..., it has no default."),
+        (config, {"max_model_len": 2**70}, "max_model_len=1180591620717411303424 is not allowed: must be a number"),
+        (config, {"model": "\ud800"}, r"model='\ud800' is not allowed: must be Unicode text."),
+        (SamplingParams, {"stop": ["a", "\ud800"]}, r"stop=['a', '\ud800'] is not allowed: must be Unicode text."),
+        (SamplingParams, {"temperature": "\ud800"}, r"temperature='\ud800' is not allowed: must be Unicode text."),
         (SamplingParams, {"logprobs_mode": "x"}, "must be one of 'tempered', 'raw', 'processed'."),
         (SamplingParams, {"max_tokens": "3"}, "max_tokens='3' is not allowed: must be an int or None, not str."),
         (SamplingParams, {"max_tokens": 0}, "max_tokens=0 is not allowed: must be an int >= 1."),

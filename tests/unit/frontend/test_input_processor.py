@@ -164,7 +164,7 @@ def test_a_priority_is_for_all_prompts_or_one_each(priority, each):
         ([5], {"allowed_token_ids": [3, 259]}, "allowed_token_ids", r"259 is not allowed: must be ids in \[0, 259\)"),
         ([5], {"logit_bias": {259: 1.0}}, "logit_bias", r"ids in \[0, 259\)"),
         ([5], {"extra_args": {"a": 1}}, "extra_args", "no logits_processors"),
-        ([5], {"bad_words": ["\ud800"]}, "bad_words", "text the tokenizer can encode"),
+        ([5], {"bad_words": ["\ud800"]}, "bad_words", "Unicode text"),
     ],
 )
 def test_bad_requests_name_field_value_and_bound(inputs, prompt, params, field, words):
