@@ -122,7 +122,8 @@ def _close_all() -> None:
         lifeline.close()
 
 
-os.register_at_fork(after_in_child=_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
 
 
 class CoreProcess:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import rollout_engine
+from rollout_engine.errors import LifecycleError
+from rollout_engine.frontend import interrupts
 from rollout_engine.frontend.llm import LLM
 from rollout_engine.sampling_params import SamplingParams
 
@@ -125,6 +127,23 @@ def test_a_loop_of_steps_may_be_interrupted_before_any_line_and_gets_every_resul
         assert_nothing_left(rig, number)
         number += stride
     assert number > 1000
+
+
+def test_an_engine_that_was_interrupted_twice_in_a_step_is_not_used_again(make_rig, monkeypatch):
+    monkeypatch.setattr(interrupts, "PATIENCE_SECONDS", 0.0)
+    rig = make_rig()
+
+    def hang():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second interrupt was held back")
+
+    rig.executor.before_step = hang
+    with pytest.raises(KeyboardInterrupt):
+        rig.rollout()
+    with pytest.raises(LifecycleError, match="interrupted twice in the middle of a step, which may be half done: shut"):
+        rig.rollout()
+    rig.policy.shutdown()
 
 
 @pytest.mark.parametrize("stride", STRIDES)
