@@ -4,8 +4,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -133,12 +132,18 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
 
         `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
         """
-        with self._queueing() as queued:
-            self._ids.check(request_id)
-            self._spans.check_headers(trace_headers)
-            self._queue(request_id, self._inputs.check(prompt, params), priority, trace_headers)
-            queued.append(request_id)
-        return request_id
+        queued: list[str] = []
+        try:
+            with self._lock:
+                self._require_open()
+                self._ids.check(request_id)
+                self._spans.check_headers(trace_headers)
+                self._queue(request_id, self._inputs.check(prompt, params), priority, trace_headers)
+                queued.append(request_id)
+            return request_id
+        except BaseException:
+            self._take_back(queued)
+            raise
 
     def add_requests(
         self,
@@ -152,18 +157,24 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         `params`, `priority`: one for all or one each. All are checked before any is queued: `RequestError` names the
         index.
         """
-        with self._queueing() as queued:
-            with allowed():  # reading many prompts takes its time
-                checked = self._inputs.check_batch(prompts, params)
-                priorities = each_priority(priority, len(checked))
-            for index, each in enumerate(checked):
-                request_id = self._ids.make()
-                try:
-                    self._queue(request_id, each, priorities[index])
-                except RequestError as error:  # the core's own door
-                    raise at_index("prompts", index, error) from error
-                queued.append(request_id)
-        return queued
+        queued: list[str] = []
+        try:
+            with self._lock:
+                self._require_open()
+                with allowed():  # reading many prompts takes its time
+                    checked = self._inputs.check_batch(prompts, params)
+                    priorities = each_priority(priority, len(checked))
+                for index, each in enumerate(checked):
+                    request_id = self._ids.make()
+                    try:
+                        self._queue(request_id, each, priorities[index])
+                    except RequestError as error:  # the core's own door
+                        raise at_index("prompts", index, error) from error
+                    queued.append(request_id)
+            return queued
+        except BaseException:
+            self._take_back(queued)
+            raise
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last.
@@ -355,18 +366,10 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             with self._lock:
                 self._ready = results + self._ready
 
-    @contextmanager
-    def _queueing(self) -> Iterator[list[str]]:
-        """Requests whose ids the block notes are taken back where it raises, be it by an interrupt at its end."""
-        queued: list[str] = []
-        try:
-            with self._lock:
-                self._require_open()
-                yield queued
-        except BaseException:
-            if queued:
-                self.abort_request(queued, discard=True)
-            raise
+    def _take_back(self, request_ids: list[str]) -> None:
+        """They were queued, but whoever asked for that was interrupted."""
+        if request_ids:
+            self.abort_request(request_ids, discard=True)
 
     def _queue(
         self, request_id: str, checked: CheckedPrompt, priority: int, trace_headers: TraceHeaders | None = None
