@@ -8,9 +8,10 @@ The hash of a piece is one long chain. Many pieces can be hashed at the same tim
 when it comes.
 """
 
+import ctypes
 from typing import TypeAlias
 
-import torch
+import numpy as np
 import xxhash
 from torch import Tensor
 
@@ -59,5 +60,12 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    """The memory of a contiguous CPU tensor, without a copy; it keeps the tensor alive.
+
+    Not by `Tensor.numpy`, after which a storage can never be resized, as sleeping engines and FSDP do.
+    """
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return np.ctypeslib.as_array(memory).data

@@ -4,6 +4,7 @@ q/k/v and gate/up run as one GEMM each. Names in `state_dict` do not change. In 
 views of one buffer (`fuse_projections`).
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -189,7 +190,9 @@ class LinearGroup:
 
 
 def _digest(tensor: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    tensor = tensor.contiguous()
+    # By address: a view of numpy's would keep the storage from ever being resized, as FSDP does with it.
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 class RowInvariantLinear(nn.Linear):
