@@ -71,6 +71,7 @@ def gae(
     *,
     truncated: Tensor | None = None,
     final_values: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[Tensor, Tensor]:
@@ -88,11 +89,18 @@ def gae(
         truncated: [B] or [B, 1] bool, sequences that were cut off: more reward might have come, so V after their last
             token is not 0 but that of `final_values`. Given with those, or not at all (a cut counts as an end).
         final_values: [B] or [B, 1], what the critic expects after the last sampled token. Read where `truncated`.
+        cu_seqlens: [B + 1], a packed batch's: then rewards per token, values, mask and results are [1, N], its rows.
         gamma: discount per token.
         lam: 0 trusts the critic alone, 1 the rewards alone.
 
     Raises `RequestError` for shapes that do not fit.
     """
+    if cu_seqlens is not None:
+        apart = _Apart(cu_seqlens, values)
+        paid_each = apart.spread(rewards) if rewards.shape == values.shape else rewards
+        ends = dict(truncated=truncated, final_values=final_values)
+        both = gae(paid_each, apart.spread(values), apart.spread(mask), **ends, gamma=gamma, lam=lam)
+        return apart.gather(both[0]), apart.gather(both[1])
     num, width = _check_values(values, mask)
     if (truncated is None) != (final_values is None):
         given = {"truncated": truncated is not None, "final_values": final_values is not None}
@@ -120,6 +128,28 @@ def per_token(batch: TensorDictBase, advantages: Tensor) -> Tensor:
     if is_packed(batch):
         return each.repeat_interleave(batch["cu_seqlens"].diff())[None]
     return each[:, None].expand(batch["tokens", "full"].shape)
+
+
+class _Apart:
+    """Packed rows [1, N] with each sequence in a row of its own, and back."""
+
+    def __init__(self, cu_seqlens: Tensor, values: Tensor) -> None:
+        num_tokens = int(cu_seqlens[-1])
+        if tuple(values.shape) != (1, num_tokens):
+            hint = "They are those of all tokens, the first of each sequence too."
+            raise RequestError.for_field("values.shape", list(values.shape), f"[1, {num_tokens}], by cu_seqlens", hint)
+        lengths = cu_seqlens.diff()
+        self._shape = len(lengths), int(lengths.max())
+        self._row = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        self._column = torch.arange(num_tokens, device=lengths.device) - cu_seqlens[:-1].repeat_interleave(lengths)
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """[1, N] -> [B, T], zeros behind each sequence."""
+        return packed.new_zeros(self._shape).index_put((self._row, self._column), packed[0])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """[B, T] -> [1, N]."""
+        return rows[self._row, self._column][None]
 
 
 def _checked(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,15 @@ def test_the_ratios_of_ppo_are_one(trainer, rollouts):
         assert learn(trainer, clipped(ratio, part["advantage"][here]).mean())
 
 
+def test_the_ratios_of_ppo_are_one_on_packed_rows(trainer, rollouts):
+    batch = rollouts["packed"]
+    sampled, values = batch["masks", "all_assistant_mask"], torch.zeros(batch["tokens", "full"].shape)
+    advantage, _ = advantages.gae(batch["next", "reward"], values, sampled, cu_seqlens=batch["cu_seqlens"], gamma=0.99)
+    ratio = (trainer_logprobs(trainer, batch) - batch["log_probs", "full"][:, 1:]).exp()[sampled[:, 1:]]
+    assert (ratio == 1.0).all()
+    assert learn(trainer, clipped(ratio, advantage[:, 1:][sampled[:, 1:]]).mean())
+
+
 def test_the_ratios_of_trls_loss_are_one(trainer, batch):
     inputs = to_trl(batch, advantages.rloo(batch["next", "reward"], batch["group_id"]))
     # As GRPOTrainer._compute_loss: prompts and completions side by side, log-probs of the last R tokens.

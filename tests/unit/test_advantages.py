@@ -189,3 +189,20 @@ def test_shapes_that_do_not_fit_are_refused(change, message):
     given = {"rewards": torch.ones(2), "values": torch.ones(2, 3), "mask": torch.ones(2, 3).bool()} | change
     with pytest.raises(RequestError, match=message):
         advantages.gae(**given)
+
+
+def test_gae_of_packed_rows_is_that_of_padded_ones():
+    lengths, width = torch.tensor([4, 1, 7, 2]), 7
+    real = torch.arange(width) < lengths[:, None]
+    generator = torch.Generator().manual_seed(0)
+    values, paid = (torch.randn(4, width, generator=generator).masked_fill(~real, 0.0) for _ in range(2))
+    mask, once = real & (torch.arange(width) > 0) | (lengths == 1)[:, None] & real, torch.randn(4, generator=generator)
+    ends = dict(truncated=torch.tensor([True, False, True, False]), final_values=torch.randn(4, generator=generator))
+    edges = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    for rewards, packed in ((once, once), (paid, paid[real][None])):
+        padded = advantages.gae(rewards, values, mask, **ends)
+        found = advantages.gae(packed, values[real][None], mask[real][None], cu_seqlens=edges, **ends)
+        for mine, theirs in zip(found, padded, strict=True):
+            assert torch.equal(mine, theirs[real][None])
+    with pytest.raises(RequestError, match=r"values.shape=\[1, 13\].*\[1, 14\], by cu_seqlens"):
+        advantages.gae(once, values[real][None, 1:], mask[real][None, 1:], cu_seqlens=edges)
