@@ -112,11 +112,13 @@ def _check_platform() -> None:
 
 
 def _check_own_packages() -> None:
-    """Raise `ImportError` where a file of the user's is found in place of a package of this distribution."""
+    """Raise `ImportError` where a file or folder of the user's is found in place of a package of this distribution."""
     root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     for name in ("sync", "worker_ext"):
         found = sys.modules.get(name) or importlib.util.find_spec(name)
         path = getattr(found, "__file__", None) or getattr(found, "origin", None)
+        if path is None and found is not None:  # a folder without code, found before an editable installation of ours
+            path = os.path.join(*list(found.submodule_search_locations or [""])[:1], "")
         if path is None:
             raise ImportError(f"rollout-engine's package '{name}' is not in {root}: install rollout-engine again.")
         if os.path.dirname(os.path.realpath(path)) != os.path.join(root, name):

@@ -131,7 +131,9 @@ def test_every_request_is_refused_at_the_door_or_answered_whole(engine):
     assert num_refused > len(given) / 4
 
 
-@pytest.mark.parametrize("num_pairs", [40, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_pairs", [12, pytest.param(40, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_every_engine_is_refused_by_name_or_gives_the_same_tokens(checkpoint, num_pairs):
     baseline = _tokens(checkpoint, {})
     num_served = 0

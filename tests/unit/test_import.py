@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 def error_of(program, cwd, **environment):
@@ -37,7 +40,24 @@ def test_a_module_of_that_name_that_is_already_loaded_is_named_too(tmp_path):
 
 def test_a_folder_of_that_name_without_code_hides_nothing(tmp_path):
     (tmp_path / "sync").mkdir()
-    assert error_of("from rollout_engine import SamplingParams", tmp_path) == ""
+    assert error_of("from rollout_engine import SamplingParams", tmp_path, PYTHONPATH=str(ROOT)) == ""
+
+
+def test_a_folder_that_is_found_before_an_editable_installation_is_named(tmp_path):
+    folder = tmp_path / "sync"
+    folder.mkdir()
+    # As `pip install --editable` has it: a finder of its own, asked after all of sys.path.
+    program = f"""
+import importlib.machinery, sys
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.machinery.PathFinder.find_spec(name, [{str(ROOT)!r}]) if path is None else None
+sys.path[:] = [folder for folder in sys.path if folder != {str(ROOT)!r}]
+sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder).lower()] + [Editable]
+import rollout_engine
+"""
+    assert f"{folder}/ hides rollout-engine's own package 'sync': rename it" in error_of(program, tmp_path)
 
 
 def test_windows_is_refused_in_one_sentence(tmp_path):
