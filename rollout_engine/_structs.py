@@ -117,7 +117,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _sendable_bound(value: Any) -> str:
-    """What a number or text must be to cross to another process; "" where it is that."""
+    """The bound that keeps a number or text from crossing to another process; "" where it may cross."""
     if type(value) is int:
         return "" if -(2**63) <= value < 2**64 else "a number of 64 bits"
     texts = (value,) if type(value) is str else value if type(value) in (list, tuple) else ()
@@ -127,7 +127,7 @@ def _sendable_bound(value: Any) -> str:
 
 
 def _bound(value: Any, found: re.Match[str], problem: str) -> str:
-    """What `value` should have been, in our words."""
+    """Describe the allowed values of a field, for an error that `value` has caused."""
     kinds = " or ".join(_KINDS.get(kind, "None") for kind in found["kind"].split(" | ")) + found["bound"]
     if "`key`" in problem:
         return f"a dict whose keys are each {kinds}"

@@ -15,7 +15,7 @@ from typing import Any
 from rollout_engine.errors import ConfigError
 
 _PROGRAM = ("__main__", "__mp_main__")
-"""What the program's own module is called; the second in processes that `multiprocessing` has spawned."""
+"""Names of the program's own module; the second in processes that `multiprocessing` has spawned."""
 
 
 def name_of(kind: type, field: str) -> str:
@@ -34,7 +34,7 @@ def name_of(kind: type, field: str) -> str:
 
 
 def find_class(name: str) -> Any:
-    """What "package.module:Class" names, its module imported. Raises `ValueError` for another form, and what the import
+    """Import the class "package.module:Class" names. Raises `ValueError` for another form, and what the import
     raises."""
     module, _, path = name.partition(":")
     if not (module and all(part.isidentifier() for part in path.split("."))):

@@ -125,7 +125,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     admission: Literal["queue", "reject"] = "queue"
     """Of requests that come while the engine is paused or asleep: let them wait, or raise `RetryableError`."""
     on_long: Literal["refuse", "clamp"] = "refuse"
-    """What becomes of a request whose `max_tokens` does not fit behind its prompt within `max_model_len`. "refuse":
+    """How to treat a request whose `max_tokens` does not fit behind its prompt within `max_model_len`. "refuse":
     `RequestError`, and in a batch the whole call is refused, naming the prompt. "clamp": `max_tokens` is shortened to
     the room left, a log line counts how many, and a completion that fills it ends with finish_reason "length". A prompt
     that leaves no room for one token is refused either way: shorten it, or see `truncate_prompt_tokens`."""

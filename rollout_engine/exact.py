@@ -223,7 +223,7 @@ def _dtype_of(model: nn.Module) -> str:
 
 
 class _Enabled(NamedTuple):
-    """What `enable` notes on a model."""
+    """The record that `enable` leaves on a model."""
 
     arithmetic: Arithmetic
     device_type: str

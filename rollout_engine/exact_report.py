@@ -14,7 +14,7 @@ class ExactReport(NamedTuple):
     num_tokens: int
     """Sampled tokens compared: those whose whole context was computed under the version that sampled them."""
     num_different: int
-    """Of these, tokens whose log-probs are not equal bit for bit."""
+    """Compared tokens whose log-probs are not equal bit for bit."""
     largest_difference: float
     """Between two log-probs, in nats; inf where one of them is not a number."""
     first_different: tuple[int, int] | None
@@ -96,7 +96,7 @@ def _cause(found: _Differences, logprobs: Tensor, temperature: float) -> str:
 
 
 def _noted(found: _Differences, logprobs: Tensor, temperature: float) -> str:
-    """What the tensors themselves say they were made with."""
+    """A cause that the notes on the tensors themselves show."""
     trainer, rollout = logprobs_note(logprobs), rollout_note(found.batch["tokens", "full"])
     if trainer is not None and not trainer.is_enabled:
         return "The model was not made exact: call exact.enable(model) once, before training."

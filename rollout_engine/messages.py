@@ -64,7 +64,7 @@ class PromptLogprobs(msgspec.Struct):
 
 
 _PIECE_VALUES = 1 << 22
-"""Of 16 MiB: a message's frames stay well below the longest that a wire takes."""
+"""Values in 16 MiB: a message's frames stay well below the longest that a wire takes."""
 
 
 class IdLogprobs(msgspec.Struct):
@@ -72,7 +72,7 @@ class IdLogprobs(msgspec.Struct):
 
     sequences: list[int]
     widths: list[int]
-    """Of each sequence, how many."""
+    """Number of values of each sequence."""
     pieces: list[np.ndarray]
     """float32, all sequences end to end, each whole in one piece."""
 
@@ -84,7 +84,7 @@ class IdLogprobs(msgspec.Struct):
 
     @classmethod
     def of(cls, rows: Mapping[int, np.ndarray]) -> "IdLogprobs | None":
-        """Of sequence -> float32 [width]; None where there is none."""
+        """Map sequence -> float32 [width]; None where there is none."""
         if not rows:
             return None
         pieces: list[list[np.ndarray]] = [[]]
@@ -136,7 +136,7 @@ class EngineCoreOutputs(msgspec.Struct):
     sampled_ranks: np.ndarray | None = None
     """int32 [N], 1 for the most likely token; None when no request of the step asked for more than its log-prob."""
     id_logprobs: IdLogprobs | None = None
-    """Of those of the sequences that asked; None when none did."""
+    """Values of the sequences that asked; None when none did."""
 
 
 class NewSequence(msgspec.Struct):

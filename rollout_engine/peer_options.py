@@ -184,14 +184,14 @@ ENGINE_PEERS: Mapping[str, Mapping[str, str]] = {
     "Hugging Face's": _HUGGING_FACE_ENGINE,
     "SGLang's": _SGLANG_ENGINE,
 }
-"""Whose -> option of their engines -> what to do here instead."""
+"""Library -> option of its engine -> what to do here instead."""
 SAMPLING_PEERS: Mapping[str, Mapping[str, str]] = {
     "vLLM's": _VLLM_SAMPLING,
     "Hugging Face's": _HUGGING_FACE_SAMPLING,
     "OpenAI's": _OPENAI_SAMPLING,
     "SGLang's": _SGLANG_SAMPLING,
 }
-"""Whose -> setting of one request of theirs -> what to do here instead."""
+"""Library -> setting of one request -> what to do here instead."""
 
 
 CALL_PEERS: Mapping[str, Mapping[str, str]] = {
@@ -199,7 +199,7 @@ CALL_PEERS: Mapping[str, Mapping[str, str]] = {
     "Hugging Face's": _HUGGING_FACE_CALL,
     "TRL's": _TRL_CALL,
 }
-"""Whose -> argument of a call that generates -> what to do here instead."""
+"""Library -> argument of a call that generates -> what to do here instead."""
 
 
 def peer_option(peers: Mapping[str, Mapping[str, str]], name: str) -> str | None:

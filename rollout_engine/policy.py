@@ -233,7 +233,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         return self.engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
         return self.engine.get_default_sampling_params()
 
     def shutdown(self) -> None:

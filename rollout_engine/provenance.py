@@ -1,4 +1,4 @@
-"""What a tensor of a rollout, or log-probs of a trainer, were made with: noted on the tensor object itself.
+"""Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were made.
 
 A note travels with the object that a batch returns, and is gone from what is computed from it (slices, copies, moved
 tensors). So it serves to name mistakes early, never to decide what is computed.
@@ -40,19 +40,19 @@ def attach(tensor: object, note: RolloutNote | LogprobsNote) -> None:
 
 
 def rollout_note(tensor: object) -> RolloutNote | None:
-    """What was noted on tokens, if anything."""
+    """The note on tokens, if there is one."""
     note = getattr(tensor, _NAME, None)
     return note if isinstance(note, RolloutNote) else None
 
 
 def logprobs_note(tensor: object) -> LogprobsNote | None:
-    """What was noted on log-probs, if anything."""
+    """The note on log-probs, if there is one."""
     note = getattr(tensor, _NAME, None)
     return note if isinstance(note, LogprobsNote) else None
 
 
 def describe_heads(trainers_is_float32: bool) -> str:
-    """What to do where one of trainer and engine alone has a float32 head."""
+    """Advice where only one of trainer and engine has a float32 head."""
     if trainers_is_float32:
         return (
             "The trainer's logits are float32, the engine's are not: give the engine fp32_head=True, or call "

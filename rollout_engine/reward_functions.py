@@ -21,7 +21,7 @@ The lists it gets, and lists, dicts, sets, arrays and tensors in them, are copie
 RewardFunctions: TypeAlias = RewardFunction | Sequence[RewardFunction]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""What every reward function may ask for, besides columns."""
+"""Arguments that every reward function may name, besides columns."""
 
 
 class RewardCall:
@@ -36,7 +36,7 @@ class RewardCall:
         self._places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
 
     def __call__(self, arguments: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
-        """What the function returns; `arguments` holds the three lists, `columns` one list for each column."""
+        """Call the function; `arguments` holds the three lists, `columns` one list for each column."""
         taken = {name: values for name, values in columns.items() if self.takes(name)}
         if self._is_positional(columns):
             return self.function(*(arguments[name] for name in ARGUMENTS), **taken)

@@ -36,11 +36,11 @@ END_SECONDS = 5.0
 """How long a coroutine may take to end once it is cancelled."""
 
 _COPIED = (list, dict, set, bytearray, np.ndarray, Tensor)
-"""What a reward function might write to. Objects of the user's own classes are passed as they are."""
+"""Kinds of values that a reward function might write to. Objects of the user's own classes are passed as they are."""
 
 
 class Rewards(NamedTuple):
-    """Of one group."""
+    """Rewards of one group."""
 
     total: list[float]
     """One per sample: weight times reward, summed over the functions that apply."""
@@ -85,7 +85,7 @@ class RewardCaller:
     def _called(
         self, call: RewardCall, group: int, prompt: object, output: RequestOutput, columns: Mapping[str, Any]
     ) -> Any:
-        """What one function returns, to copies of its own."""
+        """Call one function with copies of its own."""
         num, texts = len(output.outputs), [sample.text for sample in output.outputs]
         messages = [[{"role": "assistant", "content": text}] for text in texts]
         arguments = {

@@ -26,7 +26,7 @@ MAX_STOP_REGEX_CHARS = 1_024
 STOP_REGEX_WINDOW = 1_024
 """Characters: the longest match of a stop pattern that is found."""
 STOP_REGEX_SECONDS = 0.5
-"""Of computing: what searching for the patterns of one sample may take, and a millisecond more for each token."""
+"""Seconds of computing that the patterns of one sample may take, and a millisecond more for each token."""
 MAX_STOP_TOKEN_IDS = 1_024
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARS = 1_024
@@ -218,7 +218,7 @@ SamplingLike: TypeAlias = SamplingParams | dict[str, Any]
 
 
 def as_sampling_params(value: Any) -> SamplingParams:
-    """What stands for `SamplingParams`: themselves, a dict of their fields, None. Raises `RequestError`."""
+    """Convert to `SamplingParams`: themselves, a dict of their fields, or None. Raises `RequestError`."""
     if value is None or isinstance(value, dict):
         return SamplingParams(**{str(name): each for name, each in (value or {}).items()})
     if not isinstance(value, SamplingParams):

@@ -23,7 +23,7 @@ _PATIENCE_NS = 2_000_000_000
 
 
 class _Stamp(NamedTuple):
-    """What changes when a file does."""
+    """Properties of a file that change when it is written, cut or replaced."""
 
     inode: tuple[int, int]
     size: int
@@ -108,7 +108,7 @@ _Held = TypeVar("_Held", bound=HeldFiles)
 
 
 def open_settled(open_all: Callable[[], _Held]) -> _Held:
-    """What `open_all()` opens, again and again until no file has just changed.
+    """Call `open_all()` again and again, until no file has just changed.
 
     Raises `ChecksumMismatch` when files keep changing for two seconds.
     """

@@ -37,7 +37,7 @@ class InprocSender:
         """Nothing to move: receivers read for themselves."""
 
     def on_offer(self, manifest: WeightManifest) -> Offer:
-        """What is on offer, in the receiver's dtypes, where the source has it.
+        """The offered tensors, in the receiver's dtypes, where the source has them.
 
         `SyncError` after `close`, and where it is not what `manifest` describes.
         """

@@ -1,4 +1,4 @@
-"""What a sender has on offer: a source as the receiver will hold it."""
+"""The offer of a sender: a source as the receiver will hold it."""
 
 from collections.abc import Callable, Sequence
 
@@ -115,7 +115,7 @@ class Offer:
 
 
 class HeldOffer:
-    """What a sender that reads its source once more has on offer: references to tensors, copies of gathered ones."""
+    """The offer of a sender that reads its source once more: references to tensors, copies of gathered ones."""
 
     def __init__(self) -> None:
         self._held: tuple[Offer, WeightManifest] | None = None

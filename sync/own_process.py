@@ -1,4 +1,4 @@
-"""What only the process that made it can use: threads, locks and sockets do not survive a fork."""
+"""Ownership by one process: threads, locks and sockets do not survive a fork."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What trainers wrap around a model: its state under the plain names, and kinds of state that cannot be sent."""
+"""Wrappers of trainers around a model: its state under plain names, and kinds of state that cannot be sent."""
 
 import re
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from sync.deferred import Deferred
 from sync.errors import ManifestMismatch
 
 _ANYWHERE = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP1 and activation checkpointing add, also within a name."""
+"""Prefixes that torch.compile, FSDP1 and activation checkpointing add, also within a name."""
 _IN_FRONT = ("module.", "base_model.model.")
-"""What DistributedDataParallel (and DeepSpeed) and PEFT add to every name."""
+"""Prefixes that DistributedDataParallel (and DeepSpeed) and PEFT add to every name."""
 _OF_ADAPTERS = re.compile(r"\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save|original_module)\.")
 
 
@@ -71,7 +71,7 @@ def check_sendable(name: object, tensor: object) -> None:
 
 
 def _gathered_state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Of a module under FSDP1: every rank gathers all of it at once, so every rank has to call this."""
+    """State of a module under FSDP1: every rank gathers all of it at once, so every rank has to call this."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))

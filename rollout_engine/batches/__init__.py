@@ -1,1 +1,1 @@
-"""What a trainer does with a rollout: print it, join and cut it, write it down, hand it to another trainer's loss."""
+"""Tools for rollouts: print, join and cut them, write them to a file, convert them for another trainer's loss."""

@@ -25,7 +25,7 @@ from rollout_engine.errors import RequestError
 GroupIds = Literal["renumber", "keep"]
 
 _FILL = {"policy_version": -1, "kv_min_version": -1}
-"""What stands where a key has no token; 0 and False elsewhere, the batch's own padding in tokens."""
+"""Padding values by key; other keys are padded with 0 or False, tokens with the batch's own padding."""
 
 
 def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber") -> RolloutBatch:

@@ -69,7 +69,7 @@ def _is_whole(batch: RolloutBatch) -> bool:
 
 
 def _counts(batch: RolloutBatch) -> str:
-    """What the first line says after the name."""
+    """The rest of the first line, after the class name."""
     counts = [f"sequences {num_sequences(batch)}", f"groups {len(batch['group_id'].unique())}"]
     sampled = batch["masks", "all_assistant_mask"]
     counts.append(f"sampled tokens {int(sampled.sum())}")

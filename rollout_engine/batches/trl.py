@@ -12,7 +12,7 @@ from rollout_engine.errors import RequestError
 
 
 def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str, Tensor]:
-    """What TRL's GRPO loss reads, from a rollout of either layout.
+    """Convert a rollout of either layout to the inputs of TRL's GRPO loss.
 
         key                                 shape, dtype
         prompt_ids, prompt_mask             [B, P] int64, padded on the left; a mask is 1 on tokens, 0 on padding
@@ -59,7 +59,7 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
 
 
 def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
-    """What a `rollout_func` of TRL's GRPOTrainer returns, from a rollout of either layout; one entry per sequence.
+    """Convert a rollout to the result of a `rollout_func` of TRL's GRPOTrainer; one entry per sequence.
 
         def rollout_func(prompts, trainer):  # prompts come repeated, num_generations times each
             return to_trl_rollout(policy.rollout(prompts, SamplingParams(max_tokens=256), use_tqdm=False))

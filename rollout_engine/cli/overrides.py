@@ -73,7 +73,7 @@ def _as_kind(value: Any, kind: Any) -> list[Any]:
 
 
 def _from_json(text: str) -> Any:
-    """What `text` says as JSON; `text` itself where it is none."""
+    """Parse `text` as JSON; `text` itself where it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

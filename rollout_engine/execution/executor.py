@@ -52,7 +52,7 @@ class InlineExecutor:
         return self.updater.dirty
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """What waits for the result. Without a thread the step runs when that is called.
+        """Submit a step; returns what waits for its result. Without a thread the step runs when that is called.
 
         While the weights must not be used, a step that computes something fails; one that only forgets does not.
         """

@@ -130,7 +130,7 @@ class AsyncLLM:
         self.remote.abort(request_ids)
 
     async def get_sequence_ids(self, request_id: str) -> list[int]:
-        """What the core, its log and `get_block_tables` call the samples of a request; see `LLMEngine`."""
+        """Sequence ids of a request's samples, as the core's log and `get_block_tables` show them; see `LLMEngine`."""
         return self.remote.streams.sequences_of([request_id])
 
     async def pause_generation(
@@ -275,7 +275,7 @@ class AsyncLLM:
         return self.remote.get_tokenizer()
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
         return self.remote.inputs.default_params()
 
     @property

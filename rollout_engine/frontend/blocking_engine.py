@@ -58,7 +58,7 @@ class BlockingEngine(WeightVerbs):
         return self._remote.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
+        """Sampling settings that the checkpoint's generation_config.json recommends."""
         return self._remote.inputs.default_params()
 
     def score(

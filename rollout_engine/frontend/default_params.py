@@ -20,7 +20,7 @@ _FIELDS = {
 
 
 def read_default_params(model: str) -> SamplingParams:
-    """What the generation_config.json of `model` (directory or hub id) recommends; the defaults where it is silent.
+    """Sampling settings that the generation_config.json of `model` recommends; the defaults where it is silent.
 
     `do_sample: false` there is temperature 0. Raises `ConfigError` for a file that cannot be read and `RequestError`
     for a value out of bounds.

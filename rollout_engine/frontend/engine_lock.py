@@ -23,7 +23,7 @@ class EngineLock:
         self._on_torn = on_torn
         self._process = OwnProcess()
         self._holds: list[held] = []
-        """What holds signals back, of each time that the lock is taken now."""
+        """One hold on signals for each time that the lock is taken now."""
 
     @property
     def is_usable(self) -> bool:

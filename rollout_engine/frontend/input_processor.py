@@ -22,7 +22,7 @@ logger = logging.getLogger("rollout_engine")
 
 
 class ModelSizes(Protocol):
-    """What a loaded model says of itself that bounds its requests."""
+    """Sizes of a loaded model that bound its requests."""
 
     @property
     def max_model_len(self) -> int: ...

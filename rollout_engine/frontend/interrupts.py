@@ -32,7 +32,7 @@ _get, _set = _raw.getsignal, _raw.signal
 
 
 class _Signals:
-    """What is held now. Only the main thread changes it.
+    """Signals held now. Only the main thread changes it.
 
     A signal may come between any two lines. `_install` and `_restore` are ordered so that it is then either held, or
     handled at once with nothing left behind that is wrong for the next block.

@@ -139,7 +139,7 @@ class LLM(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
         return self.llm_engine.get_default_sampling_params()
 
     def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -234,7 +234,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         return self._outputs.num_tokens(request_ids)
 
     def get_sequence_ids(self, request_id: str) -> list[int]:
-        """What the core, its log and `get_block_tables` call the samples of a request, in order; [] once it has ended.
+        """Sequence ids of a request's samples, as the core's log and `get_block_tables` show them; [] after its end.
 
         The core knows sequences by numbers of its own, which are never used again.
         """
@@ -288,7 +288,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         return self._inputs.codec.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends; nothing applies it by itself."""
+        """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
         return self._inputs.default_params()
 
     def get_model_metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:

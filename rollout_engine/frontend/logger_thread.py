@@ -71,7 +71,7 @@ class LoggerThread:
         self._fenced(self._logger.close)
 
     def _next(self) -> tuple[EngineMetrics, float] | None:
-        """What to call the logger with; None: it is to be closed."""
+        """Arguments of the next call of the logger; None: close it."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()

@@ -79,7 +79,7 @@ class OpenStreams:
         return self._processor.stats
 
     def sequences_of(self, request_ids: Iterable[str]) -> list[int]:
-        """What the core calls the samples of these open requests, in order. Unknown ids have none."""
+        """Sequence ids of these open requests, in order. Unknown request ids have none."""
         with self._lock:
             return self._processor.sequences_of(request_ids)
 
@@ -98,7 +98,7 @@ class OpenStreams:
             return stream
 
     def take(self, stream: Stream) -> RequestOutput | None:
-        """What is new of a request; None: nothing yet. Raises what ended it, once all it had was taken."""
+        """Take the new output of a request; None: nothing yet. Raises what ended it, once all it had was taken."""
         with self._lock:
             output = self._processor.take(stream.request) if stream.first_sequence in self._streams else None
             if output is not None and output.finished:

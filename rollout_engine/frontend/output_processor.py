@@ -76,7 +76,7 @@ class OutputProcessor:
         return opened
 
     def sequences_of(self, request_ids: Iterable[str]) -> list[int]:
-        """What the core calls the samples of these open requests, in order. Unknown ids have none."""
+        """Sequence ids of these open requests, in order. Unknown request ids have none."""
         found = (self._requests[request_id] for request_id in request_ids if request_id in self._requests)
         return [sequence for request in found for sequence in request.sequences]
 

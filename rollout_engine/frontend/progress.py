@@ -20,7 +20,7 @@ class ProgressBar:
     def __init__(self, total: int, *, desc: str, unit: str, shown: bool) -> None:
         self._start = self._shown_at = time.monotonic()
         self._num_tokens = 0
-        """Of what is complete."""
+        """Tokens of complete groups."""
         self._bar: Any = None
         if shown:
             self._bar = self._fenced(lambda: tqdm(total=total, desc=desc, unit=unit))

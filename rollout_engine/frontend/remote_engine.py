@@ -143,7 +143,7 @@ class RemoteEngine:
         self.client.abort(self.streams.sequences_of(as_request_ids(request_ids)))
 
     def take(self, stream: Stream) -> RequestOutput | None:
-        """What is new of a request; None: nothing yet. Raises what ended it, and `LifecycleError` in a forked child."""
+        """Take the new output of a request, if any. Raises what ended it, and `LifecycleError` in a forked child."""
         self.client.require_own_process()
         return self.streams.take(stream)
 

@@ -1,4 +1,4 @@
-"""What users call their requests: labels of a client's unfinished requests, known to nothing below the front end."""
+"""Request ids of users: labels of a client's unfinished requests, known to nothing below the front end."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -155,7 +155,7 @@ class Sample:
         return True
 
     def _decoded(self, decode: Callable[[], _T]) -> _T | None:
-        """What `decode` returns. Where it raises the sample fails: its tokens stay, its text is empty."""
+        """Call `decode`. Where it raises the sample fails: its tokens stay, its text is empty."""
         try:
             return decode()
         except Exception as problem:  # the tokenizer may be the user's own: no other sample has to suffer

@@ -26,9 +26,9 @@ _NOT_PARTIAL = regex.compile(
     | (?<! \\[pPNx] ) \{ [^}]* [a-z]         # fuzzy matching""",
     regex.VERBOSE,
 )
-"""What a pattern holds whose partial matches are not relied on."""
+"""Constructs in a pattern whose partial matches are not relied on."""
 _SECONDS_PER_SEARCH = 0.001
-"""What each search may take on average, beyond `STOP_REGEX_SECONDS` once."""
+"""Seconds each search may take on average, beyond `STOP_REGEX_SECONDS` once."""
 
 
 class StopMatch(NamedTuple):

@@ -116,7 +116,7 @@ class WindowStream:
         self._num_returned = 0
         """Characters of the pending text already returned."""
         self._unfinished_text = ""
-        """What the prompt's own pending bytes decode to: not the completion's text where it begins the pending one."""
+        """Text of the prompt's own pending bytes: not the completion's text where it begins the pending one."""
         self._follows_unspaced = False
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -39,7 +39,7 @@ class LoadedModel(NamedTuple):
     hf_config: PretrainedConfig
     dtype: torch.dtype
     stored_dtype: torch.dtype | None
-    """What the checkpoint names as its own."""
+    """The ids that the checkpoint names itself."""
     geometry: list[LayerGeometry]
     """One per attention layer, in the order of the layers."""
     eos_token_ids: list[int]

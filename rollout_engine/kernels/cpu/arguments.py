@@ -1,4 +1,4 @@
-"""What C++ is handed: it reads memory by address and trusts dtypes, shapes and strides, so they are checked here first.
+"""Checks of tensors before C++ reads them: it trusts addresses, dtypes, shapes and strides.
 
 Everything wrong is a `ValueError` that names the argument, what was expected and what came. A check costs well under a
 microsecond.
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of values, as the kernels read them."""
+"""Dtypes of values, as the kernels read them."""
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -30,7 +30,7 @@ _ITEM_TOKENS = 32  # ATTENTION_ITEM_TOKENS of attention.h
 _BYTES_PER_ITEM = 20
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _MOST_TOKENS = 1 << 31
-"""Of one step: the kernel counts them in 32 bits."""
+"""Most tokens of one step: the kernel counts them in 32 bits."""
 
 
 def serves(dtype: torch.dtype) -> bool:

@@ -66,7 +66,7 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def reason(problem: OSError | subprocess.SubprocessError) -> str:
-    """What the compiler said, or else what kept it from running."""
+    """Return the compiler's message, or else the reason why it did not run."""
     return getattr(problem, "stderr", None) or str(problem)
 
 
@@ -111,7 +111,7 @@ def _compile(sources: list[str], flags: tuple[str, ...], target: Path) -> None:
 
 
 def _cpu_flags() -> str:
-    """What the flag `native` depends on: a home directory may be shared between machines."""
+    """Describe the CPU that the flag `native` stands for: a home directory may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -228,7 +228,7 @@ def _whole(figures: Figures) -> Kept:
 
 
 def _ranks_of(logits: Tensor, figures: Figures) -> Tensor:
-    """Of the drawn tokens, which are any where a row cannot be sampled."""
+    """Ranks of the drawn tokens; arbitrary where a row cannot be sampled."""
     return ranks_of(logits, figures.tokens.clamp(0, logits.shape[1] - 1)).float()
 
 
