@@ -24,7 +24,7 @@ NOT_EXACT = {"deepseek_v3", "gpt2", "gpt_oss", "opt", "qwen2_moe"}
 COMPILED = {"llama", "qwen2", "qwen3", "mistral"}
 """Whose decoder layers run as one call."""
 OTHERS = sorted(SIZES.keys() - NOT_EXACT - set(ARCHITECTURES))
-QUICK = {"gemma2", "gemma3_text", "gpt_neox", "granitemoe", "olmo2", "phi3", "stablelm"}
+QUICK = {"gemma3_text", "gpt_neox", "olmo2", "phi3"}
 """Of OTHERS: those in every run; each has an operation of its own."""
 DTYPES = [torch.float32, torch.bfloat16]
 
