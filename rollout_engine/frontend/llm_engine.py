@@ -138,8 +138,9 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                 self._require_open()
                 self._ids.check(request_id)
                 self._spans.check_headers(trace_headers)
-                self._queue(request_id, self._inputs.check(prompt, params), priority, trace_headers)
+                checked = self._inputs.check(prompt, params)
                 queued.append(request_id)
+                self._queue(request_id, checked, priority, trace_headers)
             return request_id
         except BaseException:
             self._take_back(queued)
@@ -165,12 +166,11 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                     checked = self._inputs.check_batch(prompts, params)
                     priorities = each_priority(priority, len(checked))
                 for index, each in enumerate(checked):
-                    request_id = self._ids.make()
+                    queued.append(self._ids.make())
                     try:
-                        self._queue(request_id, each, priorities[index])
+                        self._queue(queued[-1], each, priorities[index])
                     except RequestError as error:  # the core's own door
                         raise at_index("prompts", index, error) from error
-                    queued.append(request_id)
             return queued
         except BaseException:
             self._take_back(queued)
@@ -367,7 +367,7 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                 self._ready = results + self._ready
 
     def _take_back(self, request_ids: list[str]) -> None:
-        """They were queued, but whoever asked for that was interrupted."""
+        """Undo `_queue`, as far as it came."""
         if request_ids:
             self.abort_request(request_ids, discard=True)
 
@@ -375,8 +375,8 @@ class LLMEngine(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         self, request_id: str, checked: CheckedPrompt, priority: int, trace_headers: TraceHeaders | None = None
     ) -> None:
         request = self._inputs.admit(checked, priority=priority)
+        self._outputs.add(request_id, request, checked.text, trace_headers)  # a tokenizer may raise: before the core
         self._core.add_request(request)
-        self._outputs.add(request_id, request, checked.text, trace_headers)
         self._log.begin()
 
     def _discard(self, request_ids: set[str]) -> None:

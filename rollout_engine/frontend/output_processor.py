@@ -67,7 +67,7 @@ class OutputProcessor:
         prompt: str | None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> "OpenRequest":
-        """Open a request that the core has taken. `prompt` is its text, if it had one."""
+        """Open a request, before the core hears of it. `prompt` is its text, if it had one."""
         assert request_id not in self._requests, "whoever adds it has checked the id"
         opened = OpenRequest(request_id, request, prompt, self._codec, trace_headers)
         self._requests[request_id] = opened

@@ -296,3 +296,36 @@ def test_a_tokenizer_that_raises_fails_its_own_sample_and_no_other(make_engine, 
     assert [sample.finish_reason for sample in finished["good"] + finished["bad"][1:]] == ["length"] * (
         2 * options.get("n", 1) - 1
     )
+
+
+def test_a_tokenizer_that_raises_at_admission_leaves_no_request_behind(make_engine, monkeypatch):
+    engine = make_engine()
+    new_stream, calls = engine._outputs._codec.new_stream, []
+
+    def second_fails(**options):
+        calls.append(options)
+        if len(calls) % 2 == 0:
+            raise KeyError("no such special token")
+        return new_stream(**options)
+
+    monkeypatch.setattr(engine._outputs._codec, "new_stream", second_fails)
+    with pytest.raises(KeyError, match="no such special token"):
+        engine.add_requests([[5], [6]], SamplingParams(max_tokens=5))
+    with pytest.raises(KeyError, match="no such special token"):
+        engine.add_request("a", [5], SamplingParams(max_tokens=5, n=2))
+    assert engine.core.unfinished_sequences == [] and not engine.has_unfinished_requests()
+
+
+def test_a_request_that_the_core_refuses_leaves_nothing_behind(make_engine, monkeypatch):
+    engine = make_engine()
+
+    def refuse(request):
+        raise RequestError.for_field("prompt_token_ids", "1 token", "shorter")
+
+    monkeypatch.setattr(engine.core, "add_request", refuse)
+    for _ in range(2):  # the id is free again
+        with pytest.raises(RequestError, match="must be shorter"):
+            engine.add_request("a", [5])
+    with pytest.raises(RequestError, match=r"prompts\[0\]"):
+        engine.add_requests([[5], [6]])
+    assert not engine.has_unfinished_requests()
