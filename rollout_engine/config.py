@@ -77,8 +77,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; None: the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16. Also torch's own
-    (`torch.bfloat16`) and the short names "bf16", "fp16", "half", "fp32", "float"."""
+    """Dtype of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16. Also
+    torch's own (`torch.bfloat16`) and the short names "bf16", "fp16", "half", "fp32", "float"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. "auto": on the CPU. "cuda": on the first CUDA device, by the Triton kernels."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9

@@ -19,14 +19,13 @@ from rollout_engine.exact_report import ExactReport, check
 from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
 from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
 from rollout_engine.model.call_checks import install_checks, refuse_moved, warn_once
-from rollout_engine.model.fusion import repack
 from rollout_engine.model.output_head import has_float32_head, set_float32_head
 from rollout_engine.model.packed_rows import positions_from, starts_of
 from rollout_engine.model.rotary import refuse_long_batches
 from rollout_engine.model.token_batch import token_batch
 from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, describe_heads, rollout_note
 
-__all__ = ["ExactReport", "check", "enable", "refresh", "token_logprobs"]
+__all__ = ["ExactReport", "check", "enable", "token_logprobs"]
 
 
 def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
@@ -64,11 +63,6 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
         refuse_long_batches(model.base_model)
         model._rollout_engine_exact = _Enabled(arithmetic, device.type)
     return model
-
-
-def refresh(model: nn.Module) -> None:
-    """Pack all weights now rather than in the next forward, which does so by itself wherever values have changed."""
-    repack(model)
 
 
 def token_logprobs(

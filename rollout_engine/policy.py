@@ -273,7 +273,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
 
 
 def _dtype_of(engine: LLMEngine | LLM | AsyncLLM) -> str:
-    """Of the weights, such as "float32"."""
+    """Dtype of the engine's weights, such as "float32"."""
     if isinstance(engine, AsyncLLM):
         return engine.remote.ready.dtype
     return next(iter(engine.get_model_metadata().values()))[0]

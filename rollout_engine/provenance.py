@@ -11,7 +11,7 @@ class RolloutNote(NamedTuple):
     """On the tokens of a rollout."""
 
     dtype: str
-    """Of the engine's weights, such as "float32"."""
+    """Dtype of the engine's weights, such as "float32"."""
     temperature: float | None
     """At which its log-probs were computed; None: several, or log-probs of edited logits."""
     is_packed: bool

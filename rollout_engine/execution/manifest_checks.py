@@ -23,7 +23,7 @@ class ManifestChecks:
         self._coverage = Coverage(targets)
 
     def canonical(self) -> list[str]:
-        """See `Coverage.canonical`."""
+        """Names that together are every weight once, in order."""
         return self._coverage.canonical()
 
     def check(self, manifest: WeightManifest, live: Metadata, *, partial: bool) -> None:

@@ -76,7 +76,7 @@ class WeightUpdater:
         self._inplace = self._allow_nonfinite = self._given_up = False
         """Of the open transaction; `_given_up`: in place, the live weights are being overwritten."""
         self._partial, self._carried = False, True
-        """Of the last transaction; `_carried`: weights that a partial update does not send lie beside those it does."""
+        """Whether the last transaction is partial; whether the weights it does not send were copied beside it."""
         self._placing = threading.Lock()
         self._staged: dict[str, Arrival] = {}
         """By name, what lies where it was gathered."""

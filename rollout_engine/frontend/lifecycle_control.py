@@ -179,9 +179,9 @@ class UpdateSteps:
         self.settle, self.boundary = control.settle, control.boundary
 
     def stop(self) -> None:
-        """See `StepSide.stop`."""
+        """Let no step begin before the update has ended. Called inside `boundary`."""
         self._core.lifecycle.stop_for_update()
 
     def advance(self, version: int) -> int:
-        """See `StepSide.advance`."""
+        """Make `version` the live one; returns the number of requests in flight. Called inside `boundary`."""
         return self._core.commit_version(version, self._kv)

@@ -80,7 +80,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", forbid_unkno
     """How often the core gives a sign of life."""
     policy_version: int
     dtype: str
-    """Of the weights, such as "float32"."""
+    """Dtype of the weights, such as "float32"."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):

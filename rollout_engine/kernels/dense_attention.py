@@ -57,7 +57,7 @@ class DenseAttention(torch.autograd.Function):
 
 
 def _backward_of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, plan: "TilePlan", scoring: Scoring
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, plan: TilePlan, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [N, H, L, Dk], k and v [N, Hk, L, D]; out, lse and grad are [N, H, L, D], D = 1 for lse."""
     num_sequences, num_heads, length, _ = q.shape
