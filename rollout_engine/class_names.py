@@ -1,7 +1,7 @@
-"""Classes of the user by name, "package.module:Class": how a class is named, found, and found by another process.
+"""Names of the user's classes, "package.module:Class", by which the engine imports them, also in another process.
 
-A core in a process of its own cannot see the program that started it: a class in `__main__` has the name of the
-program's file there, which is imported (never run as the program).
+A core in a process of its own cannot see the program that started it. A class in `__main__` is named by the program's
+file there, which is imported (never run as the program).
 """
 
 import importlib
@@ -19,7 +19,7 @@ _PROGRAM = ("__main__", "__mp_main__")
 
 
 def name_of(kind: type, field: str) -> str:
-    """ "module:Class". Raises `ConfigError`, naming the option `field`, where no module has the class by that name."""
+    """Return "module:Class". Raises `ConfigError` naming the option `field` if the class is not found by that name."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     try:
         found = find_class(name)
@@ -34,8 +34,7 @@ def name_of(kind: type, field: str) -> str:
 
 
 def find_class(name: str) -> Any:
-    """Import the class "package.module:Class" names. Raises `ValueError` for another form, and what the import
-    raises."""
+    """Import a class by its name. Raises `ValueError` for another form than "module:Class", and any import error."""
     module, _, path = name.partition(":")
     if not (module and all(part.isidentifier() for part in path.split("."))):
         raise ValueError("must be of the form 'package.module:Class'")
@@ -43,7 +42,7 @@ def find_class(name: str) -> Any:
 
 
 def name_elsewhere(name: str, field: str) -> str:
-    """The name by which another process with the same `sys.path` finds the class. Raises `ConfigError` if none does."""
+    """The name by which another process with the same `sys.path` finds the class. Raises `ConfigError` if it cannot."""
     module, _, path = name.partition(":")
     if module not in _PROGRAM:
         return name

@@ -1,4 +1,4 @@
-"""Engine options: frozen, documented under each field, checked once, closed to strangers."""
+"""Options of an engine: frozen, and checked when they are made."""
 
 import os
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.class_names import name_of
-from rollout_engine.errors import ConfigError
+from rollout_engine.errors import ConfigError, refused
 from rollout_engine.peer_options import ENGINE_PEERS
 
 KV_TILE = 64
-"""Tokens of context that attention reads at a time; `block_size` divides it (DESIGN.md section 7)."""
+"""Tokens of context that attention reads at a time; `block_size` divides it."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
@@ -29,7 +29,7 @@ def _read_path(value: Any) -> Any:
 
 
 def _read_dtype(value: Any) -> Any:
-    """The name of a dtype, torch's and numpy's own included, short names written out."""
+    """Read a dtype as its full name, from a name, a short name, or a dtype of torch or numpy."""
     if value is None or isinstance(value, bool | int | float):
         return value
     name = value if isinstance(value, str) else getattr(value, "name", getattr(value, "__name__", str(value)))
@@ -38,13 +38,13 @@ def _read_dtype(value: Any) -> Any:
 
 
 def _read_device(value: Any) -> Any:
-    """The name of a device; `torch.device` included. The first of a kind needs no number."""
+    """Read a device as its name, also from `torch.device`. The first of a kind needs no number."""
     name = value if isinstance(value, str) else str(value) if type(value).__name__ == "device" else value
     return name.removesuffix(":0") if isinstance(name, str) else name
 
 
 def _read_classes(field: str) -> Callable[[Any], Any]:
-    """For `field`: names of classes, from one or several names or classes."""
+    """Make the reader of `field`, which turns classes or their names, one or several, into names."""
 
     def read(value: Any) -> Any:
         listed = [value] if isinstance(value, str | type) else value
@@ -55,7 +55,7 @@ def _read_classes(field: str) -> Callable[[Any], Any]:
     return read
 
 
-class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[metaclass]
     """Options of one engine. Unknown names, wrong types and broken bounds raise `ConfigError`.
 
     >>> EngineConfig(model="path/or/hub-id", max_num_seqs=64)
@@ -82,8 +82,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. "auto": on the CPU. "cuda": on the first CUDA device, by the Triton kernels."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
-    """Share of a device's memory that weights, the largest step and the KV pool take together. CUDA graphs, and the
-    shadow of a weight update, find room in the rest."""
+    """Share of a device's memory for weights, the largest step and the KV pool. The rest is for CUDA graphs and the
+    shadow of a weight update."""
     cuda_graphs: bool = True
     """On a device, replay steps in which every sequence decodes as captured graphs."""
     compile: bool = False
@@ -123,7 +123,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, outputs have no text."""
     admission: Literal["queue", "reject"] = "queue"
-    """Of requests that come while the engine is paused or asleep: let them wait, or raise `RetryableError`."""
+    """Let requests that come while the engine is paused or asleep wait, or raise `RetryableError`."""
     on_long: Literal["refuse", "clamp"] = "refuse"
     """How to treat a request whose `max_tokens` does not fit behind its prompt within `max_model_len`. "refuse":
     `RequestError`, and in a batch the whole call is refused, naming the prompt. "clamp": `max_tokens` is shortened to
@@ -144,18 +144,17 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds between two calls of the stat loggers."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests, pauses and weight updates go: the URL of an OTLP/HTTP collector, for example
-    "http://localhost:4318/v1/traces". Needs the extra `otel`. See `frontend.spans`."""
+    "http://localhost:4318/v1/traces". Needs the extra `otel`. See `telemetry.spans`."""
 
     @property
     def schedules_ahead(self) -> bool:
-        """What `async_scheduling` comes to."""
+        """Whether steps are scheduled ahead: `async_scheduling` with "auto" resolved."""
         return self.async_scheduling is True or (self.async_scheduling == "auto" and self.device == "cuda")
 
     def check(self) -> None:
         if KV_TILE % self.block_size:
-            raise ConfigError(
-                f"block_size={self.block_size} is not allowed: it must divide {KV_TILE} (1, 2, 4, 8, 16, 32 or 64)."
-            )
+            bound = f"a divisor of {KV_TILE} (1, 2, 4, 8, 16, 32 or 64)"
+            raise ConfigError(refused("block_size", self.block_size, bound))
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_bytes and num_kv_blocks both set: give one of them.")
         if self.fp32_head and (self.device == "cuda" or self.deterministic is False):
@@ -170,14 +169,12 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "Give one of them."
             )
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r} is not allowed: give the URL of an OTLP/HTTP "
-                "collector, http://... or https://..."
-            )
+            bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
+            raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
         if not self.model:
-            raise ConfigError("model='' is not allowed: give a checkpoint directory or a hub id.")
+            raise ConfigError(refused("model", self.model, "a checkpoint directory or a hub id"))
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        """Same as calling the class: validates names, types and bounds."""
+        """Make a config, checked as by calling the class."""
         return cls(**kwargs)

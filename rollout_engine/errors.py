@@ -1,4 +1,4 @@
-"""Every error a user can meet. A message says what was expected, what came, where, and what to do.
+"""All errors of the library. A message says what was expected, what came, where, and what to do.
 
 RolloutEngineError
 ├── ConfigError (ValueError)       an engine option
@@ -84,7 +84,7 @@ class DirtyWeightsError(WeightUpdateError):
 
     @classmethod
     def for_verb(cls, verb: str, *, forgotten: bool) -> "DirtyWeightsError":
-        """The one way to say why `verb` cannot use them. `forgotten`: they were complete until a sleep forgot them."""
+        """The error of a `verb` that needs complete weights. `forgotten`: a sleep at level 2 made them incomplete."""
         cause = "sleep(level=2) forgot them" if forgotten else "an update ended half-way, or a function wrote to them"
         advice = "Send a complete update first, by update_weights(...)"
         return cls(f"{verb}: the live weights are incomplete: {cause}. {advice}.")
@@ -103,9 +103,9 @@ class EngineDeadError(RolloutEngineError):
 
 
 class RPCError(RolloutEngineError):
-    """A call was refused, or met something unforeseen where it ran; the engine lives on.
+    """A call by name was refused, or failed where it ran; the engine lives on.
 
-    `method` was called; it failed on worker `rank`, with `traceback` there. Refused, or outside any worker: rank None.
+    `method` failed on worker `rank`, with `traceback` there. `rank` is None if it was refused or failed elsewhere.
     """
 
     def __init__(self, message: str, *, method: str = "", rank: int | None = None, traceback: str = "") -> None:
@@ -114,7 +114,7 @@ class RPCError(RolloutEngineError):
 
 
 class RPCTimeoutError(RPCError, TimeoutError):
-    """A call had not ended at its deadline. One that had not begun never will; one that had goes on to its end."""
+    """A call had not ended at its deadline. If it had begun it goes on to its end, otherwise it never runs."""
 
 
 class RewardError(RolloutEngineError):
@@ -141,7 +141,7 @@ def as_weight_errors() -> Iterator[None]:
 
 
 def refused(field: str, value: object, bound: str, hint: str = "") -> str:
-    """The one way to word a refused field: ``top_p=0 is not allowed: must be in (0, 1].``"""
+    """Word the refusal of a field: ``top_p=0 is not allowed: must be in (0, 1].``"""
     shown = repr(value)
     if len(shown) > 80:
         shown = shown[:77] + "..."
@@ -149,13 +149,13 @@ def refused(field: str, value: object, bound: str, hint: str = "") -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Message for a name that does not exist: the one that was probably meant, else all that exist."""
+    """Word the refusal of an unknown name, with the known name that was probably meant, or else all."""
     names = sorted(known)
     hint = did_you_mean(name, names) or f"Known: {', '.join(names)}."
     return f"Unknown {kind} '{name}'. {hint}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``Did you mean 'temperature'?`` where one of `known` is close to `name`, else ""."""
+    """Return ``Did you mean 'temperature'?`` if one of `known` is close to `name`, else ""."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=_CLOSE)
     return f"Did you mean '{close[0]}'?" if close else ""

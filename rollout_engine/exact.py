@@ -5,39 +5,42 @@
 
 `logprobs[:, i]` belongs to token `i + 1` and equals the engine's `batch["log_probs", "full"][:, i + 1]` bit for bit,
 wherever a token's whole context was computed under the trainer's current weights. On-policy ratios are exactly 1.0.
-Packed rows (several sequences end to end) are told apart by `cu_seqlens` or by positions that start again at 0. A model
-on the CPU computes as engines on the CPU do, one on a CUDA device as engines with `device="cuda", deterministic=True`.
+Packed rows (several sequences end to end) are described by `cu_seqlens`, or by positions that restart at 0. A model on
+the CPU matches engines on the CPU; one on a CUDA device matches engines with `device="cuda", deterministic=True`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.exact_report import ExactReport, check
-from rollout_engine.kernels.token_logprobs import token_logprobs as _logprobs_of_rows
-from rollout_engine.model.arithmetic import ON_HOST, Arithmetic, arithmetic_of
-from rollout_engine.model.call_checks import install_checks, refuse_moved, warn_once
-from rollout_engine.model.output_head import has_float32_head, set_float32_head
-from rollout_engine.model.packed_rows import positions_from, starts_of
-from rollout_engine.model.rotary import refuse_long_batches
-from rollout_engine.model.token_batch import token_batch
-from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, describe_heads, rollout_note
+from rollout_engine.kernels.token_logprobs import RowStatsKernel
+from rollout_engine.model.backend import Arithmetic
+from rollout_engine.model.backends import arithmetic_of
+from rollout_engine.model.cpu.backend import CpuBackend
+from rollout_engine.model.modules.next_token_logprobs import logprobs_where, right_padded_logprobs
+from rollout_engine.model.modules.packed_rows import positions_from, starts_of
+from rollout_engine.model.modules.rotary import refuse_long_batches
+from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
+from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_once
+from rollout_engine.model.training.token_batch import token_batch
+from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, mismatches, rollout_note
 
 __all__ = ["ExactReport", "check", "enable", "token_logprobs"]
 
 
 def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
-    """Make a Hugging Face causal LM compute what the engine computes; in place, and returned.
+    """Make a Hugging Face causal LM compute bit for bit what the engine computes; in place, and return it.
 
-    Linears, norms, attention and SiLU are replaced by the engine's; parameters, their names, optimizers and
-    `save_pretrained` are unaffected, and every write to a parameter counts from the next forward on, however it was
-    made. Batches must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing
-    modules; calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is
-    wrapped (DDP, FSDP, adapters). Dropout, autocast and `torch.compile` are refused at the first forward that uses
-    them. `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32; None leaves the head
-    as it is. Raises `ConfigError` for a model that cannot be exact.
+    Linears, norms, attention and SiLU are replaced by the engine's. Parameters, their names, optimizers and
+    `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
+    must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing modules;
+    calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is wrapped
+    (DDP, FSDP, adapters). Dropout, autocast and `torch.compile` are refused at the first forward that uses them.
+    `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32; None leaves the head as it
+    is. Raises `ConfigError` for a model that cannot be exact.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
@@ -45,11 +48,12 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
             "wrapped."
         )
     _refuse_dtypes(model)
-    device, enabled = _device_of(model), _enabled(model)
+    device, enabled = next(model.parameters()).device, _enabled(model)
     if enabled is not None:
         refuse_moved(device, enabled.device_type)
     arithmetic = arithmetic_of(device)
-    model.set_attn_implementation(arithmetic.attention_name)
+    causal_lm: Any = model  # nn.Module declares none of the attributes below
+    causal_lm.set_attn_implementation(arithmetic.attention_name)
     arithmetic.make_row_invariant(model)
     if fp32_head is not None:
         set_float32_head(model, fp32_head)
@@ -59,9 +63,9 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
             f"batch, such as {unproven[0]}."
         )
     if enabled is None:
-        install_checks(model.base_model, device)
-        refuse_long_batches(model.base_model)
-        model._rollout_engine_exact = _Enabled(arithmetic, device.type)
+        install_checks(causal_lm.base_model, device)
+        refuse_long_batches(causal_lm.base_model)
+        causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type)
     return model
 
 
@@ -74,26 +78,26 @@ def token_logprobs(
     position_ids: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-prob of each next token: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
+    """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
 
     Entry `[:, i]` is log softmax(logits_i / temperature)[token i + 1]; 0 where token i or i + 1 is padding, and where
-    token i + 1 begins a sequence. temperature 0 counts as 1, as in the engine.
+    token i + 1 begins a sequence. Temperature 0 counts as 1, as in the engine.
 
     Args:
         attention_mask: [B, T], padding on either side or between tokens. None: no padding.
         cu_seqlens: int [N + 1] for packed rows: sequence j is `input_ids[0, cu_seqlens[j]:cu_seqlens[j + 1]]`, B = 1.
-        position_ids: int [B, T] for packed rows: positions count up, and start again at 0 where a sequence begins.
+        position_ids: int [B, T] for packed rows: positions count up, and restart at 0 where a sequence begins.
             Padding may only follow the sequences of a row. Give either this or `cu_seqlens`.
 
-    Raises `ValueError` for ids beyond the model's vocabulary, and for shapes, masks and positions that do not fit one
-    another. Logs a warning, once a model, where the model is not exact, and for tokens of a rollout in another dtype
-    than the model's or at another temperature.
+    Raises `ValueError` for ids beyond the model's vocabulary, and for shapes, masks and positions that do not fit
+    together. Warns, once per model, where the model is not exact, and where the rollout that `input_ids` come from had
+    another dtype or temperature.
     """
     rollout = rollout_note(input_ids)
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
     temperature = temperature or 1.0
-    dtype = _dtype_of(model)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     fp32_head = dtype != "float32" and has_float32_head(model)
     note = LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head)
     _compare_notes(model, note, rollout, positions)
@@ -108,18 +112,11 @@ def token_logprobs(
 def _padded_logprobs(model: nn.Module, input_ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
     order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
     moved, real = input_ids.gather(1, order), mask.gather(1, order)
-    result = right_padded_logprobs(model, moved, real, temperature)
+    result = right_padded_logprobs(model, moved, real, temperature, _kernel(model))
     if torch.equal(real, mask):
         return result
     spread = result.new_zeros(input_ids.shape).scatter(1, order[:, 1:], result)  # entry of token order[i + 1]
     return spread[:, 1:]
-
-
-def right_padded_logprobs(model: nn.Module, input_ids: Tensor, real: Tensor, temperature: float) -> Tensor:
-    """`token_logprobs` of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
-    length = max(int(real.sum(1).max()), 2)
-    logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
-    return _logprobs_at(model, logits, input_ids, real[:, 1:length], temperature)
 
 
 def _packed_logprobs(
@@ -128,19 +125,12 @@ def _packed_logprobs(
     mask = None if real.all() else real
     outputs = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
     wanted = (real & ~starts_of(position_ids))[:, 1:]
-    return _logprobs_at(model, outputs.logits[:, :-1], input_ids, wanted, temperature)
+    return logprobs_where(wanted, outputs.logits[:, :-1], input_ids, temperature, _kernel(model))
 
 
-def _logprobs_at(model: nn.Module, logits: Tensor, input_ids: Tensor, wanted: Tensor, temperature: float) -> Tensor:
-    """float32 [B, T - 1] from logits [B, L, V]: of the next tokens where `wanted` bool [B, L], 0 elsewhere."""
-    length = wanted.shape[1] + 1
-    chosen = input_ids[:, 1:length][wanted]
-    enabled = _enabled(model)  # engines on the CPU score by modules that nobody has enabled
-    arithmetic = ON_HOST if enabled is None else enabled.arithmetic
-    values = _logprobs_of_rows(logits[wanted], chosen, temperature, arithmetic.figures_of)
-    result = values.new_zeros(input_ids.shape[0], input_ids.shape[1] - 1)
-    row, column = wanted.nonzero(as_tuple=True)
-    return result.index_put((row, column), values)
+def _kernel(model: nn.Module) -> RowStatsKernel:
+    enabled = _enabled(model)  # scores of a model that is not enabled are close, and warned of
+    return CpuBackend.arithmetic.row_stats if enabled is None else enabled.arithmetic.row_stats
 
 
 def _checked_positions(
@@ -149,8 +139,9 @@ def _checked_positions(
     """position_ids int64 [B, T] of packed rows; None where every row is one sequence."""
     if cu_seqlens is None:
         if position_ids is not None and position_ids.shape != input_ids.shape:
-            shapes = f"{tuple(input_ids.shape)} like input_ids, got {tuple(position_ids.shape)}"
-            raise ValueError(f"position_ids must be {shapes}")
+            raise ValueError(
+                f"position_ids must be {tuple(input_ids.shape)} like input_ids, got {tuple(position_ids.shape)}"
+            )
         return position_ids
     if position_ids is not None:
         raise ValueError("Both cu_seqlens and position_ids were given; each says where sequences begin: give one.")
@@ -164,7 +155,7 @@ def _checked_positions(
 
 
 def _refuse_dtypes(model: nn.Module) -> None:
-    """`model.to(torch.bfloat16)` rounds the rotary frequencies too, which the engine keeps in float32."""
+    """Refuse float16 parameters, and rotary frequencies that a cast of the model has rounded."""
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float16:
             raise ConfigError(
@@ -180,7 +171,7 @@ def _refuse_dtypes(model: nn.Module) -> None:
 
 
 def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | None, positions: Tensor | None) -> None:
-    """Say what will make log-probs differ from the rollout's; refuse to read its packed rows as one sequence."""
+    """Warn of settings that make log-probs differ from the rollout's; refuse packed rows without positions."""
     if not ours.is_enabled:
         warn_once(
             model,
@@ -191,43 +182,21 @@ def _compare_notes(model: nn.Module, ours: LogprobsNote, rollout: RolloutNote | 
         return
     if rollout.is_packed and positions is None:
         raise ValueError(
-            "These tokens are packed (layout='packed'): read as one sequence, each would see those before it. Pass "
+            "These tokens are packed (layout='packed'): as one sequence, each would attend to those before it. Pass "
             "cu_seqlens=batch['cu_seqlens']."
         )
-    if ours.dtype != rollout.dtype:
-        warn_once(
-            model,
-            f"exact.token_logprobs: the model computes in {ours.dtype}, the engine sampled in {rollout.dtype}: ratios "
-            f"will not be exactly 1.0. Load the model with dtype=torch.{rollout.dtype}, or the engine with "
-            f"dtype='{ours.dtype}'.",
-        )
-    elif ours.fp32_head != rollout.fp32_head:
-        heads = describe_heads(ours.fp32_head)
-        warn_once(model, f"exact.token_logprobs: {heads}. Until then ratios will not be exactly 1.0.")
-    if rollout.temperature is not None and rollout.temperature != ours.temperature:
-        warn_once(
-            model,
-            f"exact.token_logprobs: temperature={ours.temperature:g}, but the rollout's log-probs are of temperature "
-            f"{rollout.temperature:g}: ratios will not be exactly 1.0. Pass temperature={rollout.temperature:g}.",
-        )
-
-
-def _dtype_of(model: nn.Module) -> str:
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
+    for text in mismatches(ours, rollout):
+        warn_once(model, f"exact.token_logprobs: {text}. Until then ratios will not be exactly 1.0.")
 
 
 class _Enabled(NamedTuple):
-    """The record that `enable` leaves on a model."""
+    """Record that `enable` stores on a model."""
 
     arithmetic: Arithmetic
     device_type: str
 
 
 def _enabled(model: nn.Module) -> _Enabled | None:
-    """The note on a model, or on what a wrapper of it wraps."""
+    """The record on a model, or on the model inside a wrapper."""
     notes = (child.__dict__.get("_rollout_engine_exact") for child in model.modules())
     return next((note for note in notes if note is not None), None)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

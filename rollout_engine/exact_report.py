@@ -1,28 +1,28 @@
-"""Compares a trainer's log-probs with a rollout's, and names the likely cause where they differ."""
+"""Comparison of a trainer's log-probs with a rollout's, naming the likely cause where they differ."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollout_engine.provenance import describe_heads, logprobs_note, rollout_note
+from rollout_engine.provenance import LogprobsNote, logprobs_note, mismatches, rollout_note
 
 
 class ExactReport(NamedTuple):
-    """How a trainer's log-probs of sampled tokens compare with the engine's. `print` it, or read the fields."""
+    """Result of comparing a trainer's log-probs of sampled tokens with the engine's; `print` gives a summary."""
 
     num_tokens: int
     """Sampled tokens compared: those whose whole context was computed under the version that sampled them."""
     num_different: int
     """Compared tokens whose log-probs are not equal bit for bit."""
     largest_difference: float
-    """Between two log-probs, in nats; inf where one of them is not a number."""
+    """Largest absolute difference of two log-probs, in nats; inf where one of them is NaN."""
     first_different: tuple[int, int] | None
     """(row, column) of the first such token in `batch["tokens", "full"]`."""
     num_mixed: int
-    """Sampled tokens left out: they continued KV of an older version (`kv="keep"`), so no trainer can equal them."""
+    """Sampled tokens left out: they continued KV of an older version (`kv="keep"`), which no trainer can reproduce."""
     cause: str
-    """The likely reason, and what to do; "" where all are equal."""
+    """The likely cause, and what to do; "" where all are equal."""
 
     @property
     def is_exact(self) -> bool:
@@ -40,12 +40,12 @@ class ExactReport(NamedTuple):
 
 
 def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport:
-    """Compare `logprobs` float [B, T - 1], as `exact.token_logprobs` returns them, with the rollout's own.
+    """Compare `logprobs` float [B, T - 1] from `exact.token_logprobs` with the rollout's own.
 
     Args:
         batch: what `RolloutPolicy.rollout` returned, padded or packed.
         logprobs: entry `[:, i]` belongs to token `i + 1` of `batch["tokens", "full"]`.
-        temperature: at which `logprobs` were computed, where they do not say so themselves.
+        temperature: that of `logprobs`; read only where they carry no note of it.
 
     Raises `ValueError` for log-probs of another shape.
     """
@@ -74,7 +74,7 @@ def check(batch: Any, logprobs: Tensor, temperature: float = 1.0) -> ExactReport
 
 
 class _Differences(NamedTuple):
-    """Tensors [B, T - 1] but for `gaps` [differing tokens]."""
+    """Compared log-probs and masks [B, T - 1], and the `gaps` [number of differing tokens]."""
 
     batch: Any
     ours: Tensor
@@ -85,44 +85,26 @@ class _Differences(NamedTuple):
 
 
 def _cause(found: _Differences, logprobs: Tensor, temperature: float) -> str:
-    candidates = (
-        _noted(found, logprobs, temperature),
-        _not_numbers(found),
-        _shifted(found),
-        _packed_as_one(found),
-        _other_version(found),
-    )
-    return next((text for text in candidates if text), _by_size(found))
+    if text := _from_notes(found, logprobs, temperature):
+        return text
+    if num := int(found.ours[found.compared].isnan().sum()):
+        return f"{num} of the trainer's log-probs are NaN: check its weights and gradients."
+    return _shifted(found) or _packed_as_one(found) or _other_version(found) or _by_size(found)
 
 
-def _noted(found: _Differences, logprobs: Tensor, temperature: float) -> str:
-    """A cause that the notes on the tensors themselves show."""
+def _from_notes(found: _Differences, logprobs: Tensor, temperature: float) -> str:
+    """A cause that the notes on the tensors show."""
     trainer, rollout = logprobs_note(logprobs), rollout_note(found.batch["tokens", "full"])
     if trainer is not None and not trainer.is_enabled:
         return "The model was not made exact: call exact.enable(model) once, before training."
-    if trainer is not None and rollout is not None and trainer.dtype != rollout.dtype:
-        return (
-            f"The trainer computes in {trainer.dtype}, the engine sampled in {rollout.dtype}: load the model with "
-            f"dtype=torch.{rollout.dtype}, or the engine with dtype='{trainer.dtype}'."
-        )
-    if trainer is not None and rollout is not None and trainer.fp32_head != rollout.fp32_head:
-        return f"{describe_heads(trainer.fp32_head)}."
-    given = (temperature or 1.0) if trainer is None else trainer.temperature
-    if rollout is not None and rollout.temperature is not None and rollout.temperature != given:
-        return (
-            f"Log-probs are of temperature {given:g}, the rollout's of {rollout.temperature:g}: pass "
-            f"temperature={rollout.temperature:g} to exact.token_logprobs."
-        )
-    return ""
-
-
-def _not_numbers(found: _Differences) -> str:
-    num = int(found.ours[found.compared].isnan().sum())
-    return f"{num} of the trainer's log-probs are NaN: look at its weights and gradients." if num else ""
+    if rollout is None:
+        return ""
+    trainer = trainer or LogprobsNote(rollout.dtype, temperature or 1.0, True, rollout.fp32_head)
+    return next((f"{text}." for text in mismatches(trainer, rollout)), "")
 
 
 def _shifted(found: _Differences) -> str:
-    """Equal one column away: most often a slice too many, or one forgotten."""
+    """Log-probs that are equal one column away: a missing or superfluous slice."""
     early, late = slice(None, -1), slice(1, None)
     both = found.compared[:, late] & found.compared[:, early]
     for mine, right in ((early, late), (late, early)):
@@ -132,7 +114,7 @@ def _shifted(found: _Differences) -> str:
 
 
 def _packed_as_one(found: _Differences) -> str:
-    """Only the first of several packed sequences is equal: the others saw it."""
+    """Packed sequences of which only the first is equal: the trainer let the others attend to it."""
     if "cu_seqlens" not in found.batch.keys():
         return ""
     second = int(found.batch["cu_seqlens"][1])
@@ -147,15 +129,15 @@ def _packed_as_one(found: _Differences) -> str:
 
 
 def _other_version(found: _Differences) -> str:
-    """Tokens of some versions are equal, of others not."""
+    """Versions whose tokens are equal, beside others whose tokens are not."""
     versions = found.batch["policy_version"][:, 1:]
     differing, compared = (set(versions[mask].tolist()) for mask in (found.different, found.compared))
     equal = compared - differing
     if not equal or not differing:
         return ""
     return (
-        f"Tokens sampled by {_named(equal)} are equal, those by {_named(differing)} are not: the trainer has the "
-        f"weights of {_named(equal)}. Compare each token with log-probs under its own version."
+        f"Tokens sampled by {_versions(equal)} are equal, those by {_versions(differing)} are not: the trainer has the "
+        f"weights of {_versions(equal)}. Compare each token with log-probs under its own version."
     )
 
 
@@ -163,7 +145,7 @@ def _by_size(found: _Differences) -> str:
     versions = set(found.batch["policy_version"][:, 1:][found.compared].tolist())
     largest, same_size = float(found.gaps.max()), float(found.gaps.median())
     pushed = (
-        f"weights that are not those of {_named(versions)} (the trainer stepped, or was loaded anew, and "
+        f"weights that are not those of {_versions(versions)} (the trainer stepped, or was loaded anew, and "
         "update_weights was not called before the rollout; or update_weights was given other weights)"
     )
     rounding = "a model that was not given to exact.enable, another dtype than the engine's, or deterministic=False"
@@ -172,6 +154,6 @@ def _by_size(found: _Differences) -> str:
     return f"Differences of this size come from {pushed}, from another temperature, or from other tokens or masks."
 
 
-def _named(versions: set[int]) -> str:
+def _versions(versions: set[int]) -> str:
     numbers = ", ".join(map(str, sorted(versions)))
     return f"version {numbers}" if len(versions) == 1 else f"versions {numbers}"

@@ -1,4 +1,4 @@
-"""Where a model or tokenizer is: a directory of this machine, or an id of the Hugging Face hub."""
+"""Locations of models and tokenizers: a directory of this machine, or an id of the Hugging Face hub."""
 
 import difflib
 import os
@@ -11,9 +11,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def located(field: str, name: str) -> str:
-    """`name` as it can be loaded: the directory it names, `~` expanded, or else a hub id as it is.
+    """Return `name` as it can be loaded: a directory, with `~` expanded, or a hub id as it is.
 
-    Raises `ConfigError`, naming `field`, where there is no such directory and `name` cannot be a hub id.
+    Raises `ConfigError` naming `field` if there is no such directory and `name` cannot be a hub id.
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
@@ -27,7 +27,7 @@ def located(field: str, name: str) -> str:
 
 
 def describe_missing(path: Path) -> str:
-    """How far a path that does not exist leads, and the closest name there is beyond: for messages."""
+    """Describe for a message which part of `path` does not exist, and the closest name that does."""
     path = path.absolute()
     there = next(parent for parent in path.parents if parent.is_dir())
     wanted = path.relative_to(there).parts[0]

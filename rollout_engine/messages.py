@@ -1,4 +1,4 @@
-"""Everything that crosses from front end to core to worker and back: typed, in one place, new fields last, defaulted.
+"""Messages between front end, core and model runner, typed. New fields go last and have a default.
 
                 add_request                    execute
     front end ───────────────> EngineCore ───────────────> ModelRunner
@@ -6,8 +6,8 @@
               <─────────────── (scheduler) <───────────────
               EngineCoreOutputs            ModelRunnerOutput
 
-Ids: core and worker know sequences, each by a number that the front end has counted. A request is its sequences: sample
-i of n is sequence `first_sequence + i`. What a user calls a request stays in the front end.
+Core and runner know sequences by ids that the front end counts up: sample i of a request is sequence
+`first_sequence_id + i`. Request ids stay in the front end.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from rollout_engine._structs import plain
-from rollout_engine.errors import WeightUpdateError
+from rollout_engine.errors import WeightUpdateError, refused
 from rollout_engine.outputs import FinishReason
 from rollout_engine.sampling_params import SamplingParams
 
@@ -32,8 +32,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`params.max_tokens` resolved against `max_model_len`."""
     seed: int
     """Sequence seed of sample 0; sample i uses `child_seed(seed, i)`."""
-    first_sequence: int
-    """Sample i is sequence `first_sequence + i`. The front end uses no number twice."""
+    first_sequence_id: int
+    """Sample i is sequence `first_sequence_id + i`. The front end uses no id twice."""
     eos_token_ids: list[int] = []
     """The checkpoint's end ids, empty with `ignore_eos`."""
     priority: int = 0
@@ -45,9 +45,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceEnd(msgspec.Struct):
-    """The last word on one sequence. Its last token, if the step brought one, is in the columns."""
+    """The end of one sequence. Its last token, if the step brought one, is in the columns."""
 
-    sequence: int
+    sequence_id: int
     finish_reason: FinishReason
     stop_reason: int | None = None
     """The stop id; None for the checkpoint's end token."""
@@ -64,13 +64,13 @@ class PromptLogprobs(msgspec.Struct):
 
 
 _PIECE_VALUES = 1 << 22
-"""Values in 16 MiB: a message's frames stay well below the longest that a wire takes."""
+"""Values in 16 MiB, well below the longest frame that a wire takes."""
 
 
 class IdLogprobs(msgspec.Struct):
-    """Log-probs of the token ids that some sequences asked for, at the place of the one token each has gained."""
+    """Log-probs of the token ids that some sequences asked for, in place of the one token that each gained."""
 
-    sequences: list[int]
+    sequence_ids: list[int]
     widths: list[int]
     """Number of values of each sequence."""
     pieces: list[np.ndarray]
@@ -79,12 +79,12 @@ class IdLogprobs(msgspec.Struct):
     def __post_init__(self) -> None:
         ends, piece_ends = (set(accumulate(sizes)) for sizes in (self.widths, map(len, self.pieces)))
         fits = max(ends, default=0) == max(piece_ends, default=0) and piece_ends <= ends
-        if not fits or len(self.sequences) != len(self.widths) or min(self.widths, default=0) < 1:
-            raise ValueError("id_logprobs: sequences, widths and pieces do not fit each other")
+        if not fits or len(self.sequence_ids) != len(self.widths) or min(self.widths, default=0) < 1:
+            raise ValueError("id_logprobs: sequence_ids, widths and pieces do not fit each other")
 
     @classmethod
     def of(cls, rows: Mapping[int, np.ndarray]) -> "IdLogprobs | None":
-        """Map sequence -> float32 [width]; None where there is none."""
+        """Pack a map of sequence id -> float32 [width]; None if it is empty."""
         if not rows:
             return None
         pieces: list[list[np.ndarray]] = [[]]
@@ -98,22 +98,22 @@ class IdLogprobs(msgspec.Struct):
         return cls(list(rows), [len(row) for row in rows.values()], [np.concatenate(piece) for piece in pieces])
 
     def rows(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(sequence, float32 [width]) of each."""
+        """Yield (sequence id, float32 [width])."""
         pieces = iter(self.pieces)
         piece = np.empty(0, np.float32)
-        for sequence, width in zip(self.sequences, self.widths, strict=True):
+        for sequence, width in zip(self.sequence_ids, self.widths, strict=True):
             piece = piece if len(piece) else next(pieces)
             row, piece = piece[:width], piece[width:]
             yield sequence, row
 
 
 class EngineCoreOutputs(msgspec.Struct):
-    """What one step brought: columns over the N sequences that gained a token, and the few that ended."""
+    """Outputs of one step: columns over the N sequences that gained a token, and the few that ended."""
 
     policy_version: int
     """Version that sampled all N tokens."""
-    sequences: list[int] = []
-    """[N], `EngineCoreRequest.first_sequence` + sample index; each at most once."""
+    sequence_ids: list[int] = []
+    """[N], `EngineCoreRequest.first_sequence_id` + sample index; each at most once."""
     token_ids: list[int] = []
     """[N]."""
     kv_min_versions: list[int] = []
@@ -125,22 +125,37 @@ class EngineCoreOutputs(msgspec.Struct):
     top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     """(int32 [N, K], float32 [N, K]) with K the largest k asked."""
     ended: list[SequenceEnd] = []
-    """Also of sequences that gained nothing: aborted, or failed."""
+    """Ends, also of sequences without a token in this step: aborted or failed."""
     num_cached_tokens: dict[int, int] = {}
-    """`first_sequence` -> prompt tokens found in the prefix cache: told when a request is first computed, and perhaps
-    again."""
+    """`first_sequence_id` -> prompt tokens found in the prefix cache: in the outputs of the request's first step, and
+    perhaps again."""
     start_time: float = 0.0
-    """When the step began, seconds on the system's monotonic clock: filled in by who drives the core."""
+    """When the step began, seconds on the system's monotonic clock: filled in by the caller of `EngineCore.step`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    """`first_sequence` -> log-probs of its prompt, told with its first tokens to those who asked."""
+    """`first_sequence_id` -> log-probs of its prompt, with the first tokens of a request that asked for them."""
     sampled_ranks: np.ndarray | None = None
     """int32 [N], 1 for the most likely token; None when no request of the step asked for more than its log-prob."""
     id_logprobs: IdLogprobs | None = None
     """Values of the sequences that asked; None when none did."""
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep only these of the N rows in every column. Lists and arrays are replaced, not changed."""
+        for name in ("sequence_ids", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"):
+            column = getattr(self, name)
+            if column is not None:
+                setattr(self, name, [column[row] for row in rows])
+        if self.top_logprobs is not None:
+            ids, values = self.top_logprobs
+            self.top_logprobs = ids[rows], values[rows]
+        if self.sampled_ranks is not None:
+            self.sampled_ranks = self.sampled_ranks[rows]
+        if self.id_logprobs is not None:
+            values_of = dict(self.id_logprobs.rows())
+            self.id_logprobs = IdLogprobs.of({id: values_of[id] for id in self.sequence_ids if id in values_of})
+
 
 class NewSequence(msgspec.Struct):
-    """First sight of a sequence by the runner, or its return after preemption: the full state."""
+    """The full state of a sequence that is new to the runner, or returns after preemption."""
 
     sequence_id: int
     token_ids: list[int]
@@ -155,13 +170,13 @@ class NewSequence(msgspec.Struct):
 
 
 class ScheduledSequence(msgspec.Struct):
-    """Work of one sequence in one step: compute tokens [num_computed, num_computed + num_tokens)."""
+    """Work of one sequence in one step: compute `num_scheduled_tokens` tokens from `num_computed_tokens` on."""
 
     sequence_id: int
     num_computed_tokens: int
-    num_tokens: int
+    num_scheduled_tokens: int
     block_ids: list[int]
-    """Block table entries from `first_block` on: all that the runner does not know yet, or knows otherwise."""
+    """Block table entries from `first_block` on: those that the runner does not have yet, or that have changed."""
     first_block: int = 0
 
 
@@ -176,12 +191,12 @@ class SampleTask(msgspec.Struct):
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step's work. Executed in this order: drop `finished`, learn `new`, copy `block_copies`, compute, sample."""
+    """The work of one step, in this order: drop `finished_sequence_ids`, add `new`, copy blocks, compute, sample."""
 
     step: int
     policy_version: int
-    finished: list[int]
-    """Sequences whose state the runner may forget (ended or preempted)."""
+    finished_sequence_ids: list[int]
+    """Sequences whose state the runner releases (ended or preempted)."""
     new: list[NewSequence]
     block_copies: list[tuple[int, int]]
     """(source, destination) block ids, whole blocks, copied before anything is computed."""
@@ -189,8 +204,9 @@ class SchedulerOutput(msgspec.Struct):
     samples: list[SampleTask]
 
     @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.scheduled)
+    def num_scheduled_tokens(self) -> int:
+        """Tokens of all `scheduled` sequences."""
+        return sum(s.num_scheduled_tokens for s in self.scheduled)
 
 
 class ModelRunnerOutput(msgspec.Struct):
@@ -214,15 +230,10 @@ class ModelRunnerOutput(msgspec.Struct):
 
 
 UpdateMode = Literal["keep", "wait", "abort"]
-"""Of requests in flight when new weights come: go on under them, finish first, or end now."""
+"""Treatment of requests in flight at a weight update: go on under the new weights, finish first, or end now."""
 KvMode = Literal["keep", "recompute"]
-"""Of their KV."""
+"""Treatment of their KV: keep it, or compute it again."""
 Staging = Literal["auto", "shadow", "inplace"]
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": get_args(UpdateMode),
-    "kv": get_args(KvMode),
-    "staging": get_args(Staging),
-}
 
 
 class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -241,16 +252,15 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def checked(cls, **values: Any) -> "UpdateOptions":
-        """Raises `WeightUpdateError` naming the option that is not allowed."""
+        """Check types and values. Raises `WeightUpdateError` naming the option that is not allowed."""
         values = plain(values)
-        for name, allowed in _CHOICES.items():
-            if name in values and values[name] not in allowed:
-                names = ", ".join(map(repr, allowed))
-                raise WeightUpdateError(f"{name}={values[name]!r} is not allowed: must be one of {names}.")
+        for name, kind in (("mode", UpdateMode), ("kv", KvMode), ("staging", Staging)):
+            if name in values and values[name] not in get_args(kind):
+                raise WeightUpdateError(refused(name, values[name], f"one of {', '.join(map(repr, get_args(kind)))}"))
         try:
             options = msgspec.convert(values, cls)
         except msgspec.ValidationError as problem:
             raise WeightUpdateError(f"update_weights: {problem}.") from None
         if not 0 < options.timeout <= 1e6:
-            raise WeightUpdateError(f"timeout={options.timeout} is not allowed: must be seconds in (0, 1e6].")
+            raise WeightUpdateError(refused("timeout", options.timeout, "seconds in (0, 1e6]"))
         return options

@@ -1,9 +1,9 @@
-"""What an engine counts and times, as plain numbers; and the loggers that are shown them."""
+"""Counters and timings of an engine as plain numbers, and the protocol of loggers that report them."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 
@@ -16,17 +16,17 @@ _VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
 
 class Histogram(msgspec.Struct):
-    """How often values fell below each bound."""
+    """Counts of values per bucket."""
 
     bounds: tuple[float, ...]
     """Upper bounds, inclusive, ascending."""
     counts: list[int]
-    """Values per bucket: one for each bound, and a last one for what lies above all of them."""
+    """Values per bucket: one for each bound, and a last one above all bounds."""
     sum: float = 0.0
 
     @classmethod
     def over(cls, bounds: tuple[float, ...]) -> "Histogram":
-        """An empty one."""
+        """Make an empty histogram."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     @property
@@ -36,7 +36,7 @@ class Histogram(msgspec.Struct):
 
     @property
     def mean(self) -> float:
-        """Of all values; 0.0 without any."""
+        """Mean of all values; 0.0 without any."""
         return self.sum / max(self.count, 1)
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -52,20 +52,20 @@ class Histogram(msgspec.Struct):
 
 
 class UpdateStats(msgspec.Struct):
-    """Weight updates that were begun, since start."""
+    """Weight updates since start."""
 
     seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
-    """Of complete updates, from begin to commit. One that finds its weights live already is complete at once."""
+    """Duration of complete updates, from begin to commit; near 0 when the weights were live already."""
     stall_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
-    """Of complete updates: how long generation could not step."""
+    """Time of complete updates in which generation could not step."""
     num_bytes: int = 0
-    """Of the weights that complete updates brought."""
+    """Size of the weights that complete updates brought."""
     failures: dict[str, int] = {}
-    """Name of the error's class -> updates that raised it; "Aborted" and "ClientLeft" are those that calls had begun
-    and did not complete. Replaced, never changed: other threads read it."""
+    """Name of the error's class -> updates that raised it; "Aborted" and "ClientLeft" count updates that were begun by
+    calls and not completed. Replaced, never changed: other threads read it."""
 
     def count(self, update: Callable[[], UpdateReport]) -> UpdateReport:
-        """Carry an update out, and count how it ends."""
+        """Run an update, and count how it ends."""
         try:
             report = update()
         except Exception as error:
@@ -75,18 +75,18 @@ class UpdateStats(msgspec.Struct):
         return report
 
     def add_complete(self, seconds: float, stall_seconds: float, num_bytes: int) -> None:
-        """An update has been committed, or found its weights live already."""
+        """Count an update that was committed, or whose weights were live already."""
         self.seconds.observe(seconds)
         self.stall_seconds.observe(stall_seconds)
         self.num_bytes += num_bytes
 
     def add_failure(self, kind: str) -> None:
-        """An update has ended otherwise."""
+        """Count an update that failed, by the name of its error."""
         self.failures = {**self.failures, kind: self.failures.get(kind, 0) + 1}
 
 
 class CoreStats(msgspec.Struct):
-    """What the engine core has counted since start."""
+    """Counters of the engine core since start."""
 
     num_steps: int = 0
     num_failed_steps: int = 0
@@ -97,48 +97,46 @@ class CoreStats(msgspec.Struct):
     num_recomputed_tokens: int = 0
     """Tokens computed again: preemption, `kv="recompute"` or a reset had taken their KV."""
     num_looked_up_tokens: int = 0
-    """Tokens of sequences that were looked up in the prefix cache when they were given their place."""
+    """Tokens of sequences that were looked up in the prefix cache when they were admitted to run."""
     num_cached_tokens: int = 0
-    """Those of them not computed because the cache held them: under the live version, since no other matches."""
+    """Looked-up tokens that were found in the cache, and so not computed: only blocks of the live version match."""
     num_preemptions: int = 0
     """Running sequences that lost their blocks."""
     num_references_dropped: int = 0
     """Forked sequences that lost their blocks while they waited."""
     num_block_copies: int = 0
     last_pause_seconds: float = 0.0
-    """From the call of the last pause until it was complete."""
+    """Time from the call of the last pause until it was complete."""
     pause_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
-    """The same of all pauses."""
+    """The same for all pauses."""
     updates: UpdateStats = msgspec.field(default_factory=UpdateStats)
     num_surplus_tokens: int = 0
-    """Computed tokens of sequences that had ended while a step with them was in flight: what they drew is not told."""
+    """Computed tokens of sequences that had ended while the step was in flight; what they sampled is dropped."""
 
     def add_pause(self, seconds: float) -> None:
-        """A pause took `seconds` to complete."""
+        """Count a pause that took `seconds` to complete."""
         self.last_pause_seconds = seconds
         self.pause_seconds.observe(seconds)
 
 
 def staleness(live_version: int, policy_versions: Collection[int]) -> int:
-    """Versions from the oldest of a sample's tokens to the live one; 0 after a version was set back."""
+    """Versions between the oldest token of a sample and the live weights; 0 after a version was set back."""
     return max(live_version - min(policy_versions), 0)
 
 
 class RequestStats(msgspec.Struct):
-    """Timings of requests, on the caller's side of the engine."""
+    """Timings of requests, measured on the caller's side of the engine."""
 
-    finished: dict[FinishReason, int] = msgspec.field(
-        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
-    )
+    finished: dict[FinishReason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     """Samples that ended, by `finish_reason`."""
     queue_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
-    """From arrival to the start of the first step that computed any of the prompt."""
+    """Seconds from arrival to the start of the first step that computed part of the prompt."""
     time_to_first_token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
-    """From arrival."""
+    """Seconds from arrival to the first sampled token."""
     inter_token_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_SHORT))
-    """Between the beginnings of two steps that brought a request tokens."""
+    """Between the starts of two successive steps that sampled tokens of a request."""
     request_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_LONG))
-    """From arrival to the end of the last sample."""
+    """Seconds from arrival to the end of the last sample."""
     prompt_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
     """Per request."""
     generation_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
@@ -146,18 +144,18 @@ class RequestStats(msgspec.Struct):
     staleness: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_VERSIONS))
     """Per sample with tokens, at its end."""
     rollout_staleness: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_VERSIONS))
-    """The same when `RolloutPolicy` hands the sample out: what the trainer gets."""
+    """The same when `RolloutPolicy` returns the sample: the staleness that the trainer sees."""
 
 
 class CoreMetrics(msgspec.Struct):
-    """An engine core at one moment."""
+    """State and counters of an engine core at one moment."""
 
     num_requests: int
     """Unfinished."""
     num_running: int
-    """Sequences with a place in the batch."""
+    """Sequences in the batch."""
     num_waiting: int
-    """Sequences that wait for one."""
+    """Sequences that wait to join it."""
     cache_usage: float
     """KV blocks referenced by live requests / all blocks."""
     policy_version: int
@@ -167,28 +165,28 @@ class CoreMetrics(msgspec.Struct):
 
 
 class EngineMetrics(msgspec.Struct):
-    """One engine at one moment."""
+    """Metrics of one engine at one moment."""
 
     core: CoreMetrics
     requests: RequestStats
 
 
 class StatLogger(Protocol):
-    """Something that is shown an engine's metrics. Given as `stat_loggers=[...]`, or by an entry point of the group
+    """Receives an engine's metrics. Given as `stat_loggers=[...]`, or by an entry point of the group
     `rollout_engine.stat_loggers` that names a class without arguments.
 
-    `log` and `close` are called on a thread of the logger's own: what it waits for holds no step, and what it raises
-    is logged once. Of the calls that a slow logger misses, the newest metrics and the sum of the seconds are kept.
+    `log` and `close` are called on a thread of the logger's own: waiting there blocks no step, and an exception is
+    logged once. A logger that is slow misses calls: the next one has the newest metrics and the sum of the seconds.
     """
 
     def attach(self, read: Callable[[], EngineMetrics]) -> None:
-        """Called once, when the engine is up. `read` gives the metrics of now; any thread may call it."""
+        """Called once, when the engine is up. `read` returns the current metrics; any thread may call it."""
 
     def log(self, metrics: EngineMetrics, seconds: float) -> None:
         """Called every `log_interval` seconds while there is work, and when the engine falls idle.
 
-        `seconds`: how long there has been work since the last call.
+        `seconds`: time with work since the last call.
         """
 
     def close(self) -> None:
-        """The engine is shut down."""
+        """Called when the engine is shut down."""

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""Results of requests and of weight updates."""
 
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class CompletionOutput(msgspec.Struct):
     cumulative_logprob: float | None
     """Sum of `logprobs`."""
     kept_logprob_mass: np.ndarray | None
-    """float32 [T], log of the tempered mass of the tokens that could be drawn; None without top-k, top-p and min-p."""
+    """float32 [T], log of the tempered mass of the tokens that top-k, top-p and min-p kept; None without them."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     """The stop id or stop string; None for the checkpoint's end token."""
@@ -71,10 +71,10 @@ class CompletionOutput(msgspec.Struct):
     """float32 [T, number of `logprob_token_ids`], in their order."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
-        """For each token {token id: Logprob} of the sampled token first, then of the most likely ones.
+        """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.
 
-        `tokenizer`: a Hugging Face one, `llm.get_tokenizer()`, where their texts are wanted. Made on each call: the
-        arrays are what is kept. Raises `RequestError` where no log-probs were asked for.
+        With `tokenizer`, a Hugging Face one such as `llm.get_tokenizer()`, they have texts. The dicts are made on each
+        call. Raises `RequestError` if no log-probs were asked for.
         """
         if self.logprobs is None:
             raise RequestError("logprob_dicts: there are no log-probs. Ask for them: SamplingParams(logprobs=...).")
@@ -91,7 +91,7 @@ class RequestOutput(msgspec.Struct):
     prompt_logprobs: np.ndarray | None
     """float32 [P], natural log, NaN for the first token; None unless asked for. "delta": in the first output only."""
     outputs: list[CompletionOutput]
-    """In index order. While streaming: the samples that have something new."""
+    """Samples in index order. While streaming: those that have something new."""
     finished: bool
     num_cached_tokens: int
     """Prompt tokens served from the prefix cache."""
@@ -100,9 +100,9 @@ class RequestOutput(msgspec.Struct):
     """(int32 [P, k] ids, float32 [P, k] log-probs), most likely first; -1 and NaN in the first row."""
 
     def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
-        """For each prompt token what `CompletionOutput.logprob_dicts` gives for sampled ones; None for the first.
+        """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token.
 
-        A prompt token's rank is None where it is not among the most likely ones that were asked for.
+        The rank of a prompt token is None if it is not among the most likely tokens that were asked for.
         """
         if self.prompt_logprobs is None:
             what = "prompt_logprob_dicts: there are no log-probs of the prompt"
@@ -113,25 +113,25 @@ class RequestOutput(msgspec.Struct):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """What one weight update did."""
+    """Report of one weight update."""
 
     version: int
     digest: str
-    """The manifest's, over the digests of the live parameters after the commit."""
+    """Digest of the manifest, over the digests of the live parameters after the commit."""
     num_tensors: int
     num_bytes: int
     seconds: float
-    """From begin to commit."""
+    """Seconds from begin to commit."""
     stall_seconds: float
-    """How long generation could not step."""
+    """Time in which generation could not step."""
     num_in_flight: int
     """Requests alive across the commit."""
     staging: Literal["shadow", "inplace"] = "shadow"
-    """Whether the old weights could have served on until the commit."""
+    """"shadow": new weights were staged beside the live ones, which served until the commit. "inplace": over them."""
     num_shadow_bytes: int = 0
     """Bytes held beside the live weights, from this update to the next."""
     pack_seconds: float = 0.0
-    """Of `seconds`, those that laid the weights out for the kernels once all had come."""
+    """The part of `seconds` in which the received weights were packed for the kernels."""
 
 
 def _dicts(
@@ -141,7 +141,7 @@ def _dicts(
     top: tuple[np.ndarray, np.ndarray] | None,
     texts: "_Texts",
 ) -> list[dict[int, Logprob]]:
-    """For each of `token_ids` itself and then the tokens of its row of `top`, which are ranked by their place."""
+    """Make a dict for each of `token_ids`: itself, then the tokens in its row of `top`, ranked by their place."""
     made = []
     for position, token_id in enumerate(token_ids):
         found = {token_id: Logprob(float(logprobs[position]), ranks[position] if ranks else None, texts[token_id])}
@@ -150,13 +150,13 @@ def _dicts(
             for rank, (other, logprob) in enumerate(zip(ids, values, strict=True), start=1):
                 if other not in found or found[other].rank is None:
                     found[other] = Logprob(logprob, rank, texts[other])
-            found.pop(-1, None)  # where there are fewer tokens than were asked for
+            found.pop(-1, None)  # a row with fewer tokens than were asked for
         made.append(found)
     return made
 
 
 class _Texts(dict[int, str | None]):
-    """Token id -> its text, told by what a second one adds to a first: alone, some tokenizers strip its space."""
+    """Token id -> its text: what a second one adds to a first, since some tokenizers strip the space of one alone."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
@@ -171,5 +171,6 @@ class _Texts(dict[int, str | None]):
             self._tokenizer.decode([token_id] * count, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             for count in (1, 2)
         )
-        self[token_id] = text = twice[len(once) :]
+        text: str = twice[len(once) :]
+        self[token_id] = text
         return text

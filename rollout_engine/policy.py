@@ -17,35 +17,29 @@ from torch import Tensor
 
 from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
+from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.errors import ConfigError, LifecycleError
-from rollout_engine.frontend.async_llm import AsyncLLM
-from rollout_engine.frontend.blocking_engine import BlockingEngine, RemoteControl, SharedStreams
-from rollout_engine.frontend.conversations import ChatOptions
-from rollout_engine.frontend.interrupts import deliver, held
-from rollout_engine.frontend.lifecycle_control import LifecycleControl
-from rollout_engine.frontend.lifecycle_verbs import LifecycleVerbs
-from rollout_engine.frontend.llm import LLM
-from rollout_engine.frontend.llm_engine import LLMEngine
-from rollout_engine.frontend.progress import ProgressBar
-from rollout_engine.frontend.prompts import check_chat_arguments
-from rollout_engine.frontend.weight_verbs import WeightVerbs
-from rollout_engine.frontend.worker_calls import Calls, WorkerVerbs
-from rollout_engine.messages import UpdateOptions
-from rollout_engine.metrics import EngineMetrics, StatLogger, staleness
-from rollout_engine.outputs import UpdateReport
+from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.llm import LLM
+from rollout_engine.faces.llm_engine import LLMEngine
+from rollout_engine.faces.verb_methods import BlockingVerbs, Face
+from rollout_engine.metrics import StatLogger, staleness
 from rollout_engine.provenance import RolloutNote, attach
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rewards import Rewards
 from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
 from rollout_engine.rollout_plan import Columns, RolloutPlan
-from rollout_engine.rollout_run import Group, RolloutRun, SharedEngine
+from rollout_engine.rollout_run import Group, RolloutRun
 from rollout_engine.sampling_params import SamplingLike, SamplingParams
-from sync.base import WeightSource
+from rollout_engine.telemetry.progress import ProgressBar
+from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.prompts import check_chat_arguments
 
 logger = logging.getLogger("rollout_engine")
 
 
-class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
+class RolloutPolicy(BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)
@@ -59,27 +53,22 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             loss.backward(), optimizer.step(), optimizer.zero_grad()
             policy.update_weights(trainer)
 
-    Several rollouts may run at once, from several threads or tasks. Meanwhile the engine is theirs: call its own `step`
-    and `generate` before or after.
+    Several rollouts may run at once, from several threads or tasks, beside what others ask of the engine.
     """
 
     def __init__(self, engine: LLMEngine | LLM | AsyncLLM) -> None:
-        """A policy over an engine in this process or in its own; `shutdown` ends the engine too."""
-        self.engine: LLMEngine | BlockingEngine
-        self._shared: SharedEngine | SharedStreams
-        if isinstance(engine, AsyncLLM):
-            self.engine, self._shared = BlockingEngine(engine.remote), SharedStreams(engine.remote)
-        else:
-            self.engine = engine.llm_engine if isinstance(engine, LLM) else engine
-            if isinstance(engine, str | os.PathLike):
-                raise ConfigError(
-                    f"RolloutPolicy takes an engine (LLM, LLMEngine or AsyncLLM), not the path {str(engine)!r}: "
-                    "RolloutPolicy.from_pretrained(path) makes both."
-                )
-            self._shared = SharedEngine(self.engine)
-        self._dtype = _dtype_of(engine)
-        self._fp32_head = self._dtype != "float32" and _has_float32_head(engine)
-        self._pad_token_id = _pad_token_id(self.engine)
+        """A policy over an engine in this process or another; `shutdown` ends the engine too."""
+        if not isinstance(engine, Face):
+            given = f"the path {str(engine)!r}" if isinstance(engine, str | os.PathLike) else f"{engine!r:.80}"
+            raise ConfigError(
+                f"RolloutPolicy takes an engine (LLM, LLMEngine or AsyncLLM), not {given}: "
+                "RolloutPolicy.from_pretrained(path) makes both."
+            )
+        self.engine, self.frontend = engine, engine.frontend
+        info = self.frontend.client.info
+        self._dtype = info.dtype
+        self._fp32_head = info.dtype != "float32" and info.config.fp32_head
+        self._pad_token_id = _pad_token_id(self.frontend)
         self._counting = threading.Lock()
 
     @classmethod
@@ -87,12 +76,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         cls, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
     ) -> Self:
         """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`."""
-        config = EngineConfig(model=model, **engine_kwargs)
+        config = EngineConfig(model=model, **engine_kwargs)  # type: ignore[arg-type]  # it converts paths
         return cls(LLMEngine.from_config(config, stat_loggers=stat_loggers))
-
-    def get_metrics(self) -> EngineMetrics:
-        """The engine's counters, gauges and timings of now; from any thread."""
-        return self.engine.get_metrics()
 
     def rollout(
         self,
@@ -136,11 +121,11 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         """
         check_layout(layout)
         check_chat_arguments(chat, self.rollout)
-        self.engine.require_running("rollout")
+        self.frontend.require_running("rollout")
         start, groups, num_tokens = time.perf_counter(), [], 0
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
         bar = ProgressBar(len(plan.prompts), desc="rollout", unit="group", shown=use_tqdm)
-        with held(), closing(RolloutRun(self._shared, plan, reward_fn, reward_weights=reward_weights)) as run, bar:
+        with held(), closing(RolloutRun(self.frontend, plan, reward_fn, reward_weights=reward_weights)) as run, bar:
             while run.unfinished:
                 deliver()
                 for group in run.advance():
@@ -165,7 +150,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         layout: Layout = "padded",
         **chat: Unpack[ChatOptions],
     ) -> AsyncIterator[TensorDict]:
-        """As `rollout`, one TensorDict per group, in completion order; "group_id" says which prompt it was.
+        """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
 
         The engine steps in a worker thread, so the loop stays free; async rewards run on the caller's loop. Leaving the
         iteration early aborts what is left. Nothing is queued before the first group is asked for. While paused or
@@ -176,7 +161,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         check_chat_arguments(chat, self.arollout)
         plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
         loop = asyncio.get_running_loop()
-        run, step = RolloutRun(self._shared, plan, reward_fn, loop, reward_weights=reward_weights), None
+        run, step = RolloutRun(self.frontend, plan, reward_fn, loop, reward_weights=reward_weights), None
         try:
             while run.unfinished:
                 step = loop.run_in_executor(None, run.advance)
@@ -189,7 +174,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                 step.exception()
             run.close()
 
-    def score(self, batch: TensorDict, temperature: float = 1.0) -> Tensor:
+    def score(self, batch: TensorDict, temperature: float = 1.0) -> Tensor:  # type: ignore[override]
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
         float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
@@ -200,7 +185,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         sampled = [assistant[place].nonzero().flatten() for place in full]
         scored = [(place, int(at[0])) for place, at in zip(full, sampled, strict=True) if len(at)]
         ids = [tokens[place].tolist() for place, _ in scored]
-        results = self.engine.score(
+        results = BlockingVerbs.score(
+            self,
             [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
             [row[first:] for row, (_, first) in zip(ids, scored, strict=True)],
             temperature=temperature,
@@ -210,41 +196,10 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
             logprobs[place][first:] = torch.from_numpy(np.asarray(result))
         return logprobs.masked_fill_(~assistant, 0.0)
 
-    def apply_update(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
-        """See `update_weights`."""
-        return self.engine.apply_update(source, version, options)
-
-    @property
-    def lifecycle_control(self) -> LifecycleControl | RemoteControl:
-        return self.engine.lifecycle_control
-
-    @property
-    def worker_calls(self) -> Calls:
-        return self.engine.worker_calls
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the live weights: 0 as loaded, one more with each update unless the update named another."""
-        return self.engine.policy_version
-
     @property
     def tokenizer(self) -> Any:
         """The engine's Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
-        return self.engine.get_tokenizer()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
-        return self.engine.get_default_sampling_params()
-
-    def shutdown(self) -> None:
-        """End the engine and free its memory."""
-        self.engine.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        return self.frontend.get_tokenizer()
 
     def _batch(self, groups: list[Group], plan: RolloutPlan, layout: Layout) -> TensorDict:
         self._count_staleness(groups)
@@ -264,7 +219,7 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
         return batch
 
     def _count_staleness(self, groups: list[Group]) -> None:
-        live, histogram = self.policy_version, self.engine.request_stats.rollout_staleness
+        live, histogram = self.policy_version, self.frontend.streams.stats.rollout_staleness
         samples = [sample for group in groups for sample in group.output.outputs if sample.version_spans]
         ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in samples)
         with held(), self._counting:
@@ -272,22 +227,8 @@ class RolloutPolicy(LifecycleVerbs, WeightVerbs, WorkerVerbs):
                 histogram.observe(age, times)
 
 
-def _dtype_of(engine: LLMEngine | LLM | AsyncLLM) -> str:
-    """Dtype of the engine's weights, such as "float32"."""
-    if isinstance(engine, AsyncLLM):
-        return engine.remote.ready.dtype
-    return next(iter(engine.get_model_metadata().values()))[0]
-
-
-def _has_float32_head(engine: LLMEngine | LLM | AsyncLLM) -> bool:
-    """`EngineConfig.fp32_head`."""
-    if isinstance(engine, AsyncLLM):
-        return engine.remote.ready.config.fp32_head
-    return (engine.llm_engine if isinstance(engine, LLM) else engine).fp32_head
-
-
 def _logprob_temperature(params: Sequence[SamplingParams]) -> float | None:
-    """At which log-probs of a rollout are told; None where there is no one such number."""
+    """Temperature of a rollout's log-probs; None if its prompts do not share one."""
     given = {p.temperature if p.logprobs_mode == "tempered" else 1.0 for p in params}
     if len(given) > 1 or any(p.logprobs_mode == "processed" for p in params):
         return None
@@ -299,10 +240,10 @@ def _by_function(rewards: Sequence[Rewards]) -> dict[str, list[list[float | None
     return {name: [each.by_function[name] for each in rewards] for name in rewards[0].by_function} if rewards else {}
 
 
-def _pad_token_id(engine: LLMEngine | BlockingEngine) -> int:
+def _pad_token_id(frontend: Frontend) -> int:
     """The tokenizer's pad token, else its end token, else 0."""
     try:
-        tokenizer = engine.get_tokenizer()
+        tokenizer = frontend.get_tokenizer()
     except LifecycleError:
         return 0
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)

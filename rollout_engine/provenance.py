@@ -1,41 +1,42 @@
-"""Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were made.
+"""Notes on tensor objects: how the tokens of a rollout, or the log-probs of a trainer, were computed.
 
-A note travels with the object that a batch returns, and is gone from what is computed from it (slices, copies, moved
-tensors). So it serves to name mistakes early, never to decide what is computed.
+A note belongs to one tensor object; results computed from it (slices, copies, moved tensors) have none. So notes only
+serve to report mistakes early, never to decide what is computed.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
 class RolloutNote(NamedTuple):
-    """On the tokens of a rollout."""
+    """Note on the tokens of a rollout."""
 
     dtype: str
     """Dtype of the engine's weights, such as "float32"."""
     temperature: float | None
-    """At which its log-probs were computed; None: several, or log-probs of edited logits."""
+    """Temperature of its log-probs; None: several, or log-probs of edited logits."""
     is_packed: bool
-    """Several sequences lie end to end in a row."""
+    """Whether rows hold several sequences end to end."""
     fp32_head: bool = False
-    """Logits were float32 in an engine of another dtype."""
+    """Whether an engine of another dtype computed float32 logits."""
 
 
 class LogprobsNote(NamedTuple):
-    """On what `exact.token_logprobs` returns."""
+    """Note on the result of `exact.token_logprobs`."""
 
     dtype: str
     temperature: float
     is_enabled: bool
-    """The model computed by the engine's arithmetic."""
+    """Whether the model was given to `exact.enable`."""
     fp32_head: bool = False
-    """Logits were float32 in a model of another dtype."""
+    """Whether a model of another dtype computed float32 logits."""
 
 
 _NAME = "_rollout_engine_note"
 
 
 def attach(tensor: object, note: RolloutNote | LogprobsNote) -> None:
-    """Note on `tensor`, instead of what was noted before."""
+    """Attach a note to `tensor`, replacing any other."""
     setattr(tensor, _NAME, note)
 
 
@@ -51,14 +52,25 @@ def logprobs_note(tensor: object) -> LogprobsNote | None:
     return note if isinstance(note, LogprobsNote) else None
 
 
-def describe_heads(trainers_is_float32: bool) -> str:
-    """Advice where only one of trainer and engine has a float32 head."""
-    if trainers_is_float32:
-        return (
+def mismatches(trainer: LogprobsNote, rollout: RolloutNote) -> Iterator[str]:
+    """Settings that make a trainer's log-probs differ from a rollout's, with advice; sentences without a full stop."""
+    if trainer.dtype != rollout.dtype:
+        yield (
+            f"The trainer computes in {trainer.dtype}, the engine sampled in {rollout.dtype}: load the model with "
+            f"dtype=torch.{rollout.dtype}, or the engine with dtype='{trainer.dtype}'"
+        )
+    elif trainer.fp32_head and not rollout.fp32_head:
+        yield (
             "The trainer's logits are float32, the engine's are not: give the engine fp32_head=True, or call "
             "exact.enable(model, fp32_head=False)"
         )
-    return (
-        "The engine's logits are float32 (fp32_head=True), the trainer's are not: call exact.enable(model, "
-        "fp32_head=True)"
-    )
+    elif rollout.fp32_head and not trainer.fp32_head:
+        yield (
+            "The engine's logits are float32 (fp32_head=True), the trainer's are not: call exact.enable(model, "
+            "fp32_head=True)"
+        )
+    if rollout.temperature not in (None, trainer.temperature):
+        yield (
+            f"The trainer's log-probs are of temperature {trainer.temperature:g}, the rollout's of "
+            f"{rollout.temperature:g}: pass temperature={rollout.temperature:g} to exact.token_logprobs"
+        )

@@ -1,8 +1,8 @@
-"""How a user's reward functions are called, whichever library they were written for, and how their answers are summed.
+"""Reward functions of users: how they are called, for any library's signature, and how their rewards are summed.
 
-A function gets `prompts`, `completions` and `completion_ids` by name, those of them that it names, or all with
-`**kwargs`: the way of TRL. It gets them by position, in that order, if it takes `*args`, or has three places for them
-that carry no other meaning. Columns go by name, to functions that name them and to those with `**kwargs`.
+As in TRL, a function gets those of `prompts`, `completions` and `completion_ids` that it names, or all with `**kwargs`.
+It gets all three by position, in that order, if it takes `*args`, or if its first three parameters are neither columns
+nor these names in another order. Columns are passed by name, to functions that name them and to those with `**kwargs`.
 """
 
 import inspect
@@ -14,14 +14,14 @@ from typing import Any, TypeAlias, TypeGuard
 from rollout_engine.errors import RequestError, RewardError
 
 RewardFunction: TypeAlias = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
-"""One number per completion, or None where the function does not apply.
+"""Returns one number per completion, or None where the function does not apply.
 
-The lists it gets, and lists, dicts, sets, arrays and tensors in them, are copies: what it writes there reaches nobody.
+The lists it gets, and lists, dicts, sets, arrays and tensors in them, are copies, which it may modify.
 """
 RewardFunctions: TypeAlias = RewardFunction | Sequence[RewardFunction]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments that every reward function may name, besides columns."""
+"""Arguments of every reward function, besides columns."""
 
 
 class RewardCall:
@@ -36,14 +36,14 @@ class RewardCall:
         self._places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
 
     def __call__(self, arguments: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
-        """Call the function; `arguments` holds the three lists, `columns` one list for each column."""
+        """Call the function; `arguments` holds the lists of `ARGUMENTS`, `columns` one list per column."""
         taken = {name: values for name, values in columns.items() if self.takes(name)}
         if self._is_positional(columns):
             return self.function(*(arguments[name] for name in ARGUMENTS), **taken)
         return self.function(**{name: values for name, values in arguments.items() if self.takes(name)}, **taken)
 
     def takes(self, name: str) -> bool:
-        """Whether the function has an argument of that name."""
+        """Whether the function accepts an argument of that name."""
         return self._takes_all or name in self._names
 
     def _is_positional(self, columns: Iterable[str]) -> bool:
@@ -54,13 +54,13 @@ class RewardCall:
 
 
 def is_listed(reward_fn: object) -> TypeGuard[Sequence[RewardFunction]]:
-    """Whether it is a list of functions rather than one, which may be a sequence of some kind as well."""
+    """Whether it is a list of functions rather than one function, which might be another kind of sequence."""
     return isinstance(reward_fn, list | tuple)
 
 
 def reward_calls(reward_fn: RewardFunctions, weights: Sequence[float] | None) -> list[RewardCall]:
-    """The functions with their weights, 1 unless given. Raises `RequestError` for what is no function or no weight."""
-    functions = list(reward_fn) if is_listed(reward_fn) else [reward_fn]
+    """The functions with their names and weights, 1 by default. Raises `RequestError` for invalid ones."""
+    functions: list[Any] = list(reward_fn) if is_listed(reward_fn) else [reward_fn]
     if not functions:
         raise RequestError.for_field("reward_fn", reward_fn, "a function or a list of at least one")
     for i, function in enumerate(functions):
@@ -78,7 +78,7 @@ def reward_calls(reward_fn: RewardFunctions, weights: Sequence[float] | None) ->
 
 
 def check_columns(calls: Sequence[RewardCall], columns: Iterable[str]) -> None:
-    """Raise `RewardError` for a column that no function takes: misspelt on one side, most likely."""
+    """Raise `RewardError` for a column that no function accepts: probably misspelt in one place."""
     for name in columns:
         if not any(call.takes(name) for call in calls):
             takers = ", ".join(call.name for call in calls)
@@ -95,7 +95,7 @@ def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | No
         if all(reward is None for reward in rewards):
             raise RewardError(
                 f"prompts[{group}], sample {sample}: the reward is None, not a finite number. None means that a "
-                "function does not apply; one at least must."
+                "function does not apply; at least one must."
             )
         pairs = zip(calls, rewards, strict=True)
         sums.append(sum((call.weight * reward for call, reward in pairs if reward is not None), 0.0))
@@ -105,7 +105,7 @@ def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | No
 def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of some builtins there is none to see
+    except (TypeError, ValueError):  # some builtins have no signature
         any_place, any_name = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         return [inspect.Parameter("arguments", any_place), inspect.Parameter("columns", any_name)]
 
@@ -117,7 +117,7 @@ def _name(function: Any) -> str:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """The second of a name becomes NAME_2, and so on."""
+    """Names made unique: the second NAME becomes NAME_2, and so on."""
     seen: dict[str, int] = {}
     distinct = []
     for name in names:

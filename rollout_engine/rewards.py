@@ -1,7 +1,7 @@
-"""The user's reward functions: called once per finished group, their answers checked and summed.
+"""Calls the user's reward functions once per finished group, checks their results and sums them.
 
-A plain function runs where it is called. The coroutine of an async one runs on an event loop, so that judges that wait
-(for a server, say) overlap with generation and with one another.
+A plain function runs in the calling thread. The coroutine of an async one runs on an event loop, so that functions that
+wait (for a server, say) overlap with generation and with one another.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ import numpy as np
 from torch import Tensor
 
 from rollout_engine.errors import RewardError
-from rollout_engine.frontend.conversations import is_conversation
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.reward_functions import (
     RewardCall,
@@ -29,14 +28,15 @@ from rollout_engine.reward_functions import (
     reward_calls,
     weighted_sum,
 )
+from rollout_engine.text.conversations import is_conversation
 
 logger = logging.getLogger("rollout_engine")
 
 END_SECONDS = 5.0
-"""How long a coroutine may take to end once it is cancelled."""
+"""Time for coroutines to end once they are cancelled."""
 
 _COPIED = (list, dict, set, bytearray, np.ndarray, Tensor)
-"""Kinds of values that a reward function might write to. Objects of the user's own classes are passed as they are."""
+"""Types that a reward function might modify. Objects of the user's own classes are passed without a copy."""
 
 
 class Rewards(NamedTuple):
@@ -45,13 +45,13 @@ class Rewards(NamedTuple):
     total: list[float]
     """One per sample: weight times reward, summed over the functions that apply."""
     by_function: dict[str, list[float | None]]
-    """Name -> one per sample, None where it does not apply; empty where there is one function only."""
+    """Name -> one per sample, None where the function does not apply; empty where a single function was given."""
 
 
 class RewardCaller:
-    """Calls the reward functions and turns whatever happens into a future: finite rewards, or `RewardError`.
+    """Calls the reward functions; every result is a future with finite rewards or a `RewardError`.
 
-    `loop` runs coroutines and belongs to another thread; None starts a private one when it is first needed.
+    `loop` runs coroutines in another thread; None starts a private one when it is first needed.
     """
 
     def __init__(
@@ -63,29 +63,28 @@ class RewardCaller:
         self._calls = reward_calls(reward_fn, weights)
         self._is_list = is_listed(reward_fn)
         self._loop = loop
-        self._private: _LoopThread | None = None
+        self._thread: _LoopThread | None = None
 
     def start(self, group: int, prompt: object, output: RequestOutput, columns: Mapping[str, Any]) -> Future[Rewards]:
-        """Rewards of the finished group number `group`; `columns` holds its one value of each column."""
+        """Start computing the rewards of a finished group, number `group`; `columns` holds its value of each column."""
         num, rewards, answers = len(output.outputs), Future[Rewards](), list[Any]()
         try:
             check_columns(self._calls, columns)
             for call in self._calls:
-                answers.append(self._called(call, group, prompt, output, columns))
-            if any(isawaitable(answer) for answer in answers):
-                return asyncio.run_coroutine_threadsafe(self._finished(answers, num, group), self._running_loop())
-            rewards.set_result(self._summed(answers, num, group))
+                answers.append(self._call(call, group, prompt, output, columns))
+            if any(map(isawaitable, answers)):
+                return asyncio.run_coroutine_threadsafe(self._await(answers, num, group), self._event_loop())
+            rewards.set_result(self._sum(answers, num, group))
         except Exception as problem:
-            for answer in answers:
-                if iscoroutine(answer):
-                    answer.close()
+            for answer in filter(iscoroutine, answers):
+                answer.close()
             rewards.set_exception(_as_reward_error(problem, group))
         return rewards
 
-    def _called(
+    def _call(
         self, call: RewardCall, group: int, prompt: object, output: RequestOutput, columns: Mapping[str, Any]
     ) -> Any:
-        """Call one function with copies of its own."""
+        """Call one function with its own copies of the arguments."""
         num, texts = len(output.outputs), [sample.text for sample in output.outputs]
         messages = [[{"role": "assistant", "content": text}] for text in texts]
         arguments = {
@@ -98,42 +97,40 @@ class RewardCaller:
         except Exception as problem:
             raise _as_reward_error(problem, group, self._label(call)) from problem
 
-    async def _finished(self, answers: list[Any], num: int, group: int) -> Rewards:
-        """The rewards once all that must be waited for is there."""
+    async def _await(self, answers: list[Any], num: int, group: int) -> Rewards:
+        """Await all coroutines, then return the rewards."""
 
         async def value(call: RewardCall, answer: Any) -> Any:
             try:
                 return await answer if isawaitable(answer) else answer
-            except (Exception, SystemExit) as problem:  # an exit would end the loop under the other groups
+            except (Exception, SystemExit) as problem:  # an exit would end the loop of other groups
                 raise _as_reward_error(problem, group, self._label(call)) from problem
 
-        pairs = zip(self._calls, answers, strict=True)
-        return self._summed(await asyncio.gather(*(value(*pair) for pair in pairs)), num, group)
+        return self._sum(await asyncio.gather(*map(value, self._calls, answers)), num, group)
 
-    def _summed(self, answers: Sequence[Any], num: int, group: int) -> Rewards:
+    def _sum(self, answers: Sequence[Any], num: int, group: int) -> Rewards:
         pairs = zip(self._calls, answers, strict=True)
-        each = [_checked(answer, num, group, self._label(call)) for call, answer in pairs]
-        names = [call.name for call in self._calls]
-        by_function = dict(zip(names, each, strict=True)) if self._is_list else {}
-        return Rewards(weighted_sum(self._calls, each, group), by_function)
+        checked = {call.name: _check(answer, num, group, self._label(call)) for call, answer in pairs}
+        total = weighted_sum(self._calls, list(checked.values()), group)
+        return Rewards(total, checked if self._is_list else {})
 
     def _label(self, call: RewardCall) -> str:
         return f"the reward function '{call.name}'" if self._is_list else "the reward function"
 
     def close(self) -> None:
-        """End the private loop, cancelling what still runs on it."""
-        if self._private is not None:
-            self._private.close("the reward function " + ", ".join(call.name for call in self._calls))
+        """End the private loop and cancel its coroutines."""
+        if self._thread is not None:
+            self._thread.close("the reward function " + ", ".join(call.name for call in self._calls))
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._private = _LoopThread()
-            self._loop = self._private.loop
+            self._thread = _LoopThread()
+            self._loop = self._thread.loop
         return self._loop
 
 
 class _LoopThread:
-    """An event loop running in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         started = threading.Event()
@@ -142,11 +139,11 @@ class _LoopThread:
         started.wait()
 
     def close(self, what: str) -> None:
-        """Cancel what runs. A coroutine that blocks the loop goes on in its thread; a warning names it by `what`."""
+        """Cancel all coroutines. One that blocks the loop keeps running; a warning then names it by `what`."""
         self.loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(END_SECONDS)
         if self._thread.is_alive():
-            logger.warning("%s blocks its event loop and was left running: `await` what it waits for", what)
+            logger.warning("%s blocks its event loop and was left running: it should `await` instead of blocking", what)
 
     async def _main(self, started: threading.Event) -> None:
         self.loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
@@ -159,7 +156,7 @@ def _copies(value: Any, num: int) -> list[Any]:
     return [deepcopy(value) if isinstance(value, _COPIED) else value for _ in range(num)]
 
 
-def _checked(answer: object, num: int, group: int, label: str) -> list[float | None]:
+def _check(answer: object, num: int, group: int, label: str) -> list[float | None]:
     if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
         what = f"returned {type(answer).__name__}, not a list of {num} numbers"
         raise RewardError(f"prompts[{group}]: {label} {what}.")

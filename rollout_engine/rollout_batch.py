@@ -1,4 +1,4 @@
-"""Results to the TensorDict that trainers read: the one place that knows its keys.
+"""Conversion of outputs to the TensorDict that trainers read, and the definition of its keys.
 
 B sequences, group-major; P, R, T: longest prompt, response, prompt + response; N tokens in all.
 
@@ -18,7 +18,7 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "truncated"                               [B, 1]                bool; cut off, by max_tokens or an abort
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
-                                                                    ended by itself (finish_reason "stop")
+                                                                    was not cut off (finish_reason "stop")
     ("rewards", NAME)                         [B, 1]                float32, of each function where there is a list of
                                                                     them; NaN where it does not apply
     "cu_seqlens"                                       [B + 1]      int32; where each sequence of full starts
@@ -58,20 +58,20 @@ def rollout_batch(
     function_rewards: Mapping[str, Sequence[Sequence[float | None]]] | None = None,
     layout: Layout = "padded",
 ) -> RolloutBatch:
-    """One TensorDict from finished results, keys as in the table above.
+    """Build one TensorDict from finished outputs, with the keys of the table above.
 
     Args:
-        outputs: one per prompt, with log-probs; every sample of every prompt becomes a sequence.
-        pad_token_id: fills what is no token.
+        outputs: one per prompt, with log-probs; every sample becomes a sequence.
+        pad_token_id: padding of the tokens.
         group_ids: one per prompt; default 0, 1, 2, ...
         columns: name -> one value per prompt, repeated for its samples.
-        rewards: per prompt, one per sample.
-        function_rewards: name -> the same of one reward function alone; None where it does not apply.
-        layout: "padded", or "packed" (nothing padded: all sequences end to end in one row).
+        rewards: per prompt, one number per sample.
+        function_rewards: name -> the same for one reward function; None where it does not apply.
+        layout: "padded", or "packed" (all sequences end to end in one row, without padding).
 
-    `SamplingParams(seed=int(batch["seed"][row]), n=1)` replays a sequence: seeds have 64 bits, and int64 holds the
-    upper half of them as negative numbers, which mean the same.
-    Raises `RequestError` for an unknown layout and for results without log-probs.
+    `SamplingParams(seed=int(batch["seed"][row]), n=1)` replays a sequence. Seeds have 64 bits, so int64 holds the upper
+    half as negative numbers, which `SamplingParams` accepts.
+    Raises `RequestError` for an unknown layout and for outputs without log-probs.
     """
     check_layout(layout)
     samples = [sample for output in outputs for sample in output.outputs]
@@ -108,13 +108,13 @@ def rollout_batch(
 
 
 def check_layout(layout: str) -> None:
-    """Raise `RequestError` unless `layout` exists."""
+    """Raise `RequestError` for an unknown layout."""
     if layout not in get_args(Layout):
         raise RequestError.for_field("layout", layout, " or ".join(map(repr, get_args(Layout))))
 
 
 class _Masks(NamedTuple):
-    """bool, in the shape of the layout. Filling True places from the left, row by row, keeps token order."""
+    """bool masks in the shape of the layout; their True places, row by row, are in the order of the tokens."""
 
     prompt: np.ndarray
     response: np.ndarray

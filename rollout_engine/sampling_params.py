@@ -1,4 +1,4 @@
-"""What one request asks of the sampler, checked once at the door."""
+"""Sampling settings of one request."""
 
 import math
 from typing import Annotated, Any, Literal, TypeAlias
@@ -16,17 +16,17 @@ MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_LOGPROB_TOKEN_IDS = 1_024
 MAX_LOGPROB_VALUES = 1 << 26
-"""Log-probs that one request may bring by `logprobs=-1` and `logprob_token_ids`: 256 MiB of them."""
+"""Most log-probs of one request by `logprobs=-1` and `logprob_token_ids`: 256 MiB of them."""
 MAX_PROMPT_LOGPROB_VALUES = 1 << 24
-"""Log-probs that one prompt may bring by `prompt_logprobs=-1`: two arrays of 64 MiB."""
+"""Most log-probs of one prompt by `prompt_logprobs=-1`: two arrays of 64 MiB."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1_024
 MAX_STOP_REGEX = 16
 MAX_STOP_REGEX_CHARS = 1_024
 STOP_REGEX_WINDOW = 1_024
-"""Characters: the longest match of a stop pattern that is found."""
+"""Longest match of a stop pattern that is found, in characters."""
 STOP_REGEX_SECONDS = 0.5
-"""Seconds of computing that the patterns of one sample may take, and a millisecond more for each token."""
+"""Seconds that the patterns of one sample may take to compute, plus a millisecond for each token."""
 MAX_STOP_TOKEN_IDS = 1_024
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARS = 1_024
@@ -38,7 +38,7 @@ LogprobsMode = Literal["tempered", "raw", "processed"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
-class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[metaclass]
     """Sampling settings of one request. Unknown names, wrong types and broken bounds raise `RequestError`.
 
     >>> SamplingParams(temperature=0.7, max_tokens=64, n=8)
@@ -58,7 +58,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
     """Samples of one prompt. The prompt is computed once."""
     temperature: float = 1.0
-    """Logits are divided by it. 0 is greedy (ties: lowest id). Greedy log-probs count as temperature 1."""
+    """Divides the logits. 0 is greedy (ties: lowest id). Greedy log-probs count as temperature 1."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches `top_p`; in (0, 1]."""
     top_k: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
@@ -66,7 +66,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     min_p: float = 0.0
     """Keep tokens at least `min_p` times as likely as the most likely one; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or output are divided by it where positive, else multiplied; in [0.01, 100]."""
+    """Divides positive logits of tokens in prompt or output, and multiplies negative ones; in [0.01, 100]."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that the output contains; in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -137,8 +137,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         )
         for field in ("presence_penalty", "frequency_penalty"):
             _require(field, getattr(self, field), -2 <= getattr(self, field) <= 2, "in [-2, 2]")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError.for_field("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        _require("min_tokens", self.min_tokens, fits, f"at most max_tokens={self.max_tokens}")
         _require("truncate_prompt_tokens", self.truncate_prompt_tokens, self.truncate_prompt_tokens != 0, "-1 or >= 1")
         self._check_stops()
         self._check_masks()
@@ -154,9 +154,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         for place, pattern in enumerate(self.stop_regex or ()):
             _check_pattern(f"stop_regex[{place}]", pattern)
         for field in ("stop", "stop_regex"):
-            if getattr(self, field) and not self.detokenize:
-                hint = "Stop strings need text."
-                raise RequestError.for_field(field, getattr(self, field), "absent when detokenize=False", hint)
+            value, bound = getattr(self, field), "absent when detokenize=False"
+            _require(field, value, self.detokenize or not value, bound, "Stop strings need text.")
 
     def _check_masks(self) -> None:
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
@@ -174,7 +173,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def wants_ranks(self) -> bool:
-        """Whether results say how many tokens were as likely as the sampled one, or more."""
+        """Whether results carry the rank of the sampled token."""
         return bool(self.logprobs)
 
     @property
@@ -183,23 +182,24 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         return self.logprobs == -1 or bool(self.logprob_token_ids)
 
     def check_num_logprobs(self, num_prompt_tokens: int, max_tokens: int, vocab_size: int) -> None:
-        """Raise `RequestError` where all log-probs of a request would be too many to hold."""
+        """Raise `RequestError` if a request asks for more log-probs than can be held."""
         if not (self.asks_for_ids or self.prompt_logprobs == -1):
             return
         if self.prompt_logprobs == -1:
-            count, most = num_prompt_tokens * vocab_size, MAX_PROMPT_LOGPROB_VALUES
+            count, bound = num_prompt_tokens * vocab_size, f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs a request"
             what = f"{num_prompt_tokens} prompt tokens x {vocab_size} of the vocabulary = {count} log-probs"
-            _require_few("prompt_logprobs", self.prompt_logprobs, what, count, most, "Give a shorter prompt.")
+            hint = f"{what}. Give a shorter prompt."
+            _require("prompt_logprobs", -1, count <= MAX_PROMPT_LOGPROB_VALUES, bound, hint)
         width = vocab_size if self.logprobs == -1 else len(self.logprob_token_ids or ())
-        field = "logprobs" if self.logprobs == -1 else "logprob_token_ids"
+        field, value = ("logprobs", -1) if self.logprobs == -1 else ("logprob_token_ids", f"{width} ids")
         count, room = self.n * max_tokens * width, MAX_LOGPROB_VALUES // max(1, self.n * width)
         what = f"n={self.n} x {max_tokens} tokens x {width} ids = {count} log-probs"
-        hint = f"Give max_tokens={room} or less." if room else "Give a smaller n."
-        _require_few(field, -1 if self.logprobs == -1 else f"{width} ids", what, count, MAX_LOGPROB_VALUES, hint)
+        hint = f"{what}. " + (f"Give max_tokens={room} or less." if room else "Give a smaller n.")
+        _require(field, value, count <= MAX_LOGPROB_VALUES, f"at most {MAX_LOGPROB_VALUES} log-probs a request", hint)
 
     @property
     def stops_on_text(self) -> bool:
-        """Whether its text may end a completion."""
+        """Whether a completion may end by its text."""
         return bool(self.stop or self.stop_regex)
 
     @property
@@ -214,7 +214,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 SamplingLike: TypeAlias = SamplingParams | dict[str, Any]
-"""Sampling params as users may give them: a dict holds their fields."""
+"""Sampling params as users may give them: a dict has their fields."""
 
 
 def as_sampling_params(value: Any) -> SamplingParams:
@@ -226,14 +226,9 @@ def as_sampling_params(value: Any) -> SamplingParams:
     return value
 
 
-def _require(field: str, value: object, ok: bool, bound: str) -> None:
+def _require(field: str, value: object, ok: bool, bound: str, hint: str = "") -> None:
     if not ok:
-        raise RequestError.for_field(field, value, bound)
-
-
-def _require_few(field: str, value: object, what: str, count: int, most: int, hint: str) -> None:
-    if count > most:
-        raise RequestError.for_field(field, value, f"at most {most} log-probs a request", f"{what}. {hint}")
+        raise RequestError.for_field(field, value, bound, hint)
 
 
 def _check_texts(field: str, texts: list[str] | None, max_count: int, max_chars: int) -> None:
@@ -245,7 +240,7 @@ def _check_texts(field: str, texts: list[str] | None, max_count: int, max_chars:
 def _check_pattern(field: str, pattern: str) -> None:
     try:
         matches_nothing = regex.compile(pattern).search("", timeout=STOP_REGEX_SECONDS)
-    except Exception as problem:  # the compiler's own error, or what too deep a pattern brings about
+    except Exception as problem:  # the compiler's own error, or a recursion error of too deep a pattern
         bound = f"a regular expression ({type(problem).__name__}: {problem})"
         raise RequestError.for_field(field, pattern, bound) from problem
     _require(field, pattern, matches_nothing is None, "a pattern that does not match the empty text")

@@ -1,11 +1,11 @@
-"""Sequence seeds: 64 bits that, with a position, decide every sampled token (DESIGN.md section 7).
+"""Sequence seeds: 64 bits that, with the position, determine every sampled token.
 
 `mix` is the finaliser of SplitMix64 (Steele, Lea, Flood, 2014) over a pair: any change of either argument changes
 about half of the 64 bits, so neighbouring prompts and samples draw unrelated streams.
 """
 
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
-"""Seeds that users may give: 64 bits, read as an unsigned or as a signed number."""
+"""Seeds that users may give: 64 bits, as an unsigned or a signed number."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -20,7 +20,7 @@ def mix(seed: int, index: int) -> int:
 
 
 def unsigned(seed: int) -> int:
-    """The seed in [0, 2**64) that has the same 64 bits: int64 tensors hold large seeds as negative numbers."""
+    """The seed in [0, 2**64) with the same 64 bits: int64 tensors hold large seeds as negative numbers."""
     return seed & _MASK
 
 

@@ -1,7 +1,7 @@
-"""Adapters of PEFT, merged for the engine: each adapted weight is sent as base + adapter.
+"""Merges PEFT adapters for the engine: each adapted weight is sent as base + adapter.
 
-PEFT's own `merge` of a layer does it, in a copy of that layer: the result has the bits of `merge_and_unload`, and the
-trainer's weights are not touched. PEFT itself is not imported: its layers are known by what they have.
+PEFT's own `merge` does it, in a copy of the layer: the result has the bits of `merge_and_unload`, and the trainer's
+weights are not touched. PEFT itself is not imported: its layers are recognised by their attributes.
 """
 
 import copy
@@ -14,32 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sync.deferred import Deferred, gathered, is_sharded
 from sync.errors import ManifestMismatch
+from sync.lazy_tensor import LazyTensor, gathered, is_sharded
 
 logger = logging.getLogger("sync")
 
-_told: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models whose merging the log has told."""
+_warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models for which the warning about merging has been logged."""
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether any layer of `model` has an adapter beside it, or a trained copy of itself.
 
-    Raises `ManifestMismatch` for adapters that are no part of weights (prompts, prefixes).
+    Raises `ManifestMismatch` for adapters that cannot be merged into weights (prompts, prefixes).
     """
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
         for name, config in configs.items() if isinstance(configs, Mapping) else ():
             if getattr(config, "is_prompt_learning", False):
-                what = f"Adapter '{name}' ({_kind(config)}) trains a prompt, which cannot be merged into weights"
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                what = f"Adapter '{name}' ({kind}) trains a prompt, which cannot be merged into weights"
                 raise ManifestMismatch(f"{what}: send the base model, and put the prompt into requests.")
-    return any(_is_adapted(module) or _is_choice(module) for module in model.modules())
+    return any(_is_adapted(module) or _has_trained_copy(module) for module in model.modules())
 
 
-def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor | Deferred]]:
-    """The state of `model` under the names of its base model, active adapters merged. Says so once for each model."""
-    modules = {name: module for name, module in model.named_modules() if _is_adapted(module) or _is_choice(module)}
+def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor | LazyTensor]]:
+    """The state of `model` under its base model's names, active adapters merged. Logs a warning once for each model."""
+    modules = {
+        name: module for name, module in model.named_modules() if _is_adapted(module) or _has_trained_copy(module)
+    }
     layers: dict[int, _MergedLayer] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         path = next((path for path in _parents(name) if path in modules), None)
@@ -49,17 +52,17 @@ def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor | Deferred]]:
         inner, prefix = _source_of(modules[path])
         rest = name.removeprefix(f"{path}.")
         if not rest.startswith(prefix):
-            continue  # a part of the adapter, or what is not used now
+            continue  # part of the adapter, or not used now
         plain = f"{path}.{rest.removeprefix(prefix)}"
         if inner is None or not _has_to_merge(inner):
             yield plain, tensor
         else:
-            _tell(model)
+            _warn_once(model)
             layer = layers.setdefault(id(inner), _MergedLayer(path, inner))
             yield plain, _Merged(layer, rest.removeprefix(prefix), tensor)
 
 
-class _Merged(Deferred):
+class _Merged(LazyTensor):
     """One tensor of a layer after its merge."""
 
     def __init__(self, layer: "_MergedLayer", name: str, base: Tensor) -> None:
@@ -67,26 +70,26 @@ class _Merged(Deferred):
         self._layer, self._name = layer, name
         self.is_collective = layer.is_collective
 
-    def make(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Merge the layer's adapters, in a copy. Raises `ManifestMismatch` where PEFT cannot."""
         return self._layer.take(self._name)
 
 
 class _MergedLayer:
-    """A layer whose merge gives all of its tensors at once."""
+    """A layer with adapters; merging it gives all of its tensors at once."""
 
     def __init__(self, path: str, layer: Any) -> None:
         self._path, self._layer = path, layer
         self.is_collective = any(is_sharded(parameter) for parameter in layer.parameters())
-        self._made: dict[str, Tensor] = {}
-        self._making = threading.Lock()
+        self._merged: dict[str, Tensor] = {}
+        self._merging = threading.Lock()
 
     def take(self, name: str) -> Tensor:
-        """The tensor called `name` in the base layer."""
-        with self._making:
-            if name not in self._made:
-                self._made = self._merge()
-            return self._made.pop(name)
+        """The merged tensor called `name` in the base layer; each can be taken once per merge."""
+        with self._merging:
+            if name not in self._merged:
+                self._merged = self._merge()
+            return self._merged.pop(name)
 
     @torch.no_grad()
     def _merge(self) -> dict[str, Tensor]:
@@ -103,17 +106,17 @@ class _MergedLayer:
 
 
 def _is_adapted(module: Any) -> bool:
-    """A layer with adapters beside its `base_layer`."""
+    """Whether it is a layer with adapters beside its `base_layer`."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
 
 
-def _is_choice(module: Any) -> bool:
-    """A wrapper that runs either a layer or something trained in its place."""
+def _has_trained_copy(module: Any) -> bool:
+    """Whether it is a wrapper that runs either the original layer or a trained copy of it."""
     return isinstance(getattr(module, "original_module", None), nn.Module) and hasattr(module, "active_adapters")
 
 
 def _source_of(module: Any) -> tuple[Any, str]:
-    """The layer to merge, if any, and the prefix of the names that are sent, both within `module`."""
+    """The layer to merge, or None, and the prefix of the names to send, both within `module`."""
     if _is_adapted(module):
         return module, "base_layer."
     if _is_adapted(getattr(module, "token_adapter", None)):
@@ -124,7 +127,7 @@ def _source_of(module: Any) -> tuple[Any, str]:
 
 
 def _has_to_merge(layer: Any) -> bool:
-    """Whether the base layer's weights are not yet those that the layer computes with."""
+    """Whether the base layer's weights differ from those that the layer computes with."""
     if layer.disable_adapters:
         return bool(layer.merged)
     return not set(layer.active_adapters) <= set(layer.merged_adapters)
@@ -137,23 +140,22 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _copy_of(module: nn.Module, made: dict[int, Any]) -> Any:
-    """A module with whole tensors of its own, on which methods can be called that change them; not to be run.
+    """A copy with whole tensors of its own, for methods that change them. It cannot be run.
 
-    FSDP2's modules cannot be copied otherwise: their copies are of the class that was sharded. `made`: by the identity
-    of an original, its copy.
+    FSDP2's modules cannot be copied otherwise: the copy has the class of the module before it was sharded. `made` maps
+    the id of each original tensor to its copy.
     """
     classes = type(module).__mro__
     sharded = [i for i, each in enumerate(classes) if each.__name__ == "FSDPModule"]
     twin: Any = object.__new__(classes[sharded[0] + 1] if sharded else classes[0])
-    twin.__dict__ = {name: copy.copy(value) if _is_container(value) else value for name, value in vars(module).items()}
+    twin.__dict__ = {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else value
+        for name, value in vars(module).items()
+    }
     for tensors in (twin._parameters, twin._buffers):
         tensors |= {name: _whole_copy(t, made) for name, t in tensors.items() if t is not None}
     twin._modules |= {name: _copy_of(child, made) for name, child in module._modules.items() if child is not None}
     return twin
-
-
-def _is_container(value: object) -> bool:
-    return isinstance(value, (dict, list, set))
 
 
 def _whole_copy(tensor: Tensor, made: dict[int, Any]) -> Tensor:
@@ -165,14 +167,10 @@ def _whole_copy(tensor: Tensor, made: dict[int, Any]) -> Tensor:
     return copied
 
 
-def _kind(config: Any) -> str:
-    return str(getattr(config.peft_type, "value", config.peft_type))
-
-
-def _tell(model: nn.Module) -> None:
-    if model in _told:
+def _warn_once(model: nn.Module) -> None:
+    if model in _warned:
         return
-    _told.add(model)
+    _warned.add(model)
     logger.warning(
         "The model's active adapters (PEFT) are merged into the weights that are sent; its own are not touched. Its "
         "forward adds an adapter's product instead, which rounds otherwise: log-probs agree to the bit only while it "

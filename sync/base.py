@@ -4,8 +4,8 @@
     sender.send()                                           ... at the same time
 
 The manifest travels by whatever control channel the two sides have. What the receiving engine does with the tensors
-(stage, verify, commit) is a transaction of its own, the same for every transport: a transport delivers bytes, the
-manifest's digests prove them.
+(stage, verify, commit) is a transaction of its own, the same for every transport: a transport delivers bytes, and the
+manifest's digests prove that they are the right ones.
 """
 
 from abc import abstractmethod
@@ -16,9 +16,9 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from sync.arrival import Arrivals
-from sync.looks import Arrival
 from sync.manifest import WeightManifest
+from sync.tensor_check import CheckResult
+from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
 WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | PathLike[str]
 """Where weights come from; a path is a published store or a safetensors checkpoint directory. Tensors must keep their
@@ -41,7 +41,7 @@ class WeightSender(Protocol):
     def send(self) -> None:
         """Move what was offered to every receiver, which calls `receive` meanwhile; returns when all have it.
 
-        Returns at once for transports whose receivers fetch by themselves. Raises `TransferTimeout` or `SyncError`.
+        Does nothing for transports whose receivers fetch by themselves. Raises `TransferTimeout` or `SyncError`.
         """
 
     def close(self) -> None:
@@ -58,41 +58,43 @@ class WeightReceiver(Protocol):
         then. Exhaust the iterator, or `close`.
         """
 
-    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
-        """Write each tensor of `manifest` into `shadow`, and return name -> what lies there then.
+    def receive_into(
+        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+    ) -> dict[str, CheckResult]:
+        """Write each tensor of `manifest` into `shadow` by `writer`, and return what each name then holds.
 
         `shadow` has a tensor of the manifest's shape and dtype for each name, and is asked for it once, when that
-        tensor has come, perhaps from several threads; what it raises ends the receiving. Faster than `receive`: bytes
-        are digested as they are written, and may be fetched several at once, or straight to their place. What is on a
-        device is copied and digested there by the stream that is current.
+        tensor has arrived, perhaps from several threads; an error that it raises ends the receiving. Faster than
+        `receive`: bytes are digested as they are written, and may be fetched by several threads, or straight to their
+        place. Tensors on a device are copied and digested there by the stream that is current.
         """
-        arrivals = Arrivals()
+        batch = WriteBatch(writer)
         for name, tensor in self.receive(manifest):
-            arrivals.take(name, shadow[name], tensor)
-        return arrivals.told()
+            batch.write(name, shadow[name], tensor)
+        return batch.results()
 
     def close(self) -> None:
-        """Let go of the connection. Returns at once; a `receive` on another thread that waits for its sender to come
-        ends."""
+        """Close the connection, if there is one. Returns at once; a `receive` on another thread that waits for its
+        sender to come ends."""
 
 
 class GroupReceiver(WeightReceiver):
-    """The engine's end where tensors come several at a time: a device takes those of a group in one pass."""
+    """The engine's end where several tensors arrive together: a device copies and checks a group in one pass."""
 
     @abstractmethod
     def groups(self, manifest: WeightManifest) -> Generator[list[tuple[str, Tensor]]]:
-        """As `receive`; the tensors of a group are valid until the next group is asked for."""
+        """Yield the tensors of `manifest`, several at a time; a group is valid until the next one is asked for."""
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
-        """As `WeightReceiver.receive`."""
         with closing(self.groups(manifest)) as groups:
             for group in groups:
                 yield from group
 
-    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
-        """As `WeightReceiver.receive_into`."""
-        arrivals = Arrivals()
+    def receive_into(
+        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+    ) -> dict[str, CheckResult]:
+        batch = WriteBatch(writer)
         with closing(self.groups(manifest)) as groups:
             for group in groups:
-                arrivals.take_together((name, shadow[name], tensor) for name, tensor in group)
-        return arrivals.told()
+                batch.write_group((name, shadow[name], tensor) for name, tensor in group)
+        return batch.results()

@@ -1,4 +1,4 @@
-"""The one warning of an engine whose trainer computes in another dtype."""
+"""Warns, once per engine, that the trainer computes in another dtype than the engine."""
 
 import logging
 import math
@@ -16,14 +16,14 @@ _SERVED = ("float32", "bfloat16", "float16")
 
 
 class CastNotice:
-    """Says once, for one engine, that weights are cast on their way to it."""
+    """Logs one warning when weights are cast on their way to an engine."""
 
     def __init__(self) -> None:
-        self._is_said = False
+        self._was_logged = False
 
-    def look(self, pairs: Iterable[SourcePair], metadata: Metadata) -> None:
-        """Warn if floating weights are not in the dtypes of `metadata`, naming the pair of dtypes of most values."""
-        if self._is_said:
+    def warn_if_cast(self, pairs: Iterable[SourcePair], metadata: Metadata) -> None:
+        """Warn if floating weights differ from the dtypes of `metadata`, naming the pair of dtypes of most values."""
+        if self._was_logged:
             return
         cast: Counter[tuple[str, str]] = Counter()
         for name, tensor in pairs:
@@ -32,7 +32,7 @@ class CastNotice:
             if differs and tensor.dtype.is_floating_point and torch_dtype(wanted).is_floating_point:
                 cast[dtype_name(tensor.dtype), wanted] += math.prod(tensor.shape)
         if cast:
-            self._is_said = True
+            self._was_logged = True
             ((came, wanted), _), *_ = cast.most_common()
             other = f", or make the engine with dtype='{came}'" if came in _SERVED else ""
             logger.warning(

@@ -1,8 +1,8 @@
-"""A safetensors checkpoint directory: one file, or the shards that its index names; a header each, then raw numbers.
+"""Reads a safetensors checkpoint directory: one file, or the shards that its index names, each a header and raw bytes.
 
 Headers are checked against the files' sizes, so a truncated or mislabelled file is named before anything is read from
 it. Files may be rewritten, replaced or cut at any time: all tensors are of one moment, or there is an error
-(`sync.held_files`).
+(`sync.file_snapshot`).
 """
 
 import logging
@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from sync.deferred import FileTensor
 from sync.errors import ManifestMismatch
-from sync.held_files import HeldFile, open_settled
+from sync.file_snapshot import FileSet, SnapshotFile, open_snapshot
+from sync.lazy_tensor import FileTensor
+from sync.manifest import decode_json
 
 logger = logging.getLogger("sync")
 
@@ -52,32 +53,32 @@ class StoredTensor(FileTensor):
         name: str,
         stored_dtype: str,
         shape: tuple[int, ...],
-        file: HeldFile,
+        file: SnapshotFile,
         start: int,
         check: Callable[[], None],
     ) -> None:
         super().__init__(shape, _DTYPES[stored_dtype], lambda out, at: file.fetch(out, start + at), check)
         self.name, self.path = name, file.path
         self.stored_dtype = stored_dtype
-        """safetensors' own spelling: F32, BF16, I64, ..."""
+        """The dtype as safetensors spells it: F32, BF16, I64, ..."""
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether weights in the safetensors format are there."""
+    """Whether `directory` has weights in the safetensors format."""
     return (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
 
 
 def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[StoredTensor]:
-    """Every tensor of the checkpoint, in the order in which they lie in its files; their bytes are read when asked for.
+    """Every tensor of the checkpoint, in the order of its files; their bytes are read when asked for.
 
     Args:
-        being_trained: a trainer may be saving to the directory. Say so in the log if its files look like a save that
-            has not finished; bytes alone cannot tell.
+        being_trained: a trainer may be saving to the directory. Log a warning if its files look like an unfinished
+            save, which cannot be known from their bytes.
 
     Raises `ManifestMismatch`, naming the file, and the tensor where one is at fault: absent or cut files, headers that
     contradict the bytes, an index that contradicts the shards. `ChecksumMismatch` when files keep changing.
     """
-    files = open_settled(lambda: _CheckpointFiles(directory))
+    files = open_snapshot(lambda: _CheckpointFiles(directory))
     if being_trained:
         files.warn_if_unfinished()
     tensors = [tensor for shard in files.shards for tensor in _read_header(shard, files.check)]
@@ -90,31 +91,33 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _CheckpointFiles:
-    """All files of a checkpoint, held open. Satisfies `HeldFiles`."""
+class _CheckpointFiles(FileSet):
+    """All files of a checkpoint, held open."""
 
     def __init__(self, directory: Path) -> None:
         config = directory / CONFIG_FILE
-        self.files = [HeldFile(config)] if config.is_file() else []
-        self.index: HeldFile | None = None
+        self.files = [SnapshotFile(config)] if config.is_file() else []
+        self.index: SnapshotFile | None = None
         self.weight_map: dict[str, str] = {}
-        """By tensor, the shard's name; of the index."""
+        """Tensor name -> file name of its shard, as the index says."""
         if (directory / SINGLE_FILE).is_file():
-            self.shards = [HeldFile(directory / SINGLE_FILE)]
+            self.shards = [SnapshotFile(directory / SINGLE_FILE)]
         else:
-            self.index = HeldFile(directory / INDEX_FILE)
-            self.weight_map = _read_index(self.index)
-            self.shards = [HeldFile(_shard(self.index.path, name)) for name in sorted(set(self.weight_map.values()))]
+            self.index = SnapshotFile(directory / INDEX_FILE)
+            self.weight_map = decode_json(
+                self.index.content(), _Index, f"{self.index.path} is not a valid index"
+            ).weight_map
+            self.shards = [
+                SnapshotFile(_shard(self.index.path, name)) for name in sorted(set(self.weight_map.values()))
+            ]
             self.files.append(self.index)
         self.files += self.shards
 
-    def check(self) -> None:
-        """Raise `ChecksumMismatch` unless all files are as they were, and what their paths name."""
-        for file in self.files:
-            file.check()
-
     def warn_if_unfinished(self) -> None:
-        """A save writes the index last; one over an older checkpoint has shards on both sides of it meanwhile."""
+        """Log a warning if some shards are newer than the index and others older.
+
+        A save writes the index last, so this is the state in the middle of a save over an older checkpoint.
+        """
         if self.index is None:
             return
         saved = self.index.stamp.modified
@@ -123,16 +126,9 @@ class _CheckpointFiles:
         if newer and older:
             what = f"{newer[0]} is newer than {self.index.path.name} and {older[0].name} is older"
             advice = (
-                "If a save is under way, or was broken off, these weights are a mixture: update once it is complete."
+                "If a save is under way, or was interrupted, these weights are a mixture: update once it is complete."
             )
-            logger.warning("%s: so it is while a checkpoint is saved over another one. %s", what, advice)
-
-
-def _read_index(index: HeldFile) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(index.content(), type=_Index).weight_map
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise ManifestMismatch(f"{index.path} is not a valid index ({problem}).") from None
+            logger.warning("%s: this is the state while a checkpoint is saved over another one. %s", what, advice)
 
 
 def _shard(index: Path, name: str) -> Path:
@@ -142,14 +138,14 @@ def _shard(index: Path, name: str) -> Path:
 
 
 class _Declared(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor's entry in a safetensors header; offsets count from the header's end."""
+    """A tensor's entry in a safetensors header; offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-def _read_header(file: HeldFile, check: Callable[[], None]) -> Iterator[StoredTensor]:
+def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[StoredTensor]:
     path, size = file.path, file.stamp.size
     first = bytearray(min(8, size))
     file.fetch(memoryview(first), 0)
@@ -159,10 +155,8 @@ def _read_header(file: HeldFile, check: Callable[[], None]) -> Iterator[StoredTe
         raise ManifestMismatch(f"{path} is not a safetensors file, or is cut short: {what}. {_AGAIN}")
     header = bytearray(length)
     file.fetch(memoryview(header), 8)
-    try:
-        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise ManifestMismatch(f"{path} is not a safetensors file: its header is not valid ({problem}).") from None
+    what = f"{path} is not a safetensors file: its header is not valid"
+    raw = decode_json(header, dict[str, msgspec.Raw], what)
     raw.pop("__metadata__", None)
     declared = [(name, _checked(path, name, entry, size - 8 - length)) for name, entry in raw.items()]
     declared.sort(key=lambda pair: pair[1].data_offsets)
@@ -176,15 +170,12 @@ def _read_header(file: HeldFile, check: Callable[[], None]) -> Iterator[StoredTe
 
 
 def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declared:
-    """The entry of one tensor: shape and dtype agree with its bytes, which lie within `num_bytes` of data."""
-    try:
-        declared = msgspec.json.decode(raw, type=_Declared)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise ManifestMismatch(f"{path}: the header's entry of tensor '{name}' is not valid ({problem}).") from None
+    """The entry of one tensor, after checks: shape and dtype fit its bytes, which are within `num_bytes` of data."""
+    declared = decode_json(bytes(raw), _Declared, f"{path}: the header's entry of tensor '{name}' is not valid")
     start, end = declared.data_offsets
     dtype = _DTYPES.get(declared.dtype)
     if dtype is None:
-        raise ManifestMismatch(f"{path}: tensor '{name}' has dtype {declared.dtype}, which is not known here.")
+        raise ManifestMismatch(f"{path}: tensor '{name}' has dtype {declared.dtype}, which is not supported.")
     shape = list(declared.shape)
     if min(shape, default=0) < 0 or start < 0 or end - start != math.prod(shape) * dtype.itemsize:
         what = f"{declared.dtype} of shape {shape} does not fill bytes {start} to {end}"

@@ -1,4 +1,4 @@
-"""Whether a transport fits the device it is asked for."""
+"""Checks that a transport can work on the device it is asked for."""
 
 import torch
 import torch.distributed as dist

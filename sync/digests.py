@@ -4,8 +4,8 @@
     pieces      16        16        16       16            bytes each, as xxh3-128 is written: the high half first
     digest   xxh3-128 of those bytes, in hexadecimal       of nothing, where there is no piece
 
-The hash of a piece is one long chain. Many pieces can be hashed at the same time, as a device would have it, and each
-when it comes.
+The hash of a piece is one long chain of operations, but pieces are independent: a device hashes many at the same time,
+and the host hashes each as it arrives.
 """
 
 import ctypes
@@ -16,22 +16,22 @@ import xxhash
 from torch import Tensor
 
 PIECE_BYTES = 512 << 10
-"""Of every piece but the last. It stays in a core's second cache between its digest and what else is done with it; less
-costs more calls. A small model has thousands for a device to hash at once."""
+"""Bytes of every piece but the last. A piece stays in a core's L2 cache between its digest and its copy; smaller pieces
+would cost more calls. A small model has thousands, which a device hashes at once."""
 DIGEST_FORM = f"xxh3-128 of pieces of {PIECE_BYTES} bytes"
-"""What a manifest says of its digests."""
+"""How digests are made, as a manifest states it."""
 
 Memory: TypeAlias = memoryview | bytes
 
 
 class Digest:
-    """Of bytes that come in order, in parts of any size."""
+    """The digest of bytes that are given in order, in parts of any size."""
 
     def __init__(self) -> None:
         self._pieces, self._piece, self._room = xxhash.xxh3_128(), xxhash.xxh3_128(), PIECE_BYTES
 
     def update(self, memory: Memory) -> None:
-        """`memory` follows."""
+        """Add the next bytes."""
         start = 0
         while start < len(memory):
             part = memory[start : start + self._room]
@@ -41,7 +41,7 @@ class Digest:
                 self._end_piece()
 
     def hexdigest(self) -> str:
-        """Of all; nothing may follow."""
+        """The digest of all bytes; `update` must not be called again."""
         if self._room < PIECE_BYTES:
             self._end_piece()
         return self._pieces.hexdigest()
@@ -62,7 +62,7 @@ def tensor_digest(tensor: Tensor) -> str:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy; it keeps the tensor alive.
 
-    Not by `Tensor.numpy`, after which a storage can never be resized, as sleeping engines and FSDP do.
+    It does not use `Tensor.numpy`, after which a storage cannot be resized, as sleeping engines and FSDP do.
     """
     if not tensor.nbytes:
         return memoryview(bytearray())

@@ -9,11 +9,11 @@ SyncError
 
 
 class SyncError(Exception):
-    """Root of everything that can go wrong while weights travel."""
+    """Root of all errors of weight transport."""
 
 
 class ManifestMismatch(SyncError):
-    """Names, shapes, dtypes or tied aliases differ from what the receiver holds; or files from their manifest."""
+    """Names, shapes, dtypes or tied aliases differ from those of the receiver; or files from their manifest."""
 
 
 class StaleVersion(SyncError):
@@ -25,4 +25,4 @@ class ChecksumMismatch(SyncError):
 
 
 class TransferTimeout(SyncError):
-    """A peer did not come, or stopped answering, before the deadline."""
+    """A peer did not connect, or stopped answering, before the deadline."""

@@ -1,4 +1,4 @@
-"""Whether floating values are finite, by their bits alone, which is many times quicker than by their values."""
+"""Checks by their bits alone whether floating values are finite, many times faster than by their values."""
 
 import functools
 
@@ -9,9 +9,10 @@ _INTEGERS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def is_finite(memory: memoryview, dtype: torch.dtype) -> bool:
-    """Whether no element is NaN or infinite; of integers none is.
+    """Whether no element is NaN or infinite; always true for integers.
 
-    By extremes: the bits of floats grow with their magnitude, and NaN and infinities lie above the largest.
+    The bits of floats grow with their magnitude, and those of NaN and infinities are above the largest finite value's.
+    So the extremes decide.
     """
     if not dtype.is_floating_point or not len(memory):
         return True
@@ -32,8 +33,8 @@ def largest_bits(dtype: torch.dtype) -> int:
 def markers(dtype: torch.dtype) -> tuple[int, int, int]:
     """(mask, carry, sign), each for 64 bits of elements side by side.
 
-    An element is not finite exactly if `((bits & mask) + carry) & sign` has its sign bit set: all bits of the mask are
-    then, and the carry runs through them. 0s for integers.
+    An element is not finite exactly if `((bits & mask) + carry) & sign` has its sign bit set: then all bits of the mask
+    are set, and the carry runs through them. All three are 0 for integers.
     """
     if not dtype.is_floating_point:
         return 0, 0, 0

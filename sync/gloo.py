@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 from sync.broadcast import BroadcastEnd, BroadcastReceiver, BroadcastSender
-from sync.groups import Place, ProcessGroup, Store, WeightGroup, c10d, own_address
+from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, c10d, own_address
 
 BUCKET_BYTES = 16 << 20
 """Default size of a bucket. A larger tensor travels alone."""
@@ -27,7 +27,7 @@ class GlooSender(BroadcastSender):
     def __init__(
         self, rendezvous: str, world_size: int, *, timeout: float = 300.0, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        super().__init__(_end(Place(rendezvous, 0, world_size, timeout)), bucket_bytes)
+        super().__init__(_end(GroupConfig(rendezvous, 0, world_size, timeout)), bucket_bytes)
 
 
 class GlooReceiver(BroadcastReceiver):
@@ -36,15 +36,15 @@ class GlooReceiver(BroadcastReceiver):
     def __init__(
         self, rendezvous: str, rank: int, world_size: int, *, timeout: float = 300.0, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        super().__init__(_end(Place(rendezvous, rank, world_size, timeout)), bucket_bytes)
+        super().__init__(_end(GroupConfig(rendezvous, rank, world_size, timeout)), bucket_bytes)
 
 
-def _end(place: Place) -> BroadcastEnd:
-    return BroadcastEnd(WeightGroup(place, _connect), torch.device("cpu"))
+def _end(config: GroupConfig) -> BroadcastEnd:
+    return BroadcastEnd(WeightGroup(config, _connect), torch.device("cpu"))
 
 
-def _connect(store: Store, place: Place) -> ProcessGroup:
+def _connect(store: Store, config: GroupConfig) -> ProcessGroup:
     options = c10d.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=place.timeout)
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address(place))]
-    return c10d.ProcessGroupGloo(c10d.PrefixStore("weights", store), place.rank, place.world_size, options)
+    options._timeout = timedelta(seconds=config.timeout)
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address(config))]
+    return c10d.ProcessGroupGloo(c10d.PrefixStore("weights", store), config.rank, config.world_size, options)

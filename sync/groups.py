@@ -1,10 +1,10 @@
-"""Forming the process group of a collective transport: apart from the trainer's own, in the background, by a deadline.
+"""Forms the process group of a collective transport: apart from the trainer's own, in the background, by a deadline.
 
     rendezvous "file:///path/nobody/used"      one machine: no port is opened for it
     rendezvous "tcp://host:port"               several: rank 0 listens on that address, and on no other
 
 The trainer is rank 0, workers are ranks 1 to N. Every rank makes its own group object at once and can go on with other
-work; `ready` tells when all have come.
+work; `ready` says whether all have joined.
 """
 
 import atexit
@@ -21,14 +21,15 @@ import torch.distributed as dist
 
 from sync.errors import SyncError, TransferTimeout
 
+NEW_ENDS = "Make a new sender and new receivers with a new rendezvous."
 ProcessGroup: TypeAlias = Any
 Store: TypeAlias = Any
-"""torch.distributed's own, which it does not export to type checkers."""
 c10d: Any = dist
+"""torch.distributed with the classes that it does not export to type checkers."""
 
 
-class Place(NamedTuple):
-    """One rank's place in a group."""
+class GroupConfig(NamedTuple):
+    """One rank of a group, and how it finds the others."""
 
     rendezvous: str
     rank: int
@@ -37,7 +38,7 @@ class Place(NamedTuple):
     """Seconds: for the group to form, and for each later step."""
 
     def check(self) -> None:
-        """`SyncError` unless there is such a place."""
+        """Raise `SyncError` unless there can be such a rank."""
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             what = f"rank={self.rank}, world_size={self.world_size}"
             raise SyncError(f"{what} is not allowed: the trainer is rank 0 and workers are 1 to world_size - 1.")
@@ -49,48 +50,50 @@ class WeightGroup:
     """A process group that forms on a thread of its own.
 
     Args:
-        connect: makes the backend from the rendezvous store and the place; blocks until all ranks have come.
+        connect: makes the backend from the rendezvous store and the config; blocks until all ranks have joined.
     """
 
-    def __init__(self, place: Place, connect: Callable[[Store, Place], ProcessGroup]) -> None:
-        place.check()
-        self.place = place
-        self._store = _rendezvous_of(place)
+    def __init__(self, config: GroupConfig, connect: Callable[[Store, GroupConfig], ProcessGroup]) -> None:
+        config.check()
+        self.config = config
+        self._store = _rendezvous_of(config)
         self._connect = connect
         self._group: ProcessGroup = None
         self._left: ProcessGroup = None
-        """To be closed: after the step in progress, since closing would wait for it."""
+        """The group to close after the step in progress: closing now would wait for it."""
         self._lock, self._stepping = threading.Lock(), threading.Lock()
         self._problem: Exception | None = None
-        self._deadline = time.monotonic() + place.timeout
+        self._deadline = time.monotonic() + config.timeout
         self._settled = threading.Event()
-        """It has formed, or never will."""
-        self._thread = threading.Thread(target=self._run, name="weight-group", daemon=True)
+        """Set once the group has formed, or never will."""
+        self._thread = threading.Thread(target=self._form, name="weight-group", daemon=True)
         _FORMING.add(self)
         self._thread.start()
 
     def ready(self) -> bool:
-        """Whether all ranks have come. Raises as `joined` once it is clear that they will not."""
+        """Whether all ranks have joined. Raises as `joined` does once it is clear that they will not."""
         if not self._settled.is_set() and time.monotonic() < self._deadline:
             return False
         self.joined()
         return True
 
     def joined(self) -> ProcessGroup:
-        """The group, as soon as all have come. `TransferTimeout` if they do not; `SyncError` once it is broken."""
+        """Wait until all ranks have joined. `TransferTimeout` if they do not; `SyncError` once the group is broken."""
         self._settled.wait(max(self._deadline - time.monotonic(), 0.0) + 1.0)
         if self._group is None:
-            why = f": {_first_line(self._problem)}" if self._problem is not None else ""
-            what = f"The weight group of {self.place.world_size} did not form within {self.place.timeout:g} s"
-            raise TransferTimeout(f"{what}{why}. Start every rank, then make new ends with a new rendezvous.")
+            first_line = str(self._problem).strip().partition("\n")[0] or type(self._problem).__name__
+            why = f": {first_line}" if self._problem is not None else ""
+            what = f"The weight group of {self.config.world_size} did not form within {self.config.timeout:g} s"
+            raise TransferTimeout(f"{what}{why}. Start every rank. {NEW_ENDS}")
         if self._group is _BROKEN:
-            raise SyncError("The weight group broke off or is closed: make new ends with a new rendezvous.")
+            raise SyncError(f"The weight group is broken or closed. {NEW_ENDS}")
         return self._group
 
     def leave(self) -> None:
         """Close the connections; peers in the middle of a step get an error, not a wait.
 
-        From another thread: who waits for the group to form gets an error at once, a step in progress ends first.
+        Called from another thread, it gives those who wait for the group to form an error at once; a step in progress
+        ends first.
         """
         with self._lock:
             group, self._group = self._group, _BROKEN
@@ -101,7 +104,7 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around waiting for peers."""
+        """Enter this around each wait for peers, so that `leave` does not close the connections during it."""
         try:
             with self._stepping:
                 yield
@@ -119,39 +122,33 @@ class WeightGroup:
                 self._stepping.release()
 
     def await_thread(self, seconds: float) -> None:
-        """Until the group has formed or never will, at most for so long."""
+        """Wait until the group has formed or never will, at most for `seconds`."""
         self._thread.join(seconds)
 
-    def _run(self) -> None:
-        try:
-            self._form()
-        finally:
-            _FORMING.discard(self)
-
     def _form(self) -> None:
+        group: ProcessGroup = None
         try:
             store = self._store()
             self._await_all(store)
-            group = self._connect(store, self.place)
+            group = self._connect(store, self.config)
         except Exception as problem:  # shown by `joined`, on the thread of the caller
             self._problem = problem
-            self._settled.set()
-            return
         with self._lock:
-            late, self._group = self._group, self._group or group
+            earlier, self._group = self._group, self._group or group
         self._settled.set()
-        if late is _BROKEN:
+        if earlier is _BROKEN and group is not None:
             group.abort()
+        _FORMING.discard(self)
 
     def _await_all(self, store: Store) -> None:
-        """Until every rank has come to the rendezvous: from here on it can be left, a connect under way cannot."""
-        store.set(f"here/{self.place.rank}", "")
-        everybody = [f"here/{rank}" for rank in range(self.place.world_size)]
+        """Wait until every rank is at the rendezvous. This wait can be ended early, a connect under way cannot."""
+        store.set(f"arrived/{self.config.rank}", "")
+        everybody = [f"arrived/{rank}" for rank in range(self.config.world_size)]
         while not store.check(everybody):
             if self._group is _BROKEN:
-                raise SyncError("it was left")
+                raise SyncError("this rank left the group")
             if time.monotonic() > self._deadline:
-                raise TransferTimeout("some ranks never came")
+                raise TransferTimeout("some ranks never joined")
             time.sleep(_POLL_SECONDS)
 
 
@@ -159,12 +156,12 @@ _BROKEN = object()
 _POLL_SECONDS = 0.005
 _FORMING: set[WeightGroup] = set()
 _EXIT_SECONDS = 30.0
-"""How long the end of a process waits for connects under way; one that peers keep waiting longer does not come back."""
+"""How long an ending process waits for connects under way. One that takes longer will not return."""
 
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """A thread that comes back from torch while the interpreter ends would abort the process."""
+    """Wait for threads in torch: one that returns from it while the interpreter ends would abort the process."""
     forming = list(_FORMING)
     for group in forming:
         group.leave()
@@ -173,9 +170,9 @@ def _leave_at_exit() -> None:
         group.await_thread(max(deadline - time.monotonic(), 0.0))
 
 
-def own_address(place: Place) -> str:
-    """The local address by which this rank reaches the rendezvous, and so the one to be reached by."""
-    address = urlsplit(place.rendezvous)
+def own_address(config: GroupConfig) -> str:
+    """The local address that leads to the rendezvous; the other ranks can reach this one there."""
+    address = urlsplit(config.rendezvous)
     if address.scheme == "file" or address.hostname is None:
         return "127.0.0.1"
     family, kind, protocol, _, target = socket.getaddrinfo(address.hostname, address.port, type=socket.SOCK_DGRAM)[0]
@@ -184,31 +181,27 @@ def own_address(place: Place) -> str:
         return str(probe.getsockname()[0])
 
 
-def _rendezvous_of(place: Place) -> Callable[[], Store]:
-    """How to reach the rendezvous; it is only parsed here."""
-    address = urlsplit(place.rendezvous)
-    timeout = timedelta(seconds=place.timeout)
+def _rendezvous_of(config: GroupConfig) -> Callable[[], Store]:
+    """Parse the rendezvous; return the function that connects to it."""
+    address = urlsplit(config.rendezvous)
+    timeout = timedelta(seconds=config.timeout)
     if address.scheme == "file" and address.path and not address.netloc:
-        return lambda: c10d.FileStore(address.path, place.world_size)
+        return lambda: c10d.FileStore(address.path, config.world_size)
     try:
         host, port = address.hostname, address.port
     except ValueError:
         host = port = None
     if address.scheme == "tcp" and host and port:
-        return lambda: _tcp_store(host, port, place, timeout)
+        return lambda: _tcp_store(host, port, config, timeout)
     wanted = "file:///absolute/path (one machine) or tcp://host:port (several)"
-    raise SyncError(f"rendezvous='{place.rendezvous}' is not allowed: must be {wanted}.")
+    raise SyncError(f"rendezvous='{config.rendezvous}' is not allowed: must be {wanted}.")
 
 
-def _tcp_store(host: str, port: int, place: Place, timeout: timedelta) -> Store:
-    """Rank 0 brings its own listening socket: torch's would listen on every address of the machine."""
-    options: dict[str, Any] = dict(world_size=place.world_size, timeout=timeout, wait_for_workers=False)
-    if place.rank:
+def _tcp_store(host: str, port: int, config: GroupConfig, timeout: timedelta) -> Store:
+    """Connect. Rank 0 makes the listening socket itself: torch's would listen on every address of the machine."""
+    options: dict[str, Any] = dict(world_size=config.world_size, timeout=timeout, wait_for_workers=False)
+    if config.rank:
         return c10d.TCPStore(host, port, is_master=False, **options)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, port), family=family)
     return c10d.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
-
-
-def _first_line(problem: Exception) -> str:
-    return str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__

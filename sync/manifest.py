@@ -6,6 +6,7 @@ digest of every tensor, sorted by name: equal totals mean equal weights under eq
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from sync.digests import DIGEST_FORM
 from sync.errors import ManifestMismatch
-from sync.looks import Looks
+from sync.tensor_check import TensorCheck
 
 MAX_VERSION = 2**63
 _MAX_TENSOR_BYTES = 2**50
+_Decoded = TypeVar("_Decoded")
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool".split()
@@ -30,19 +32,20 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As torch spells it, without the prefix: "float32", "bfloat16"."""
+    """Name of the torch dtype without the prefix: "float32", "bfloat16"."""
     digest: str
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, contiguous."""
+        """Bytes of the contiguous tensor."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     def check(self) -> None:
         """Raise `ManifestMismatch` unless a tensor of this shape and dtype can exist."""
         torch_dtype(self.dtype)
         if any(size < 0 for size in self.shape) or self.num_bytes > _MAX_TENSOR_BYTES:
-            raise ManifestMismatch(f"'{self.name}' has shape {self.shape}, which no tensor here can have.")
+            limits = "sizes must be 0 or more, and all of it at most 2**50 bytes"
+            raise ManifestMismatch(f"'{self.name}' has shape {self.shape}, which is not allowed: {limits}.")
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +57,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Groups of names that are one tensor on the sender's side; the first of each group is in `tensors`."""
     digest: str
     digest_form: str = "xxh3-128"
-    """How digests are made (`sync.digests.DIGEST_FORM`); absent where it was the whole tensor's."""
+    """How digests are made (`sync.digests.DIGEST_FORM`). Manifests without this field digest each tensor as a whole."""
 
     @classmethod
     def of(cls, version: int, tensors: Sequence[TensorSpec], aliases: Sequence[Sequence[str]] = ()) -> "WeightManifest":
@@ -64,8 +67,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return cls(version=version, tensors=list(tensors), aliases=groups, digest=total, digest_form=DIGEST_FORM)
 
     def check(self) -> None:
-        """Raise `ManifestMismatch` unless version and names can be, digests are of the form made here, and the total is
-        that of these tensors."""
+        """Raise `ManifestMismatch` unless version, names and shapes are valid, digests are of the form made here, and
+        the total digest is that of these tensors."""
         if type(self.version) is not int or not 0 <= self.version < MAX_VERSION:
             raise ManifestMismatch(f"version={self.version!r} is not allowed: must be an int in [0, 2**63).")
         if self.digest_form != DIGEST_FORM:
@@ -80,7 +83,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ManifestMismatch(f"The manifest of version {self.version} lists {first_names(twice)} more than once.")
         if total_digest(self.tensors) != self.digest:
             raise ManifestMismatch(
-                f"The manifest of version {self.version} is damaged: its digest is not its tensors'."
+                f"The manifest of version {self.version} is damaged: its total digest is not that of its tensors."
             )
 
     @property
@@ -103,17 +106,24 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def describe(name: str, tensor: Tensor) -> TensorSpec:
     """The spec of `tensor` as it is now, digest included."""
-    (spec,) = describe_all([(name, tensor)])
-    return spec
+    return describe_all([(name, tensor)])[0]
 
 
 def describe_all(pairs: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
-    """The specs of all as they are now; those on a device are digested there."""
-    looks, forms = Looks(finite=False), []
+    """The specs of all tensors as they are now; those on a device are digested there."""
+    check, forms = TensorCheck(check_finite=False), []
     for name, tensor in pairs:
-        looks.at(tensor)
+        check.add(tensor)
         forms.append((name, tuple(tensor.shape), dtype_name(tensor.dtype)))
-    return [TensorSpec(*form, look.digest) for form, look in zip(forms, looks.told(), strict=True)]
+    return [TensorSpec(*form, result.digest) for form, result in zip(forms, check.results(), strict=True)]
+
+
+def decode_json(content: bytes | bytearray, kind: type[_Decoded], what: str, advice: str = "") -> _Decoded:
+    """`content` as `kind`. Raises `ManifestMismatch`, which says `what` is wrong, why, and what to do."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise ManifestMismatch(f"{what} ({problem}).{advice}") from None
 
 
 def total_digest(tensors: Iterable[TensorSpec]) -> str:

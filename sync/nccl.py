@@ -1,7 +1,7 @@
 """The nccl transport: a broadcast between CUDA devices, packed, two buckets in flight, on a stream of its own.
 
 **Unproven**: its device part has not run yet. The protocol and the packing are those of `sync.broadcast`, proven over
-gloo; what is only here is the group, the stream and the deadline on the device.
+gloo; only the group, the stream and the deadline on the device are here.
 
 NCCL opens sockets on the interfaces that NCCL_SOCKET_IFNAME allows: set it to "lo" on one machine.
 """
@@ -16,7 +16,7 @@ import torch
 
 from sync.broadcast import BroadcastEnd, BroadcastReceiver, BroadcastSender
 from sync.devices import cuda_device
-from sync.groups import Place, ProcessGroup, Store, WeightGroup, c10d
+from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, c10d
 
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; each side has two on its device. A larger tensor travels alone."""
@@ -28,10 +28,8 @@ class NcclSender(BroadcastSender):
     """The trainer's end: rank 0 of `world_size`. Unproven (see the module). Returns at once.
 
     Args:
-        rendezvous: "file:///path", a new one for each group; or "tcp://host:port" across machines.
         device: where the buckets are; the source may be anywhere.
-        timeout: seconds for the group to form, and for each step of a transfer.
-        bucket_bytes: how much travels at once; the same on every rank.
+        rendezvous, timeout, bucket_bytes: as for `GlooSender`.
 
     Raises `SyncError` for a device that is not CUDA, or where torch has no NCCL.
     """
@@ -45,7 +43,7 @@ class NcclSender(BroadcastSender):
         timeout: float = 300.0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        super().__init__(_end(Place(rendezvous, 0, world_size, timeout), device), bucket_bytes)
+        super().__init__(_end(GroupConfig(rendezvous, 0, world_size, timeout), device), bucket_bytes)
 
 
 class NcclReceiver(BroadcastReceiver):
@@ -64,17 +62,17 @@ class NcclReceiver(BroadcastReceiver):
         timeout: float = 300.0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        super().__init__(_end(Place(rendezvous, rank, world_size, timeout), device), bucket_bytes)
+        super().__init__(_end(GroupConfig(rendezvous, rank, world_size, timeout), device), bucket_bytes)
 
 
-def _end(place: Place, device_name: str) -> BroadcastEnd:
+def _end(config: GroupConfig, device_name: str) -> BroadcastEnd:
     device = cuda_device("nccl", device_name)
-    place.check()
+    config.check()
     stream = _cuda.Stream(device)
 
     @contextlib.contextmanager
     def on_stream() -> Iterator[None]:
-        """What the caller has started comes first, and the caller goes on after what was started in here."""
+        """Run after the work that the caller has launched; the caller's later work runs after what is launched here."""
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
@@ -90,12 +88,12 @@ def _end(place: Place, device_name: str) -> BroadcastEnd:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def connect(store: Store, place: Place) -> ProcessGroup:
+    def connect(store: Store, config: GroupConfig) -> ProcessGroup:
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=place.timeout)
+        options._timeout = timedelta(seconds=config.timeout)
         prefixed = c10d.PrefixStore("weights", store)
-        group = c10d.ProcessGroupNCCL(prefixed, place.rank, place.world_size, options)
+        group = c10d.ProcessGroupNCCL(prefixed, config.rank, config.world_size, options)
         group.eager_connect_single_device(device)  # otherwise the first broadcast would: `ready` must mean ready
         return group
 
-    return BroadcastEnd(WeightGroup(place, connect), device, stream=on_stream, settle=settle)
+    return BroadcastEnd(WeightGroup(config, connect), device, stream=on_stream, settle=settle)

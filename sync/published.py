@@ -1,17 +1,17 @@
-"""A published version on disk, and how it is read: leased, checked, into memory of our own.
+"""A published version on disk, and how it is read: leased, checked, into this process's own memory.
 
     store/
       CURRENT                     which version directory, and the digest of its manifest; replaced atomically
       LOCK                        held (flock) by the one publisher
       versions/000042/
         manifest.json             the authority: names, shapes, dtypes, digests, ties
-        meta.json                 for `TensorDict.load_memmap`; ours is compared, never believed
+        meta.json                 for `TensorDict.load_memmap`; only compared with what it must be, never trusted
         lease                     held (flock, shared) by readers; a version is recycled only when nobody holds it
         model.embed.weight.memmap one file for each tensor
 
 A reader trusts CURRENT's digest for the manifest and the manifest for everything else: exactly the files it lists,
-regular, of exactly their sizes, with their digests. Nothing here decodes anything but JSON of a known form, and nothing
-is mapped: whoever cuts a file meanwhile causes an error, not the end of the process.
+regular, of exactly their sizes, with their digests. Nothing but JSON of a known form is decoded, and nothing is mapped:
+a file that is cut meanwhile causes an error, not the end of the process.
 """
 
 import json
@@ -19,22 +19,19 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
-import torch
 import xxhash
 from torch import Tensor
 
-from sync.arrival import read
-from sync.deferred import FileTensor
 from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
-from sync.manifest import TensorSpec, WeightManifest, first_names, torch_dtype
-from sync.shared_files import try_lock
+from sync.lazy_tensor import Fetch, FileTensor
+from sync.manifest import TensorSpec, WeightManifest, decode_json, first_names, torch_dtype
+from sync.shared_files import read_at, try_lock
 from sync.threads import in_threads
 
 CURRENT, LOCK, VERSIONS = "CURRENT", "LOCK", "versions"
@@ -51,12 +48,12 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: int
     directory: str
-    """Below `versions/`: the version in at least six digits; `-1`, `-2`, ... where that name was taken."""
+    """Name in `versions/`: the version in at least six digits, then `-1`, `-2`, ... where that was taken."""
     manifest_digest: str
     """xxh3-128 of the bytes of its manifest.json."""
 
 
-class PublishedWeights:
+class PublishedWeights(AbstractContextManager["PublishedWeights"]):
     """A lease on one published version. A context manager; or `close` it.
 
     Its tensors are copies in this process's memory: writing to one changes nothing in the store, and one that is held
@@ -89,12 +86,7 @@ class PublishedWeights:
         """End the lease."""
         self._lease, self._tensors = None, {}
 
-    def __enter__(self) -> "PublishedWeights":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -110,7 +102,7 @@ class Lease:
 
 
 def is_store(directory: Path) -> bool:
-    """Whether something has been published there."""
+    """Whether something has been published in `directory`."""
     return (directory / CURRENT).is_file()
 
 
@@ -121,31 +113,29 @@ def open_current(directory: str | os.PathLike[str], *, num_threads: int = 1) -> 
         num_threads: how many threads read and digest.
 
     Raises `ManifestMismatch` when this is no store, or its files are not those of its manifest; `ChecksumMismatch`
-    when bytes are not those published; `TransferTimeout` when publishers outrun this reader for ten seconds.
+    when bytes are not those published; `TransferTimeout` when versions are replaced faster than this reader can lease
+    one, for ten seconds.
     """
     lease = lease_current(Path(directory))
     manifest = checked_manifest(lease)
-
-    def found(spec: TensorSpec) -> Tensor:
-        out = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-        with opened_tensor(lease, spec) as fetch:
-            _check_digest(lease, spec, read(out, fetch).digest)
-        return out
-
+    files = [_published_tensor(lease, spec) for spec in manifest.tensors]
     sizes = [spec.num_bytes for spec in manifest.tensors]
-    return PublishedWeights(lease, manifest, _named(manifest, in_threads(found, manifest.tensors, num_threads, sizes)))
+    tensors = in_threads(FileTensor.materialize, files, num_threads, sizes)
+    return PublishedWeights(lease, manifest, _by_every_name(manifest, tensors))
 
 
 def read_current(directory: Path) -> dict[str, FileTensor]:
-    """The current version of the store at `directory`: name -> tensor, read when it is asked for. Raises as
-    `open_current`."""
+    """The current version of the store at `directory`: name -> tensor, read when it is asked for.
+
+    Raises as `open_current` does.
+    """
     lease = lease_current(directory)
     manifest = checked_manifest(lease)
-    return _named(manifest, [_published_tensor(lease, spec) for spec in manifest.tensors])
+    return _by_every_name(manifest, [_published_tensor(lease, spec) for spec in manifest.tensors])
 
 
 def lease_current(directory: Path) -> Lease:
-    """A lease on the version that CURRENT names, whatever publishers do meanwhile. Raises as `open_current`."""
+    """Lease the version that CURRENT names, whatever publishers do meanwhile. Raises as `open_current` does."""
     deadline = time.monotonic() + _LEASE_SECONDS
     while time.monotonic() < deadline:
         pointer = read_pointer(directory)
@@ -154,11 +144,12 @@ def lease_current(directory: Path) -> Lease:
         if lease is not None and read_pointer(directory) == pointer:
             return lease
         time.sleep(0.001)
-    raise TransferTimeout(f"{directory}: no lease within {_LEASE_SECONDS:g} s, for versions come faster than leases.")
+    what = f"{directory}: no lease within {_LEASE_SECONDS:g} s"
+    raise TransferTimeout(f"{what}: versions are published faster than readers can lease them. Publish less often.")
 
 
 def read_pointer(directory: Path) -> Pointer:
-    """What CURRENT says. `ManifestMismatch` when there is none, or it is not one of ours."""
+    """The content of CURRENT. `ManifestMismatch` when there is none, or it is damaged."""
     try:
         content = _read_small(directory / CURRENT)
     except FileNotFoundError:
@@ -167,17 +158,17 @@ def read_pointer(directory: Path) -> Pointer:
         what = "holds a bare memory-mapped TensorDict" if (directory / META).exists() else "is not a published store"
         advice = "sync.publish(directory, source, version) makes one."
         raise ManifestMismatch(f"{directory} {what}: it has no {CURRENT} file. {advice}") from None
-    try:
-        pointer = msgspec.json.decode(content, type=Pointer)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise ManifestMismatch(f"{directory / CURRENT} is damaged: {problem}. Publish again.") from None
+    pointer = decode_json(content, Pointer, f"{directory / CURRENT} is damaged", " Publish again.")
     if not re.fullmatch(r"[0-9]{6,19}(-[0-9]{1,9})?", pointer.directory):
         raise ManifestMismatch(f"{directory / CURRENT} is damaged: it names no version. Publish again.")
     return pointer
 
 
 def checked_manifest(lease: Lease) -> WeightManifest:
-    """The manifest of a leased version, once it is the published one and the files beside it are exactly its files."""
+    """The manifest of a leased version, after checks that it is the one published and that the files are exactly its.
+
+    Raises `ManifestMismatch` or `ChecksumMismatch`.
+    """
     version = lease.pointer.version
     try:
         content = _read_small(MANIFEST, dir_fd=lease.directory)
@@ -186,10 +177,7 @@ def checked_manifest(lease: Lease) -> WeightManifest:
         raise ManifestMismatch(f"Version {version} has no readable {problem.filename}: publish it again.") from None
     if xxhash.xxh3_128_hexdigest(content) != lease.pointer.manifest_digest:
         raise ChecksumMismatch(f"The manifest of version {version} is not the one published: publish it again.")
-    try:
-        manifest = msgspec.json.decode(content, type=WeightManifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise ManifestMismatch(f"The manifest of version {version} is not valid: {problem}.") from None
+    manifest = decode_json(content, WeightManifest, f"The manifest of version {version} is not valid")
     manifest.check()
     if manifest.version != version:
         raise ChecksumMismatch(f"{CURRENT} says version {version}, its manifest {manifest.version}: publish it again.")
@@ -207,49 +195,43 @@ def checked_manifest(lease: Lease) -> WeightManifest:
         )
         raise ManifestMismatch(f"Files of version {version} are not those of its manifest ({what}): publish it again.")
     for spec in manifest.tensors:
-        os.close(open_tensor(lease, spec))
+        with opened_tensor(lease, spec):
+            pass  # it can be opened, and has its size
     return manifest
 
 
-def open_tensor(lease: Lease, spec: TensorSpec) -> int:
-    """A descriptor of the tensor's file: regular, no link, of the right size; or `ManifestMismatch`."""
+@contextmanager
+def opened_tensor(lease: Lease, spec: TensorSpec) -> Iterator[Fetch]:
+    """Open a tensor's file; yields the function that fetches its bytes.
+
+    Raises `ManifestMismatch` unless it is a regular file, no link, of the right size.
+    """
     try:
         file = os.open(file_name(spec.name), _READ, dir_fd=lease.directory)
     except OSError as problem:
         raise ManifestMismatch(f"The file of '{spec.name}' cannot be opened: {problem.strerror}.") from None
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != spec.num_bytes:
-        os.close(file)
-        what = f"has {status.st_size} bytes, the manifest says {spec.num_bytes}"
-        raise ManifestMismatch(f"The file of '{spec.name}' {what}: publish version {lease.pointer.version} again.")
-    return file
 
-
-@contextmanager
-def opened_tensor(lease: Lease, spec: TensorSpec) -> Iterator[Callable[[memoryview, int], None]]:
-    """Yields what fills some memory with the bytes of a tensor's file from a byte on. Raises as `open_tensor`."""
-    file = open_tensor(lease, spec)
-
-    def fetch(rest: memoryview, start: int) -> None:
-        while rest:
-            count = os.preadv(file, [rest], start)
-            if count == 0:
-                raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
-            rest, start = rest[count:], start + count
+    def fetch(out: memoryview, start: int) -> None:
+        if not read_at(file, out, start):
+            raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
 
     try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != spec.num_bytes:
+            what = f"has {status.st_size} bytes, the manifest says {spec.num_bytes}"
+            raise ManifestMismatch(f"The file of '{spec.name}' {what}: publish version {lease.pointer.version} again.")
         yield fetch
     finally:
         os.close(file)
 
 
 def file_name(name: str) -> str:
-    """The file of a tensor, as TensorDict calls it."""
+    """The name of a tensor's file, the same as TensorDict's."""
     return name + _SUFFIX
 
 
 def check_file_names(specs: Iterable[TensorSpec]) -> None:
-    """`ManifestMismatch` unless every name can be a file of its own in one directory."""
+    """Raise `ManifestMismatch` unless every name can be a file of its own in one directory."""
     for spec in specs:
         file = file_name(spec.name)
         if "/" in file or "\0" in file or file.startswith(".") or len(file.encode()) > 255:
@@ -267,7 +249,7 @@ def meta_json(manifest: WeightManifest) -> bytes:
 
 
 def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:
-    """None while a publisher is at work on that directory, or it has moved on."""
+    """Lease that version; None while a publisher is at work on its directory, or has replaced it."""
     try:
         version = os.open(directory / VERSIONS / pointer.directory, _READ | os.O_DIRECTORY)
     except OSError as problem:
@@ -292,19 +274,15 @@ def _published_tensor(lease: Lease, spec: TensorSpec) -> FileTensor:
             fetch_from(out, start)
 
     def check_digest(found: str) -> None:
-        _check_digest(lease, spec, found)
+        if found != spec.digest:
+            what = f"'{spec.name}' of version {lease.pointer.version} does not have its digest"
+            raise ChecksumMismatch(f"{what}: publish it again.")
 
     return FileTensor(spec.shape, torch_dtype(spec.dtype), fetch, check_digest=check_digest)
 
 
-def _check_digest(lease: Lease, spec: TensorSpec, found: str) -> None:
-    if found != spec.digest:
-        what = f"'{spec.name}' of version {lease.pointer.version} does not have its digest"
-        raise ChecksumMismatch(f"{what}: publish it again.")
-
-
-def _named(manifest: WeightManifest, found: list[_Found]) -> dict[str, _Found]:
-    """By every name, tied ones too."""
+def _by_every_name(manifest: WeightManifest, found: list[_Found]) -> dict[str, _Found]:
+    """The tensors that were found for those of the manifest, by every name, tied ones too."""
     tensors = {spec.name: tensor for spec, tensor in zip(manifest.tensors, found, strict=True)}
     return tensors | {name: tensors[first] for first, *others in manifest.aliases for name in others}
 

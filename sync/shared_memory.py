@@ -1,4 +1,4 @@
-"""Memory that another process can open: that of one CUDA device, through CUDA's handles."""
+"""Memory of one CUDA device that another process can open, by CUDA's IPC handles."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ _weak_reference: Callable[[UntypedStorage], Any] = reductions.StorageWeakRef
 
 
 class MemoryHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A buffer of another process, as CUDA and torch's allocator name it."""
+    """A buffer of another process, as CUDA and torch name it: the fields of `_share_cuda_` but for the device."""
 
     storage: bytes
     num_bytes: int
@@ -30,25 +30,25 @@ class SharedMemory(Protocol):
     """Memory that another process can open by a handle."""
 
     name: str
-    """Equal on both sides exactly if they can share."""
+    """The same name on both sides means that they can share memory."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]."""
+        """New memory of this kind, uint8 [num_bytes]."""
 
     def shares(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory of this kind."""
+        """Whether `tensor` lies in memory of this kind."""
 
     def export(self, storage: UntypedStorage) -> MemoryHandle:
-        """The handle of such memory, the same as long as it lives."""
+        """The handle of such memory, the same one as long as the memory lives."""
 
     def open(self, handle: MemoryHandle) -> Tensor:
-        """The other process's memory, all of the storage, uint8."""
+        """Open another process's memory: all of the storage, as uint8."""
 
     def mark(self) -> Callable[[], object]:
-        """A function that returns once all work on the memory that this thread has started by now is done."""
+        """A function that waits for all work on the memory that this thread has launched so far."""
 
 
-class CudaMemory:
+class CudaMemory(SharedMemory):
     """Memory of one CUDA device, shared through CUDA's IPC handles. Unproven."""
 
     def __init__(self, device: torch.device) -> None:
@@ -57,16 +57,14 @@ class CudaMemory:
         self.name = str(torch.cuda.get_device_properties(device).uuid)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """As `SharedMemory.allocate`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def shares(self, tensor: Tensor) -> bool:
-        """As `SharedMemory.shares`."""
         return tensor.device == self._device
 
     def export(self, storage: UntypedStorage) -> MemoryHandle:
-        """As `SharedMemory.export`. `SyncError` where the allocator keeps memory that cannot be shared."""
-        # Each export has torch count readers once more, so there is one for each storage.
+        """The handle of `storage`. `SyncError` where the allocator keeps memory that cannot be shared."""
+        # torch counts one more reader at each export, so each storage is exported once.
         self._exported = {key: pair for key, pair in self._exported.items() if not pair[0].expired()}
         whole: Any = storage
         if whole._cdata not in self._exported:
@@ -74,22 +72,11 @@ class CudaMemory:
         return self._exported[whole._cdata][1]
 
     def open(self, handle: MemoryHandle) -> Tensor:
-        """As `SharedMemory.open`."""
         storage_class: Any = torch.UntypedStorage
-        storage = storage_class._new_shared_cuda(
-            self._device.index,
-            handle.storage,
-            handle.num_bytes,
-            handle.offset,
-            handle.ref_counter,
-            handle.ref_counter_offset,
-            handle.event,
-            handle.event_sync_required,
-        )
+        storage = storage_class._new_shared_cuda(self._device.index, *msgspec.structs.astuple(handle))
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def mark(self) -> Callable[[], object]:
-        """As `SharedMemory.mark`: on the current stream."""
         done = _cuda.Event(blocking=True)
         done.record(torch.cuda.current_stream(self._device))
         return done.synchronize  # type: ignore[no-any-return]
@@ -97,9 +84,9 @@ class CudaMemory:
 
 def _handle_of(storage: Any) -> MemoryHandle:
     try:
-        # The other process has its own numbering of devices; the memory's name says that it is the same one.
-        _, handle, num_bytes, offset, counter, counter_offset, event, sync_required = storage._share_cuda_()
+        # The device index is dropped: the other process numbers devices by itself, and compares the memory's name.
+        _, *fields = storage._share_cuda_()
     except RuntimeError as problem:
         advice = "Start the trainer without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or send by 'nccl'."
         raise SyncError(f"The trainer's memory cannot be shared with another process ({problem}). {advice}") from None
-    return MemoryHandle(handle, num_bytes, offset, counter, counter_offset, event, sync_required)
+    return MemoryHandle(*fields)

@@ -1,11 +1,12 @@
 """The shared-memory transport: another process of the same user on the same machine.
 
-    trainer's memory     [ header, one page | tensor | pad | tensor | ... ]    one bucket, as `sync.buckets` places it
-    DIRECTORY/weights    which process has it, and its descriptor there
+    trainer's memory     [ header, one page | tensor | pad | tensor | ... ]    one bucket of `sync.buckets`
+    DIRECTORY/weights    the process that has this memory, and its descriptor there
 
 The trainer casts straight into the mapping, once; engines read views of it. Both keep it mapped from update to update
 (fresh pages cost several times a copy). The memory has no name in any directory and is sealed: it may grow and cannot
-shrink, so that no access to a mapping of it fails. It ends with the trainer's process. DIRECTORY is this user's alone.
+shrink, so that no access to a mapping of it fails. It ends with the trainer's process. Only this user may enter
+DIRECTORY.
 """
 
 import errno
@@ -17,29 +18,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 from torch import Tensor
 
-from sync.arrival import take
-from sync.base import Metadata, WeightReceiver, WeightSource
-from sync.buckets import plan_buckets, view_of
-from sync.directories import check_private, make_private, open_sole
+from sync.base import Metadata, WeightReceiver, WeightSender, WeightSource
+from sync.buckets import one_bucket, view_of
 from sync.errors import ChecksumMismatch, SyncError
-from sync.looks import Arrival
 from sync.manifest import WeightManifest
 from sync.offer import Offer
-from sync.shared_files import reserve
+from sync.shared_files import check_private, make_private, open_sole, reserve
 from sync.source import NamedTensor
+from sync.tensor_check import CheckResult
+from sync.tensor_writer import HOST_WRITER, TensorWriter
 from sync.threads import in_threads
 
 _FILE = "weights"
 _HEADER_BYTES = 4096
-_ONE_BUCKET = 2**62
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
-    """What the mapping holds now. While it is being written there is none (zeros)."""
+    """The version in the mapping. Zeros stand in its place while the mapping is being written."""
 
     version: int
     digest: str
@@ -53,7 +52,7 @@ class _Announcement(msgspec.Struct, forbid_unknown_fields=True):
     inode: int
 
 
-class ShmSender:
+class ShmSender(WeightSender):
     """Writes each offer to shared memory that is announced in `directory`, which is created if absent (mode 0700).
 
     It is the only sender there until closed; a second one is refused with `SyncError`, and so is a directory that
@@ -61,11 +60,14 @@ class ShmSender:
 
     Args:
         num_threads: how many threads cast, copy and digest.
+        writer: copies tensors into shared memory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, num_threads: int = 1, writer: TensorWriter = HOST_WRITER
+    ) -> None:
         self._path = Path(directory) / _FILE
-        self._num_threads = num_threads
+        self._num_threads, self._writer = num_threads, writer
         if not hasattr(os, "memfd_create"):
             raise SyncError("This system has no sealed memory to share (Linux has): send by 'store' or 'gloo'.")
         try:
@@ -78,21 +80,21 @@ class ShmSender:
         self._mapping: mmap.mmap | None = None
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
-        """As `WeightSender.offer`. `SyncError` when there is no room; the last version is then gone as well."""
+        """Write `source` to shared memory. `SyncError` when there is no room; the last version is then gone as well."""
         offer = Offer(source, metadata)
-        WeightManifest.of(version, offer.forms, offer.aliases).check()
-        buckets = plan_buckets(offer.forms, _ONE_BUCKET)
-        mapping = self._grown_to(_HEADER_BYTES + sum(bucket.num_bytes for bucket in buckets))
+        WeightManifest.of(version, offer.specs, offer.aliases).check()
+        bucket = one_bucket(offer.specs)
+        mapping = self._grown_to(_HEADER_BYTES + bucket.num_bytes)
         _write_header(mapping, None)
-        slots = [slot for bucket in buckets for slot in bucket.slots]
-        content = _content(mapping, sum(bucket.num_bytes for bucket in buckets))
-        manifest = offer.manifest(version, lambda i: offer.write(i, view_of(content, slots[i])), self._num_threads)
+        content = _content(mapping, bucket.num_bytes)
+
+        def write(i: int) -> str:
+            return offer.write(i, view_of(content, bucket.slots[i]), self._writer)
+
+        manifest = offer.manifest(version, write, self._num_threads)
         _write_header(mapping, _Header(version, manifest.digest))
         self._announce()
         return manifest
-
-    def send(self) -> None:
-        """Nothing to move: receivers read the mapping."""
 
     def close(self) -> None:
         """Remove the announcement; receivers keep what they have mapped. No-op the second time."""
@@ -103,7 +105,7 @@ class ShmSender:
             self._file, self._mapping = -1, None
 
     def _announce(self) -> None:
-        """Whatever became of the file since the last offer."""
+        """Write the file anew, whatever became of it since the last offer."""
         content = msgspec.json.encode(_Announcement(os.getpid(), self._memory, os.fstat(self._memory).st_ino))
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
@@ -139,39 +141,37 @@ class ShmReceiver(WeightReceiver):
         self._inode = -1
 
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
-        """As `WeightReceiver.receive`. `SyncError` when no sender, or another version, is there; `ChecksumMismatch`
-        when it was overwritten meanwhile."""
+        """Yield views of the mapping. `SyncError` when no sender, or another version, is there; `ChecksumMismatch` when
+        it was overwritten meanwhile."""
         manifest.check()
-        buckets = plan_buckets(manifest.tensors, _ONE_BUCKET)
-        num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        mapping = self._mapped(_HEADER_BYTES + num_bytes)
+        bucket = one_bucket(manifest.tensors)
+        mapping = self._mapped(_HEADER_BYTES + bucket.num_bytes)
         wanted = _Header(manifest.version, manifest.digest)
         if (found := _read_header(mapping)) != wanted:
             what = "nothing complete" if found is None else f"version {found.version}"
             raise SyncError(
                 f"Shared memory holds {what}, not version {manifest.version} of the manifest: offer it again."
             )
-        content = _content(mapping, num_bytes)
-        for slot in (slot for bucket in buckets for slot in bucket.slots):
-            yield slot.spec.name, view_of(content, slot)
+        yield from bucket.views(_content(mapping, bucket.num_bytes))
         if _read_header(mapping) != wanted:
             raise ChecksumMismatch(f"Version {manifest.version} was overwritten while it was received: offer it again.")
 
-    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
-        """As `WeightReceiver.receive_into`."""
+    def receive_into(
+        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+    ) -> dict[str, CheckResult]:
         views = self.receive(manifest)
-        pairs = list(itertools.islice(views, len(manifest.tensors)))
-        sizes = [tensor.nbytes for _, tensor in pairs]
-        arrivals = in_threads(lambda pair: take(shadow[pair[0]], pair[1]), pairs, self._num_threads, sizes)
-        list(views)  # looks whether it was overwritten meanwhile
-        return {name: arrival for (name, _), arrival in zip(pairs, arrivals, strict=True)}
+        tensors = dict(itertools.islice(views, len(manifest.tensors)))
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        results = in_threads(lambda name: writer.write(shadow[name], tensors[name]), tensors, self._num_threads, sizes)
+        list(views)  # checks that it was not overwritten meanwhile
+        return dict(zip(tensors, results, strict=True))
 
     def close(self) -> None:
-        """Let go of the mapping, at the latest when the last tensor is let go."""
+        """Let go of the mapping; it ends with the last tensor that is a view of it."""
         self._mapping, self._inode = None, -1
 
     def _mapped(self, num_bytes: int) -> mmap.mmap:
-        """The mapping of at least `num_bytes`, made anew when the memory has grown or is another sender's."""
+        """The mapping of at least `num_bytes`, made anew when the memory has grown or belongs to another sender."""
         memory = self._opened()
         try:
             status = os.fstat(memory)
@@ -185,7 +185,7 @@ class ShmReceiver(WeightReceiver):
         return self._mapping
 
     def _opened(self) -> int:
-        """A descriptor of the memory that is announced; proven to be of this user and sealed."""
+        """A descriptor of the announced memory, after a check that it is this user's and sealed."""
         try:
             check_private(self._path.parent)
             file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -208,7 +208,7 @@ class ShmReceiver(WeightReceiver):
 
 
 def _is_sealed(memory: int) -> bool:
-    """Whether it cannot shrink."""
+    """Whether the memory cannot shrink."""
     try:
         return bool(fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # a kind of file that has no seals
@@ -216,14 +216,14 @@ def _is_sealed(memory: int) -> bool:
 
 
 def _content(mapping: mmap.mmap, num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] after the header."""
+    """The bytes after the header, uint8 [num_bytes]."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mapping, dtype=torch.uint8, offset=_HEADER_BYTES, count=num_bytes)
 
 
 def _write_header(mapping: mmap.mmap, header: _Header | None) -> None:
-    """The length goes last in, first out: a header is there wholly or not at all."""
+    """Write the header. The length is cleared first and set last, so a header is there wholly or not at all."""
     mapping[:8] = bytes(8)
     if header is not None:
         content = msgspec.msgpack.encode(header)

@@ -1,4 +1,4 @@
-"""Reading a weight source: a list of plain names and tensors, and which of them are tied."""
+"""Reads a weight source: a list of plain names and tensors, and which of them are tied."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from sync.base import WeightSource
 from sync.checkpoint import is_checkpoint, read_checkpoint
-from sync.deferred import Deferred, Gathered, is_sharded
 from sync.errors import ManifestMismatch
+from sync.lazy_tensor import GatheredTensor, LazyTensor, is_sharded
 from sync.published import is_store, read_current
-from sync.wrappers import check_sendable, plain_names, state_of
+from sync.wrapped_modules import check_sendable, plain_names, state_of
 
-SourceTensor: TypeAlias = Tensor | Deferred
+SourceTensor: TypeAlias = Tensor | LazyTensor
 NamedTensor = tuple[str, Tensor]
 SourcePair = tuple[str, SourceTensor]
 
 
 def read_source(source: WeightSource) -> list[SourcePair]:
-    """The (name, tensor) pairs of a source; wrapper names removed. Nothing is copied, gathered or read yet.
+    """The (name, tensor) pairs of a source, without what wrappers add to names. Nothing is copied, gathered or read.
 
     Raises `ManifestMismatch` for anything that is not a plain tensor with data, naming it.
     """
@@ -32,22 +32,23 @@ def read_source(source: WeightSource) -> list[SourcePair]:
 
 
 def join_gathers(source: WeightSource) -> None:
-    """What every other rank of a sharded trainer calls while the sending rank offers or publishes the same source.
+    """Take part in gathering `source`: every other rank of a sharded trainer calls this while the sending rank offers
+    or publishes the same source.
 
     Gathering a full tensor is collective; the sending rank does it once for each sharded tensor, in source order.
     """
     pairs = read_source(source)
     repeated = {name for group in tied_groups(pairs) for name in group[1:]}
     for name, tensor in pairs:
-        if name not in repeated and isinstance(tensor, Deferred) and tensor.is_collective:
-            tensor.make()
+        if name not in repeated and isinstance(tensor, LazyTensor) and tensor.is_collective:
+            tensor.materialize()
 
 
 def tied_groups(tensors: Sequence[SourcePair]) -> list[list[str]]:
     """Names that are one and the same memory, grouped in order of first appearance; only groups of two or more."""
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors:
-        if isinstance(tensor, Deferred):
+        if isinstance(tensor, LazyTensor):
             groups.setdefault(tensor.identity, []).append(name)
         elif tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -56,9 +57,9 @@ def tied_groups(tensors: Sequence[SourcePair]) -> list[list[str]]:
 
 
 def _detached(tensor: SourceTensor) -> SourceTensor:
-    if isinstance(tensor, Deferred):
+    if isinstance(tensor, LazyTensor):
         return tensor
-    return Gathered(tensor) if is_sharded(tensor) else tensor.detach()
+    return GatheredTensor(tensor) if is_sharded(tensor) else tensor.detach()
 
 
 def _pairs(source: WeightSource) -> Iterable[SourcePair]:
@@ -76,7 +77,7 @@ def _pairs(source: WeightSource) -> Iterable[SourcePair]:
 
 
 def _stored_pairs(path: Path) -> Iterable[SourcePair]:
-    """Tensors that hold the files open, or the store's lease, as long as they are there: nothing has to be closed."""
+    """The tensors of a store or checkpoint. They keep the lease, or the files open, so nothing has to be closed."""
     if is_store(path):
         return read_current(path).items()
     if is_checkpoint(path):

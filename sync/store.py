@@ -9,7 +9,6 @@ reading are in `sync.published`.
 
 import itertools
 import os
-import queue
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -22,15 +21,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sync.arrival import read
-from sync.base import Metadata, WeightReceiver, WeightSource
+from sync.base import Metadata, WeightReceiver, WeightSender, WeightSource
 from sync.buckets import Slot, view_of
 from sync.digests import tensor_bytes, tensor_digest
 from sync.errors import StaleVersion, SyncError
-from sync.looks import Arrival
 from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import Offer
-from sync.own_process import OwnProcess
+from sync.owner_process import OwnerProcess
 from sync.published import (
     CURRENT,
     LEASE,
@@ -49,11 +46,14 @@ from sync.published import (
     opened_tensor,
     read_pointer,
 )
-from sync.shared_files import reserve, try_lock
+from sync.shared_files import open_sole, opened, reserve, try_lock, write_at
 from sync.source import NamedTensor
+from sync.tensor_check import CheckResult
+from sync.tensor_writer import HOST_WRITER, TensorWriter
 from sync.threads import in_threads
 
 _STAGING = ".staging"
+_READ_WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 
 
 def publish(
@@ -84,7 +84,7 @@ def publish(
         return _publish(store, offer, version, reset_version, num_threads)
 
 
-class StoreSender:
+class StoreSender(WeightSender):
     """Publishes each offer to the store at `directory`; the options are those of `publish`.
 
     It is the only publisher until closed: a second trainer on the same store is refused with `SyncError`.
@@ -92,18 +92,15 @@ class StoreSender:
 
     def __init__(self, directory: str | os.PathLike[str], *, reset_version: bool = False, num_threads: int = 1) -> None:
         self._store, self._reset_version, self._num_threads = Path(directory), reset_version, num_threads
-        self._owner = OwnProcess()
+        self._owner = OwnerProcess()
         self._lock = ExitStack()
         self._lock.enter_context(_sole_publisher(self._store))
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
-        """As `WeightSender.offer`, and as `publish`. `SyncError` in a forked child, which shares the parent's lock."""
-        if not self._owner.is_here:
-            raise SyncError(self._owner.explain(f"The sender to {self._store}"))
+        """Publish `source`; raises as `publish` does. `SyncError` in a forked child, which shares the parent's lock."""
+        if not self._owner.is_current:
+            raise SyncError(self._owner.error_message(f"The sender to {self._store}"))
         return _publish(self._store, Offer(source, metadata), version, self._reset_version, self._num_threads)
-
-    def send(self) -> None:
-        """Nothing to move: receivers read the store."""
 
     def close(self) -> None:
         """Let other publishers in; what is published stays."""
@@ -111,7 +108,7 @@ class StoreSender:
 
 
 class StoreReceiver(WeightReceiver):
-    """Reads versions from the store at `directory`, on `num_threads` threads ahead of its consumer.
+    """Reads versions from the store at `directory`, on `num_threads` threads.
 
     Files are read, not mapped: one that is cut meanwhile is an error, not the end of the process.
     """
@@ -120,37 +117,39 @@ class StoreReceiver(WeightReceiver):
         self._directory, self._num_threads = Path(directory), num_threads
 
     def receive(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
-        """As `WeightReceiver.receive`. `SyncError` when the store's current version is not `manifest`'s."""
+        """Yield each tensor, read ahead of the consumer. `SyncError` when another version is current in the store."""
         lease = self._leased(manifest)
         largest = max((spec.num_bytes for spec in manifest.tensors), default=0)
-        free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for _ in range(self._num_threads + 1):
-            free.put(torch.empty(largest, dtype=torch.uint8))
+        specs = iter(manifest.tensors)
+        ahead: deque[tuple[TensorSpec, Tensor, Future[None]]] = deque()
         with ThreadPoolExecutor(self._num_threads) as pool:
-            ahead: deque[tuple[TensorSpec, Tensor, Future[None]]] = deque()
-            for spec in manifest.tensors:
-                if free.empty():
-                    yield from _handed_over(ahead, free)
-                buffer = free.get()
-                ahead.append((spec, buffer, pool.submit(_read, lease, spec, tensor_bytes(buffer))))
-            while ahead:
-                yield from _handed_over(ahead, free)
 
-    def receive_into(self, shadow: Mapping[str, Tensor], manifest: WeightManifest) -> dict[str, Arrival]:
-        """As `WeightReceiver.receive_into`; bytes are read straight to their place."""
+            def read_next(buffer: Tensor) -> None:
+                for spec in itertools.islice(specs, 1):
+                    ahead.append((spec, buffer, pool.submit(_read, lease, spec, buffer)))
+
+            for _ in range(self._num_threads + 1):
+                read_next(torch.empty(largest, dtype=torch.uint8))
+            while ahead:
+                spec, buffer, reading = ahead.popleft()
+                reading.result()
+                yield spec.name, view_of(buffer, Slot(spec, 0))
+                read_next(buffer)  # the consumer has asked for the next tensor, so it is done with this one
+
+    def receive_into(
+        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+    ) -> dict[str, CheckResult]:
+        """Read each tensor straight to its place in `shadow`."""
         lease = self._leased(manifest)
 
-        def place(spec: TensorSpec) -> Arrival:
+        def read(spec: TensorSpec) -> CheckResult:
             out = shadow[spec.name]
             with opened_tensor(lease, spec) as fetch:
-                return read(out, fetch)
+                return writer.read(out, fetch)
 
         sizes = [spec.num_bytes for spec in manifest.tensors]
-        arrivals = in_threads(place, manifest.tensors, self._num_threads, sizes)
-        return {spec.name: arrival for spec, arrival in zip(manifest.tensors, arrivals, strict=True)}
-
-    def close(self) -> None:
-        """Nothing to let go of: a lease ends with its `receive`."""
+        results = in_threads(read, manifest.tensors, self._num_threads, sizes)
+        return {spec.name: result for spec, result in zip(manifest.tensors, results, strict=True)}
 
     def _leased(self, manifest: WeightManifest) -> Lease:
         lease = lease_current(self._directory)
@@ -161,40 +160,28 @@ class StoreReceiver(WeightReceiver):
         return lease
 
 
-def _handed_over(
-    ahead: deque[tuple[TensorSpec, Tensor, Future[None]]], free: "queue.SimpleQueue[Tensor]"
-) -> Iterator[NamedTensor]:
-    """The oldest tensor under way; its buffer is free again once the consumer asks for more."""
-    spec, buffer, reading = ahead.popleft()
-    reading.result()
-    yield spec.name, view_of(buffer, Slot(spec, 0))
-    free.put(buffer)
-
-
-def _read(lease: Lease, spec: TensorSpec, out: memoryview) -> None:
+def _read(lease: Lease, spec: TensorSpec, buffer: Tensor) -> None:
     with opened_tensor(lease, spec) as fetch:
-        fetch(out[: spec.num_bytes], 0)
+        fetch(tensor_bytes(buffer)[: spec.num_bytes], 0)
 
 
 @contextmanager
 def _sole_publisher(store: Path) -> Iterator[None]:
     try:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(store / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        lock = open_sole(store / LOCK)
     except OSError as problem:
         raise SyncError(f"{store} cannot be published to: {problem.strerror}.") from None
     try:
-        if not try_lock(lock):
-            raise SyncError(f"Another trainer publishes to {store}: one store has one trainer at a time.")
         yield
     finally:
         os.close(lock)
 
 
 def _publish(store: Path, offer: Offer, version: int, reset_version: bool, num_threads: int) -> WeightManifest:
-    """As `publish`, by the sole publisher."""
-    WeightManifest.of(version, offer.forms, offer.aliases).check()
-    check_file_names(offer.forms)
+    """Publish `offer`; the caller is the sole publisher."""
+    WeightManifest.of(version, offer.specs, offer.aliases).check()
+    check_file_names(offer.specs)
     current = read_pointer(store) if is_store(store) else None
     if current is not None and not reset_version and version <= current.version:
         return _published_already(store, offer, version)
@@ -221,15 +208,15 @@ def _published_already(store: Path, offer: Offer, version: int) -> WeightManifes
 
 @contextmanager
 def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
-    """A directory to write the next version in, under an exclusive lease; removed on error.
+    """Yield a directory to write the next version in, under an exclusive lease; it is removed on error.
 
     Rewriting the files of an old version is several times faster than making new ones, so one that nobody reads is
-    taken, and further ones are removed.
+    reused, and further ones are removed.
     """
     staging = versions / _STAGING
     lock = None
     try:
-        for name in sorted(os.listdir(versions)):  # what a dead publisher left, .staging, comes first
+        for name in sorted(os.listdir(versions)):  # .staging, left by a publisher that died, comes first
             if name == keep:
                 continue
             if (versions / name).is_symlink() or not (versions / name).is_dir():
@@ -260,7 +247,7 @@ def _unleased(version: Path) -> int | None:
     """An exclusive lock on the version's lease, or None while somebody reads it."""
     if (version / LEASE).is_symlink():
         os.unlink(version / LEASE)
-    lock = os.open(version / LEASE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    lock = os.open(version / LEASE, _READ_WRITE, 0o600)
     if try_lock(lock):
         return lock
     os.close(lock)
@@ -268,7 +255,7 @@ def _unleased(version: Path) -> int | None:
 
 
 def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) -> WeightManifest:
-    wanted = {file_name(form.name) for form in offer.forms}
+    wanted = {file_name(spec.name) for spec in offer.specs}
     for entry in list(os.scandir(staging)):
         if entry.name == LEASE or entry.name in wanted and entry.is_file(follow_symlinks=False):
             continue
@@ -276,23 +263,23 @@ def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) 
             shutil.rmtree(entry.path)
         else:
             os.unlink(entry.path)
-    for form in offer.forms:  # all the space there will be, before the first byte
-        _allocate(staging / file_name(form.name), form.num_bytes)
+    for spec in offer.specs:  # reserves all space before the first byte is written
+        _allocate(staging / file_name(spec.name), spec.num_bytes)
 
     def write(i: int) -> str:
         tensor = offer.cast(i).cpu().contiguous()
-        _write_file(staging / file_name(offer.forms[i].name), tensor_bytes(tensor))
+        _write_file(staging / file_name(offer.specs[i].name), tensor_bytes(tensor))
         return tensor_digest(tensor)
 
     manifest = offer.manifest(version, write, num_threads)
-    _write_file(staging / META, memoryview(meta_json(manifest)))
-    _write_file(staging / MANIFEST, memoryview(msgspec.json.encode(manifest)))
+    _write_file(staging / META, meta_json(manifest))
+    _write_file(staging / MANIFEST, msgspec.json.encode(manifest))
     _sync_directory(staging)
     return manifest
 
 
 def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
-    """Two renames. Everything that needs space on the disk comes before them."""
+    """Make `staging` the current version, by two renames. Everything that needs space on the disk comes before them."""
     versions, plain = staging.parent, f"{manifest.version:06d}"
     names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
     name = next(name for name in names if not (versions / name).exists())
@@ -300,7 +287,7 @@ def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
     pointer = msgspec.json.encode(Pointer(manifest.version, name, digest))
     fresh = store / f"{CURRENT}.new"
     fresh.unlink(missing_ok=True)
-    _write_file(fresh, memoryview(pointer))
+    _write_file(fresh, pointer)
     os.rename(staging, versions / name)
     _sync_directory(versions)
     os.replace(fresh, store / CURRENT)
@@ -308,29 +295,18 @@ def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
 
 
 def _allocate(path: Path, num_bytes: int) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
+    with opened(path, _READ_WRITE) as file:
         if os.fstat(file).st_size > num_bytes:
             os.ftruncate(file, num_bytes)
         reserve(file, num_bytes)
-    finally:
-        os.close(file)
 
 
-def _write_file(path: Path, content: memoryview) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        start = 0
-        while start < len(content):
-            start += os.pwrite(file, content[start:], start)
+def _write_file(path: Path, content: memoryview | bytes) -> None:
+    with opened(path, _READ_WRITE) as file:
+        write_at(file, content, 0)
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
         os.fsync(directory)
-    finally:
-        os.close(directory)

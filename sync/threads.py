@@ -1,4 +1,4 @@
-"""Work on many tensors, several at a time: copies and digests let other threads run."""
+"""Work on many tensors in several threads: copies and digests release the GIL."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +11,9 @@ _Result = TypeVar("_Result")
 def in_threads(
     work: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int, sizes: Sequence[int] = ()
 ) -> list[_Result]:
-    """`work` of each item, in order, on this thread and `num_threads` - 1 others. An error ends it all.
+    """`[work(item) for item in items]`, on this thread and `num_threads` - 1 others. An error ends all of them.
 
-    `sizes`: of the items; the largest begin first, so that no thread is left with one while the others are done.
+    `sizes`: sizes of the items. The largest begin first, so that no thread starts one when the others are done.
     """
     numbered = list(enumerate(items))
     if sizes:

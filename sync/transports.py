@@ -1,4 +1,4 @@
-"""The transports by name."""
+"""The ends of each transport by its name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -12,25 +12,17 @@ from sync.nccl import NcclReceiver, NcclSender
 from sync.shm import ShmReceiver, ShmSender
 from sync.store import StoreReceiver, StoreSender
 
+_ENDS: Mapping[str, tuple[Callable[..., WeightSender], Callable[..., WeightReceiver]]] = {
+    "inproc": (InprocSender, InprocReceiver),
+    "gloo": (GlooSender, GlooReceiver),
+    "ipc": (IpcSender, IpcReceiver),
+    "nccl": (NcclSender, NcclReceiver),
+    "shm": (ShmSender, ShmReceiver),
+    "store": (StoreSender, StoreReceiver),
+}
+TRANSPORTS = tuple(_ENDS)
+"""The names of all transports."""
 _End = TypeVar("_End")
-_SENDERS: Mapping[str, Callable[..., WeightSender]] = {
-    "inproc": InprocSender,
-    "gloo": GlooSender,
-    "ipc": IpcSender,
-    "nccl": NcclSender,
-    "shm": ShmSender,
-    "store": StoreSender,
-}
-_RECEIVERS: Mapping[str, Callable[..., WeightReceiver]] = {
-    "inproc": InprocReceiver,
-    "gloo": GlooReceiver,
-    "ipc": IpcReceiver,
-    "nccl": NcclReceiver,
-    "shm": ShmReceiver,
-    "store": StoreReceiver,
-}
-TRANSPORTS = tuple(_SENDERS)
-"""Every name that exists."""
 
 
 def make_sender(name: str, **options: Any) -> WeightSender:
@@ -38,18 +30,22 @@ def make_sender(name: str, **options: Any) -> WeightSender:
 
     Raises `SyncError` for a name or an option that does not exist.
     """
-    return _make(_SENDERS, name, options)
+    return _made(_ends_of(name)[0], name, options)
 
 
 def make_receiver(name: str, **options: Any) -> WeightReceiver:
-    """The engine's end of transport `name`; "inproc" takes `sender=`, the other end. Raises as `make_sender`."""
-    return _make(_RECEIVERS, name, options)
+    """The engine's end of transport `name`; "inproc" takes `sender=`, the other end. Raises as `make_sender` does."""
+    return _made(_ends_of(name)[1], name, options)
 
 
-def _make(ends: Mapping[str, Callable[..., _End]], name: str, options: dict[str, Any]) -> _End:
-    if name not in ends:
-        raise SyncError(f"Unknown weight transport '{name}'. Known: {', '.join(sorted(ends))}.")
+def _ends_of(name: str) -> tuple[Callable[..., WeightSender], Callable[..., WeightReceiver]]:
+    if name not in _ENDS:
+        raise SyncError(f"Unknown weight transport '{name}'. Known: {', '.join(sorted(_ENDS))}.")
+    return _ENDS[name]
+
+
+def _made(end: Callable[..., _End], name: str, options: dict[str, Any]) -> _End:
     try:
-        return ends[name](**options)
+        return end(**options)
     except TypeError as problem:
         raise SyncError(f"Options {sorted(options)} do not fit weight transport '{name}': {problem}.") from None

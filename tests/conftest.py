@@ -1,6 +1,7 @@
 """Shared by all tests: fixed seeds, one thread unless a test asks for more, nothing left behind."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from hypothesis import HealthCheck, settings
 # An example may take as long as a busy machine makes it take.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
+
+# A shell ignores SIGINT for what it runs in the background, and a child process inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton asks when it is first imported, and transformers does that before the tests of its kernels.

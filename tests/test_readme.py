@@ -19,9 +19,3 @@ def test_every_code_block_runs(tmp_path, monkeypatch):
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
         exec(compile("\n" * line + match.group(1), str(README), "exec"), namespace)
-
-
-def test_every_file_it_names_exists():
-    names = re.findall(r"`((?:rollout_engine|sync|examples|tests)/[\w/.]+)`", README.read_text())
-    assert names
-    assert not [name for name in names if not (README.parent / name).exists()]

@@ -1,1 +1,1 @@
-"""What a worker answers by name beside computing steps: stock extensions, and the base of your own (`base`)."""
+"""Methods of a worker that are called by name: the stock extensions, and the base class of your own (`base`)."""

@@ -9,8 +9,8 @@
     engine = LLM(path, worker_extensions=[LargestWeights])  # or by name: "my_package.weights:LargestWeights"
     engine.collective_rpc("largest_weights", kwargs={"count": 5})     # one result per rank
 
-Every argument and the result are annotated, with types that msgspec knows, `torch.Tensor` or `numpy.ndarray`: that is
-what a call is checked against. A call runs between two steps, never inside one; methods marked `@rpc_beside_steps` run
+Annotate every argument and the result, with types that msgspec knows, `torch.Tensor` or `numpy.ndarray`: calls are
+checked against the annotations. A call runs between two steps, never inside one; methods marked `@rpc_beside_steps` run
 on a thread of their own instead. Arrays cross processes without a copy, so return none that changes afterwards; structs
 arrive as dicts and tuples as lists.
 """
@@ -29,101 +29,78 @@ _MARK = "_rpc_runs"
 
 
 class WeightTransaction(Protocol):
-    """The one update of a worker's weights that calls may have open. Every verb raises where it is out of order."""
+    """The one weight update of a worker that RPC calls may have open. Every method raises where it is out of order."""
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every name that an update may send."""
-        ...
 
     def digest(self) -> str:
         """Total digest of the live weights under the module's own names."""
-        ...
 
     def manifest(self, verb: str) -> WeightManifest:
-        """Of the open update; without one it raises, naming `verb`."""
-        ...
+        """The manifest of the open update. Raises, naming `verb`, if none is open."""
 
     def begin(
         self, manifest: WeightManifest, *, reset_version: bool, timeout: float = 300.0, partial: bool = False
     ) -> bool:
         """Open an update, to be committed within `timeout` seconds; False where these very weights are live under this
         version. `partial`: weights that the manifest leaves out keep their values."""
-        ...
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors to where the next weights are gathered."""
+        """Copy tensors to where the next weights are staged."""
 
     def receive(self, receiver: WeightReceiver, manifest: WeightManifest | None = None) -> None:
-        """The same of what `receiver` brings of `manifest`; None: of all. Faster than `stage`, and it ends when the
-        client that began the update leaves."""
+        """Stage the tensors of `manifest` (None: all of the open update) as `receiver` brings them.
+
+        Faster than `stage`, and it ends when the client that began the update leaves.
+        """
 
     def verify(self) -> str:
-        """Total digest of what is staged, if that is all of the manifest, unchanged and finite."""
-        ...
+        """Total digest of what is staged. Raises unless that is all of the manifest, unchanged and finite."""
 
     def commit(self, version: int, kv: Literal["keep", "recompute"]) -> str:
-        """Make it live between two steps; the digest of the live weights."""
-        ...
+        """Make the staged weights live between two steps; returns the digest of the live weights."""
 
     def abort(self) -> None:
-        """Forget what is staged. No-op without an open update."""
+        """Drop what is staged and close the update. No-op without an open update."""
 
 
 class WorkerLike(Protocol):
-    """The worker as an extension sees it."""
+    """The worker as an extension sees it. All attributes are for reading."""
 
-    @property
-    def rank(self) -> int:
-        """Of this worker among those of one engine, from 0."""
-        ...
-
-    @property
-    def module(self) -> nn.Module:
-        """The Hugging Face module that serves. Read its structure; values are for `live_weights`."""
-        ...
-
-    @property
-    def update(self) -> WeightTransaction:
-        """How weights change. For methods that run beside steps (`rpc_beside_steps`), but for `metadata`, `digest`."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of one sequence."""
-        ...
+    rank: int
+    """Index of this worker among those of one engine, from 0."""
+    module: nn.Module
+    """The Hugging Face module that serves. Read its structure here, and its values from `live_weights`."""
+    update: WeightTransaction
+    """Weight updates. Use it in methods that run beside steps (`rpc_beside_steps`), except `metadata` and `digest`."""
+    vocab_size: int
+    """Width of the logits."""
+    max_model_len: int
+    """Largest number of tokens of one sequence."""
 
     def live_weights(self) -> Mapping[str, Tensor]:
         """Every weight under the module's name, tied ones once; not to be written. Each is read when it is asked for.
 
         Raises where they have no values: while an update is open, and after one that failed half-way or a sleep that
-        forgot them.
+        dropped them.
         """
-        ...
 
     def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
-        ...
 
     def block_tables(self) -> dict[int, list[int]]:
-        """Sequence id -> KV blocks, of every sequence that has begun and not been forgotten. The ids are the core's."""
-        ...
+        """Sequence id -> KV blocks, of every sequence that the worker holds state of. The ids are the core's."""
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all)."""
-        ...
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
         """Call `watcher(layer, hidden)` with the output [T, H] of every decoder layer, in steps and scores alike.
 
-        Returns what ends it. `hidden` is a copy. A watcher that raises is logged, and is not called again. Compiled
-        layers run as modules meanwhile: more slowly, and to the same bits.
+        Returns a function that ends the calls. `hidden` is a copy. A watcher that raises is logged, and is not called
+        again. Compiled layers run as modules meanwhile: more slowly, and to the same bits.
         """
-        ...
 
 
 class WorkerExtension:
@@ -133,33 +110,33 @@ class WorkerExtension:
         self.worker = worker
 
     def close(self) -> None:
-        """The worker ends: let go of what you hold."""
+        """Release what the extension holds: the worker is shutting down."""
 
 
 RESERVED = frozenset(
     "abort add_request apply_model close collective_rpc execute generate pause_generation reset_prefix_cache "
     "resume_generation score shutdown sleep step update_weights wake_up worker".split()
 )
-"""Names that mean something else: verbs of the engine, and what `WorkerExtension` itself has."""
+"""Names that RPC methods cannot have: verbs of the engine, and attributes of `WorkerExtension` itself."""
 
 
 def rpc(method: _Method) -> _Method:
-    """Mark a method of a `WorkerExtension` as one that can be called by name."""
+    """Mark a method of a `WorkerExtension` as one that can be called by name, between two steps."""
     setattr(method, _MARK, "between steps")
     return method
 
 
 def rpc_beside_steps(method: _Method) -> _Method:
-    """As `rpc`, but it runs on a thread of its own while steps go on: for what is long and touches nothing shared."""
+    """Mark a method as callable by name, on a thread of its own beside steps: for long work on nothing shared."""
     setattr(method, _MARK, "beside steps")
     return method
 
 
 def is_rpc(method: object) -> bool:
-    """Whether it is marked."""
+    """Whether the method can be called by name."""
     return getattr(method, _MARK, None) in ("between steps", "beside steps")
 
 
 def runs_beside_steps(method: object) -> bool:
-    """Whether it is marked so."""
+    """Whether the method is marked `rpc_beside_steps`."""
     return getattr(method, _MARK, None) == "beside steps"

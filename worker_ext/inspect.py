@@ -1,25 +1,21 @@
-"""Look into a worker: digests and norms of its live weights, KV block tables."""
+"""Inspect a worker: digests and norms of its live weights, KV block tables."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from sync.looks import Looks
-from sync.manifest import first_names
+from sync.manifest import describe_all, first_names
 from worker_ext.base import WorkerExtension, rpc
 
 
 class InspectExtension(WorkerExtension):
-    """Reads, changes nothing. `names`: of the module's own naming; None for all."""
+    """Reads and changes nothing. `names` are the module's own; None means all."""
 
     @rpc
     def get_tensor_digests(self, names: list[str] | None = None) -> dict[str, str]:
         """Name -> digest of the values, as a weight manifest has it."""
-        chosen, looks = self._chosen(names), Looks(finite=False)
-        for tensor in chosen.values():
-            looks.at(tensor)
-        return {name: look.digest for name, look in zip(chosen, looks.told(), strict=True)}
+        return {spec.name: spec.digest for spec in describe_all(self._chosen(names).items())}
 
     @rpc
     def get_weight_norms(self, names: list[str] | None = None) -> dict[str, float]:
@@ -29,7 +25,7 @@ class InspectExtension(WorkerExtension):
 
     @rpc
     def get_block_tables(self) -> dict[int, list[int]]:
-        """Sequence id -> KV blocks, in the order of its tokens. `engine.get_sequence_ids` tells a request's ids."""
+        """Sequence id -> KV blocks, in the order of its tokens. `engine.get_sequence_ids` gives a request's ids."""
         return self.worker.block_tables()
 
     def _chosen(self, names: list[str] | None) -> Mapping[str, Tensor]:

@@ -1,10 +1,10 @@
-"""What a worker's memory is used for, now: between `sleep` and `wake_up` it tells what is left."""
+"""Reports a worker's memory usage; between `sleep` and `wake_up`, what is still resident."""
 
 from worker_ext.base import WorkerExtension, rpc
 
 
 class MemoryExtension(WorkerExtension):
-    """Reads; it is the engine's `sleep` and `wake_up` that change it."""
+    """Reads memory usage; the engine's `sleep` and `wake_up` change it."""
 
     @rpc
     def get_memory_usage(self) -> dict[str, int]:

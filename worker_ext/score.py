@@ -1,4 +1,4 @@
-"""Log-probs of tokens that were not sampled here."""
+"""Log-probs of tokens that another engine or program produced."""
 
 import math
 
@@ -8,7 +8,7 @@ from worker_ext.base import WorkerExtension, rpc
 
 
 class ScoreExtension(WorkerExtension):
-    """Scores by the function that the trainer uses, under the live weights."""
+    """Scores tokens under the live weights, with the same function as the trainer."""
 
     @rpc
     def score_tokens(

@@ -1,11 +1,11 @@
-"""A weight update as calls, verb by verb, for trainers that drive the transport themselves.
+"""A weight update as separate RPC calls, for trainers that drive the transport themselves.
 
     begin_weight_update(manifest) ──> receive_weights(...) ──> verify_weights() ──> commit_weight_update(version)
                                       or update_weight(...)        abort_weight_update() at any point before
 
 Until the commit the old weights serve on, and steps go on. An update that was begun stays open until its commit or
-abort, whoever calls it, or until its time is over or the client that began it is gone; meanwhile no other can begin.
-`update_weights` of the engine is all of this in one call.
+abort, whichever client calls that, or until its timeout or until the client that began it is gone; meanwhile no other
+can begin. The engine's `update_weights` does all of this in one call.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sync.base import WeightReceiver
 from sync.errors import ManifestMismatch, SyncError
-from sync.manifest import TensorSpec, WeightManifest
+from sync.manifest import WeightManifest
 from sync.published import checked_manifest, lease_current
 from sync.transports import make_receiver
 from worker_ext.base import WorkerExtension, WorkerLike, rpc, rpc_beside_steps
@@ -52,14 +52,14 @@ class WeightSyncExtension(WorkerExtension):
 
         Returns at once: the group forms in the background. A former group is left.
         """
-        place = {"rank": rank_offset + self.worker.rank, "world_size": world_size, "timeout": timeout}
-        group = make_receiver(backend, rendezvous=f"tcp://{master_address}:{master_port}", **place)
+        rank, rendezvous = rank_offset + self.worker.rank, f"tcp://{master_address}:{master_port}"
+        group = make_receiver(backend, rendezvous=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
         self.close()
         self._group = group
 
     @rpc
     def check_nccl_group_ready(self) -> bool:
-        """Whether all ranks of the group, of either backend, have come. Raises once it is clear that they will not."""
+        """Whether all ranks of the group (gloo's too) have joined. Raises once it is clear that they will not."""
         group: Any = self._joined()
         return bool(group.ready())
 
@@ -67,9 +67,9 @@ class WeightSyncExtension(WorkerExtension):
     def begin_weight_update(
         self, manifest: WeightManifest, reset_version: bool = False, timeout: float = 300.0, partial: bool = False
     ) -> bool:
-        """Open an update. False: these very weights are live under this version, and nothing is open.
+        """Open an update. False: these very weights are live under this version already, and nothing is open.
 
-        `timeout`: seconds to its commit; after that it is aborted, and the next verb raises. `partial`: the manifest
+        `timeout`: seconds to its commit; after that it is aborted, and the next call raises. `partial`: the manifest
         may leave weights out, which keep their values.
         """
         return self.worker.update.begin(manifest, reset_version=reset_version, timeout=timeout, partial=partial)
@@ -97,13 +97,17 @@ class WeightSyncExtension(WorkerExtension):
 
     @rpc_beside_steps
     def update_weight(self, name: str, dtype_name: str, shape: tuple[int, ...], tensor: Tensor | None = None) -> None:
-        """Stage one tensor of the open update: the one given, or what the trainer broadcasts to the group as a version
-        of this tensor alone."""
+        """Stage one tensor of the open update: `tensor`, or, if None, what the trainer broadcasts to the group.
+
+        The trainer broadcasts a version of this tensor alone.
+        """
         manifest = self.worker.update.manifest("update_weight")
-        spec = _spec_of(manifest, name)
+        spec = next((spec for spec in manifest.tensors if spec.name == name), None)
+        if spec is None:
+            raise ManifestMismatch(f"'{name}' is not in the manifest of the open update.")
         if (spec.dtype, spec.shape) != (dtype_name, shape):
             came, wanted = (dtype_name, shape), (spec.dtype, spec.shape)
-            raise ManifestMismatch(f"'{name}' is to come as {came}; the manifest says {wanted}.")
+            raise ManifestMismatch(f"'{name}' is announced as {came}; the manifest says {wanted}.")
         if tensor is not None:
             self.worker.update.stage([(name, tensor)])
         else:
@@ -116,21 +120,21 @@ class WeightSyncExtension(WorkerExtension):
 
     @rpc_beside_steps
     def commit_weight_update(self, version: int, kv: Literal["keep", "recompute"] = "keep") -> str:
-        """Make what was verified live, between two steps. Returns the digest of the live weights."""
+        """Make the verified weights live, between two steps. Returns the digest of the live weights."""
         return self.worker.update.commit(version, kv)
 
     @rpc_beside_steps
     def abort_weight_update(self) -> None:
-        """Forget the open update. No-op without one."""
+        """Drop the open update. No-op without one."""
         self.worker.update.abort()
 
     @rpc_beside_steps
     def load_weights_from_storage(
         self, storage_path: str, num_threads: int = 1, reset_version: bool = False, partial: bool = False
     ) -> str:
-        """Stage, verify and commit the current version of a published store; the digest of the live weights.
+        """Stage, verify and commit the current version of a published store; returns the digest of the live weights.
 
-        A directory that is no store of `sync.publish` is refused: nothing says whether its bytes are whole.
+        A directory that is not a store of `sync.publish` is refused: nothing proves that its bytes are complete.
         """
         update = self.worker.update
         manifest = checked_manifest(lease_current(Path(storage_path)))
@@ -154,10 +158,3 @@ class WeightSyncExtension(WorkerExtension):
         if self._group is None:
             raise SyncError("There is no weight group: call init_weight_update_group first, or name a transport.")
         return self._group
-
-
-def _spec_of(manifest: WeightManifest, name: str) -> TensorSpec:
-    for spec in manifest.tensors:
-        if spec.name == name:
-            return spec
-    raise ManifestMismatch(f"'{name}' is not in the manifest of the open update.")

@@ -1,1 +1,1 @@
-"""Tools for rollouts: print, join and cut them, write them to a file, convert them for another trainer's loss."""
+"""Tools for rollouts: print, concatenate, split and save them, or convert them for another trainer."""

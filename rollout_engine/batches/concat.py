@@ -1,4 +1,4 @@
-"""Several rollouts made one, so that a trainer steps on all of them."""
+"""Concatenation of rollouts, so that a trainer steps on all of them."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
@@ -24,23 +24,24 @@ from rollout_engine.errors import RequestError
 
 GroupIds = Literal["renumber", "keep"]
 
-_FILL = {"policy_version": -1, "kv_min_version": -1}
+_FILL: dict[Key, int] = {"policy_version": -1, "kv_min_version": -1}
+_TOKENS: tuple[Key, ...] = tuple(("tokens", span) for span in SPANS)
 """Padding values by key; other keys are padded with 0 or False, tokens with the batch's own padding."""
 
 
 def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber") -> RolloutBatch:
-    """All sequences of `batches`, in that order, as one rollout in their layout, which must be the same.
+    """Concatenate rollouts of one layout; sequences keep their order.
 
-    Padded, every key is padded to the longest: prompts on the left, the others on the right. Packed, rows and
-    cu_seqlens are joined.
+    In the padded layout every key is padded to the longest: prompts on the left, the others on the right. In the packed
+    layout rows and cu_seqlens are joined.
 
     Args:
-        batches: what `RolloutPolicy.rollout` and `arollout` return, or parts of it, with keys of your own or not.
-        group_ids: "renumber" counts groups anew, 0, 1, 2, ... in order of appearance; groups of different batches stay
-            different. "keep" leaves "group_id" as it is: for parts of one rollout, whose groups may be cut in two.
+        batches: what `RolloutPolicy.rollout` and `arollout` return, or parts of it; keys may have been added.
+        group_ids: "renumber" numbers groups 0, 1, 2, ... in order of appearance; groups of different batches stay
+            different. "keep" leaves "group_id" unchanged: for parts of one rollout, whose groups may be split.
 
-    "kept_logprob_mass" is 0 (log of 1: nothing was cut) for batches without it. Any other key must be in all batches
-    or in none. Raises `RequestError` for that, for batches of both layouts, and for keys that cannot be joined.
+    Batches without "kept_logprob_mass" get 0 (log of 1: nothing was truncated). Any other key must be in all batches or
+    in none. Raises `RequestError` otherwise, for mixed layouts, and for keys that cannot be concatenated.
     """
     if group_ids not in get_args(GroupIds):
         raise RequestError.for_field("group_ids", group_ids, "'renumber' or 'keep'")
@@ -62,7 +63,7 @@ def concat(batches: Iterable[TensorDictBase], *, group_ids: GroupIds = "renumber
 
 
 def _complete(parts: list[dict[Key, Any]]) -> list[dict[Key, Any]]:
-    """The same keys in all."""
+    """Fill in "kept_logprob_mass"; raise `RequestError` for any other key that some batches lack."""
     everything = {key: None for part in parts for key in part}
     for key in everything:
         without = [i for i, part in enumerate(parts) if key not in part]
@@ -84,7 +85,7 @@ def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
         if len({value.shape[1:] for value in values}) > 1:
             span = SPAN_OF_KEY.get(key) or _guessed_span(key, values, batches)
             width = max(width_of(batch, span) for batch in batches)
-            fill = pad_token_id if key in (("tokens", span) for span in SPANS) else _FILL.get(key, 0)
+            fill = pad_token_id if key in _TOKENS else _FILL.get(key, 0)
             values = [_widened(value, width, fill, left=span == "prompt") for value in values]
         joined[key] = torch.cat(values, 0)
     return joined
@@ -101,7 +102,7 @@ def _joined_packed(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
 
 
 def _guessed_span(key: Key, values: list[Tensor], batches: list[TensorDictBase]) -> Span:
-    """Which tokens a key of the user's own follows, by its width."""
+    """The span of a key that users added, by its width."""
     pairs = list(zip(values, batches, strict=True))
     fits = [span for span in SPANS if all(v.dim() > 1 and v.shape[1] == width_of(b, span) for v, b in pairs)]
     if len(fits) != 1:
@@ -112,14 +113,13 @@ def _guessed_span(key: Key, values: list[Tensor], batches: list[TensorDictBase])
 
 
 def _widened(value: Tensor, width: int, fill: int, *, left: bool) -> Tensor:
-    wide = value.new_full((value.shape[0], width, *value.shape[2:]), fill)
-    start = width - value.shape[1] if left else 0
-    wide[:, start : start + value.shape[1]] = value
-    return wide
+    missing = width - value.shape[1]
+    sides = [missing, 0] if left else [0, missing]
+    return torch.nn.functional.pad(value, [0, 0] * (value.dim() - 2) + sides, value=fill)
 
 
 def _renumbered(group_ids: list[Tensor]) -> Tensor:
-    """0, 1, 2, ... in order of appearance."""
+    """Group ids 0, 1, 2, ... in order of appearance."""
     numbers: dict[tuple[int, int], int] = {}
     pairs = [(i, group) for i, ids in enumerate(group_ids) for group in ids.tolist()]
     return group_ids[0].new_tensor([numbers.setdefault(pair, len(numbers)) for pair in pairs])

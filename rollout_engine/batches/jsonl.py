@@ -1,4 +1,4 @@
-"""Rollouts as JSON lines: one sample a line, with all that it takes to read it and to sample it again.
+"""Rollouts as JSON lines: one sample per line, with all that is needed to read it and to replay it.
 
     key                                           value
     group_id, sample_index                        which prompt, which of its samples
@@ -12,7 +12,7 @@
     rewards                                       {name: number} with a list of them; null where one does not apply
     columns                                       {name: value} of your columns, and of keys that you added
 
-Numbers are written so that reading them gives the same bits (float32 as the shortest float64 that says it).
+Numbers are written so that reading them gives the same bits (float32 as its float64 value).
 """
 
 import json
@@ -42,19 +42,21 @@ from rollout_engine.seeds import unsigned
 
 
 def to_jsonl(batch: TensorDictBase, path: str | os.PathLike[str] | TextIO, *, append: bool = False) -> None:
-    """Write a rollout, of either layout, one line per sample with the keys of the table above.
+    """Write a rollout of either layout, one line per sample with the keys of the table above.
 
-    `path` is a file's name, or a file open for text; `append=True` adds to what the file of that name holds. Nothing is
-    written unless every sample can be: a column that JSON has no words for raises `RequestError` with its name.
+    `path` is a file name, or a file open for text; `append=True` appends to an existing file of that name. Nothing is
+    written if a column cannot be represented in JSON: that raises `RequestError` with its name.
     """
     lines = [_line(sample) for sample in samples(batch)]
-    opened = nullcontext(path) if isinstance(path, TextIOBase) else open(path, "a" if append else "w", encoding="utf-8")
+    target: Any = path  # to type checkers TextIO and TextIOBase are unrelated
+    mode = "a" if append else "w"
+    opened = nullcontext(target) if isinstance(path, TextIOBase) else open(target, mode, encoding="utf-8")
     with opened as file:
         file.writelines(line + "\n" for line in lines)
 
 
 def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
-    """One dict per sample with the keys of the table above; columns as they are, all else as plain Python values."""
+    """One dict per sample with the keys of the table above; columns unchanged, all else as plain Python values."""
     check_batch(batch)
     own, extra = _plain(batch), {key: value for key, value in leaves(batch) if _top(key) not in RESERVED_KEYS}
     where = places(batch)
@@ -80,7 +82,7 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
 
 
 def _plain(batch: TensorDictBase) -> dict[Key, list[Any]]:
-    """The keys with one entry per sequence that are a rollout's own, as lists."""
+    """A rollout's own keys with one entry per sequence, as lists."""
     keys = {key for key, _ in leaves(batch)} - SPAN_OF_KEY.keys() - {"cu_seqlens"}
     return {key: batch.get(key).tolist() for key in keys if _top(key) in RESERVED_KEYS}
 
@@ -93,7 +95,7 @@ def _line(sample: dict[str, Any]) -> str:
         except (TypeError, ValueError) as problem:
             where = f"columns[{name!r}] of group {sample['group_id']}, sample {sample['sample_index']}"
             hint = f"{problem}. Convert it, or leave it out with batch.exclude({name!r})."
-            raise RequestError.for_field(where, value, "something that JSON can say", hint) from problem
+            raise RequestError.for_field(where, value, "something that JSON can represent", hint) from problem
     return _dumps(sample)
 
 
@@ -102,14 +104,14 @@ def _dumps(value: Any) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Arrays, tensors and their scalars as lists and numbers."""
+    """Convert arrays, tensors and their scalars to lists and numbers."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return value.tolist()
 
 
 def _value(key: Key, value: Any, batch: TensorDictBase, where: Places, row: int) -> Any:
-    if not isinstance(value, Tensor):  # one object per sequence, or one for all
+    if not isinstance(value, Tensor):  # one object per sequence, or one for the batch
         one = value[row] if value.batch_dims else value
         return one.data if isinstance(one, NonTensorData) else one
     span = packed_span(key, value, batch) if is_packed(batch) else None

@@ -1,11 +1,11 @@
-"""Where each sequence lies in a rollout's TensorDict, for both layouts of `rollout_engine.rollout_batch`.
+"""Positions of sequences in a rollout's TensorDict, for both layouts of `rollout_engine.rollout_batch`.
 
-Every key with one value per token follows one of three spans:
+Every key with one value per token covers one of three spans:
 
-    span         its tokens                   padded, one row per sequence   packed, all sequences in one row
-    "prompt"     the prompt                   [B, P], to the right           [1, sum P], end to end
-    "response"   what came after the prompt   [B, R], to the left            [1, sum R], end to end
-    "full"       both                         [B, T], to the left            [1, N], cut at cu_seqlens
+    span         its tokens   padded: one row per sequence   packed: all sequences in one row
+    "prompt"     prompt       [B, P], left-padded            [1, sum P], end to end
+    "response"   response     [B, R], right-padded           [1, sum R], end to end
+    "full"       both         [B, T], right-padded           [1, N], split at cu_seqlens
 """
 
 from collections.abc import Iterator
@@ -37,14 +37,13 @@ SPAN_OF_KEY: dict[Key, Span] = {
     "policy_version": "full",
     "kv_min_version": "full",
 }
-"""The keys of a rollout that hold one value per token."""
-
+"""Keys of a rollout with one value per token."""
 
 _NEEDED = {"tokens", "masks", "num_prompt_tokens"}
 
 
 class Places(NamedTuple):
-    """Per span, where the tokens of each sequence lie, in the order of the batch."""
+    """Places of each sequence's tokens per span, in the order of the batch."""
 
     prompt: list[Place]
     response: list[Place]
@@ -57,62 +56,56 @@ def is_packed(batch: TensorDictBase) -> bool:
 
 
 def num_sequences(batch: TensorDictBase) -> int:
-    """B, in either layout."""
+    """Number of sequences, in either layout."""
     return len(batch["cu_seqlens"]) - 1 if is_packed(batch) else batch.batch_size[0]
 
 
 def check_batch(batch: object, field: str = "batch") -> TensorDictBase:
-    """`batch`, if it is a rollout in one of the two layouts. Raises `RequestError`, which calls it `field`."""
+    """Return `batch` if it is a rollout in one of the two layouts. Raises `RequestError`, naming it `field`."""
     if not isinstance(batch, TensorDictBase):
         raise RequestError.for_field(field, batch, "a TensorDict as RolloutPolicy.rollout returns it")
     if missing := _NEEDED - set(batch.keys()):
-        hint = "Those of RolloutPolicy.rollout are all needed here."
+        hint = "Keep all keys that RolloutPolicy.rollout returns."
         raise RequestError.for_field(f"{field}.keys()", sorted(map(str, batch.keys())), f"with {sorted(missing)}", hint)
     if not is_packed(batch) and batch.batch_dims != 1:
-        hint = "Undo what reshaped or stacked it; one sequence alone is batch[i : i + 1]."
+        hint = "Give it before reshaping or stacking; one sequence alone is batch[i : i + 1]."
         raise RequestError.for_field(f"{field}.batch_size", list(batch.batch_size), "[number of sequences]", hint)
     return batch
 
 
 def leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
-    """(key, value) of everything that is no TensorDict of others: tensors, and stacks of Python objects."""
+    """(key, value) of all tensors and stacks of Python objects, at any depth."""
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         parent = batch if isinstance(key, str) else batch.get(key[:-1])
         yield key, parent.get(key if isinstance(key, str) else key[-1])
 
 
-def span_lengths(batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """(tokens of each prompt, tokens of each response), int64 [B]."""
+def places(batch: TensorDictBase) -> Places:
+    """Places of every sequence's tokens."""
     num_prompt = batch["num_prompt_tokens"]
     if is_packed(batch):
-        return num_prompt, batch["cu_seqlens"].long().diff() - num_prompt
-    return num_prompt, batch["masks", "response"].sum(1)
-
-
-def places(batch: TensorDictBase) -> Places:
-    """Where the tokens of every sequence lie."""
-    num_prompt, num_response = (lengths.tolist() for lengths in span_lengths(batch))
-    if is_packed(batch):
-        return Places(_end_to_end(num_prompt), _end_to_end(num_response), full_places(batch))
+        num_response = batch["cu_seqlens"].long().diff() - num_prompt
+        return Places(_end_to_end(num_prompt.tolist()), _end_to_end(num_response.tolist()), full_places(batch))
     width = width_of(batch, "prompt")
-    prompts = [(row, slice(width - n, width)) for row, n in enumerate(num_prompt)]
-    return Places(prompts, [(row, slice(0, n)) for row, n in enumerate(num_response)], full_places(batch))
+    prompts = [(row, slice(width - n, width)) for row, n in enumerate(num_prompt.tolist())]
+    responses = [(row, slice(0, n)) for row, n in enumerate(batch["masks", "response"].sum(1).tolist())]
+    return Places(prompts, responses, full_places(batch))
 
 
 def full_places(batch: TensorDictBase) -> list[Place]:
-    """Where prompt and response of every sequence lie together."""
+    """Places of every sequence's prompt and response together."""
     if is_packed(batch):
         return _end_to_end(batch["cu_seqlens"].diff().tolist())
     return [(row, slice(0, n)) for row, n in enumerate(batch["masks", "all_attention_mask"].sum(1).tolist())]
 
 
 def width_of(batch: TensorDictBase, span: Span) -> int:
-    """Columns of the keys of `span`: P, R or T padded, the sum over sequences packed."""
+    """Columns of keys with this span: P, R or T when padded, the sum over sequences when packed."""
     return int(batch["tokens", span].shape[1])
 
 
 def padding_token(batch: TensorDictBase) -> int | None:
-    """The id that stands where there is no token; None where nothing is padded."""
+    """Token id of the padding; None where nothing is padded."""
     for span, mask in (("prompt", "prompt"), ("response", "response"), ("full", "all_attention_mask")):
         padding = batch["tokens", span][~batch["masks", mask]]
         if len(padding):
@@ -121,10 +114,10 @@ def padding_token(batch: TensorDictBase) -> int | None:
 
 
 def packed_span(key: Key, value: Any, batch: TensorDictBase) -> Span | None:
-    """The span of `key` in a packed batch; None for one entry per sequence.
+    """The span of `key` in a packed batch; None for keys with one entry per sequence.
 
-    Of keys that are not a rollout's own, the shape decides: [1, n, ...] with n the tokens of a span, or [B, ...].
-    Raises `RequestError` where it is neither.
+    For keys that users added the shape decides: [1, n, ...] with n the tokens of a span, or [B, ...]. Raises
+    `RequestError` for other shapes.
     """
     if key in SPAN_OF_KEY:
         return SPAN_OF_KEY[key]
@@ -138,6 +131,13 @@ def packed_span(key: Key, value: Any, batch: TensorDictBase) -> Span | None:
     tokens = ", ".join(f"[1, {width_of(batch, span)}, ...]" for span in SPANS)
     bound = f"one of {tokens} (prompt, response, full) or [{num_sequences(batch)}, ...]"
     raise RequestError.for_field(f"batch[{key!r}].shape", list(shape), bound, "Take it out with batch.exclude(key).")
+
+
+def one_per_sequence(name: str, values: Tensor, num: int) -> Tensor:
+    """`values` [num] or [num, 1] as [num]. Raises `RequestError` for other shapes."""
+    if tuple(values.shape) not in ((num,), (num, 1)):
+        raise RequestError.for_field(f"{name}.shape", list(values.shape), f"[{num}] or [{num}, 1]")
+    return values.reshape(num)
 
 
 def _end_to_end(lengths: list[int]) -> list[Place]:

@@ -1,4 +1,4 @@
-"""A rollout cut into minibatches, in either layout."""
+"""Minibatches of a rollout, in either layout."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,17 +20,17 @@ def minibatches(
     generator: torch.Generator | None = None,
     keep_groups: bool = False,
 ) -> Iterator[RolloutBatch]:
-    """Cut a rollout into batches of `size` sequences, in its own layout and with all its keys; the last may be smaller.
+    """Split a rollout into batches of `size` sequences, with its layout and all its keys; the last may be smaller.
 
     Args:
-        batch: a rollout; keys of your own, advantages for example, are cut too.
+        batch: a rollout; keys that you added, advantages for example, are split too.
         size: sequences per minibatch.
-        shuffle: in a random order, by `torch.randperm`; otherwise in the order of the batch.
-        generator: draws that order; given, it shuffles.
-        keep_groups: never cut a group in two: a minibatch takes whole groups as long as they fit, and the order is that
-            of groups. Raises `RequestError` if `size` is smaller than a group.
+        shuffle: use a random order, by `torch.randperm`, instead of the batch's.
+        generator: for that order; giving it implies `shuffle`.
+        keep_groups: never split a group: a minibatch takes whole groups as long as they fit, in the order of groups.
+            Raises `RequestError` if `size` is smaller than a group.
 
-    Padded minibatches are as wide as the batch. Nothing is dropped: together they hold every sequence exactly once.
+    Padded minibatches are as wide as the batch. Together they hold every sequence exactly once.
     """
     check_batch(batch)
     if type(size) is not int or size < 1:
@@ -65,7 +65,7 @@ def _filled(groups: list[list[int]], size: int) -> Iterator[list[int]]:
 
 
 def _sequences(batch: TensorDictBase, rows: Tensor) -> Any:
-    """The sequences numbered `rows`, in that order."""
+    """The sequences with these row numbers, in this order."""
     if not is_packed(batch):
         return batch[rows]
     where, chosen = places(batch), rows.tolist()

@@ -1,4 +1,4 @@
-"""The TensorDict of a rollout, printed on one screen.
+"""The TensorDict of a rollout, with a readable `repr`.
 
 >>> batch
 RolloutBatch, padded: 8 sequences, 2 groups, 97 sampled tokens (1 to 16 each), policy version 0
@@ -24,10 +24,10 @@ from rollout_engine.batches.layout import is_packed, leaves, num_sequences
 WIDTH, MAX_KEYS, MAX_TEXT = 110, 24, 40
 
 
-class RolloutBatch(TensorDict):
-    """A TensorDict like any other, which prints itself in one screen: what is in it, not only its shapes.
+class RolloutBatch(TensorDict):  # type: ignore[misc]
+    """A TensorDict whose `repr` shows, on one screen, what the rollout contains besides its shapes.
 
-    Indexing, `to`, `reshape`, `stack` and the like give a `RolloutBatch` again; `to_tensordict()` gives a plain one.
+    Indexing, `to`, `reshape`, `stack` and the like return a `RolloutBatch`; `to_tensordict()` returns a plain one.
     `memmap` and `save` write a plain TensorDict, which loads where this library is not installed.
     """
 
@@ -41,11 +41,10 @@ class RolloutBatch(TensorDict):
         return text.replace("\n", "\n  ")
 
     def memmap(self, *args: Any, **kwargs: Any) -> Any:
-        """A plain TensorDict of memory-mapped tensors; arguments as for every TensorDict."""
+        """A plain TensorDict of memory-mapped tensors; arguments as for `TensorDict.memmap`."""
         return _plain(self).memmap(*args, **kwargs)
 
     def memmap_like(self, *args: Any, **kwargs: Any) -> Any:
-        """A plain TensorDict of empty memory-mapped tensors; arguments as for every TensorDict."""
         return _plain(self).memmap_like(*args, **kwargs)
 
 
@@ -53,17 +52,21 @@ def _plain(batch: TensorDictBase) -> TensorDict:
     return TensorDict(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)
 
 
+def _rollout_batch(plain: TensorDictBase) -> RolloutBatch:
+    return RolloutBatch(dict(plain.items()), batch_size=plain.batch_size)
+
+
 _register_tensor_class(RolloutBatch)  # `memmap_` writes this class's name
 register_pytree_node(
     RolloutBatch,
     lambda batch: ([_plain(batch)], None),
-    lambda children, _: RolloutBatch(dict(children[0].items()), batch_size=children[0].batch_size),
+    lambda children, _: _rollout_batch(*children),
     serialized_type_name="rollout_engine.batches.summary.RolloutBatch",
 )
 
 
 def _is_whole(batch: RolloutBatch) -> bool:
-    """Whether it is a batch of sequences still: not reshaped, not one row alone, not without the keys that count."""
+    """Whether it still is a batch of sequences: not reshaped, not a single row, with the keys that `_counts` reads."""
     is_listed = is_packed(batch) or batch.batch_dims == 1
     return is_listed and {"tokens", "masks", "policy_version", "group_id"} <= set(batch.keys())
 
@@ -80,7 +83,7 @@ def _counts(batch: RolloutBatch) -> str:
 
 
 def _facts(batch: RolloutBatch) -> Iterator[str]:
-    """Ends, rewards and the first sample, as far as the batch has them."""
+    """Lines on finish reasons, rewards and the first sample, as far as the batch has them."""
     keys = batch.keys(include_nested=True)
     if "finish_reason" in keys:
         ends = Counter(map(str, batch["finish_reason"]))
@@ -93,7 +96,7 @@ def _facts(batch: RolloutBatch) -> Iterator[str]:
 
 
 def _keys(batch: RolloutBatch) -> Iterator[str]:
-    """A line for each key of the first level: the shapes and dtypes below it."""
+    """One line per top-level key: the shapes and dtypes below it."""
     below: dict[str, list[str]] = {}
     for key, value in leaves(batch):
         top, *rest = (key,) if isinstance(key, str) else key
@@ -106,7 +109,7 @@ def _keys(batch: RolloutBatch) -> Iterator[str]:
         lines = textwrap.wrap(unbroken, WIDTH - column, break_long_words=False, break_on_hyphens=False)
         yield f"{name:{column}}" + ("\n" + " " * column).join(lines).replace("\N{NO-BREAK SPACE}", " ")
     if len(below) > MAX_KEYS:
-        yield f"and {len(below) - MAX_KEYS} keys more"
+        yield f"and {len(below) - MAX_KEYS} more keys"
 
 
 def _dtype(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Rollouts in the shapes of Hugging Face TRL: names, dtypes and padding sides as in `GRPOTrainer` of trl 1.16."""
+"""Conversion of rollouts for Hugging Face TRL: names, dtypes and padding sides of `GRPOTrainer` in trl 1.16."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout_engine.batches.layout import check_batch, num_sequences, padding_token, places
+from rollout_engine.batches.layout import check_batch, num_sequences, one_per_sequence, padding_token, places
 from rollout_engine.errors import RequestError
 
 
@@ -18,13 +18,13 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         prompt_ids, prompt_mask             [B, P] int64, padded on the left; a mask is 1 on tokens, 0 on padding
         completion_ids, completion_mask     [B, R] int64, padded on the right
         sampling_per_token_logps            [B, R] float32, of the policy that sampled; 0 on padding
-        old_per_token_logps                 the same: engine and trainer agree bit for bit, nothing is to be recomputed
-        advantages                          [B] float32; where they are given, or the batch has a key "advantage"
+        old_per_token_logps                 the same: engine and trainer agree bit for bit, so none is recomputed
+        advantages                          [B] float32; where given, or where the batch has a key "advantage"
         num_items_in_batch                  [] int64, tokens that count in the loss
-        tool_mask                           [B, R] int64, 0 on tokens of a response that the policy did not sample, or
-                                            that all_assistant_mask leaves out; only where there are such
+        tool_mask                           [B, R] int64, 0 on response tokens outside all_assistant_mask; only where
+                                            there are any
 
-    With prompts and completions side by side, as TRL has them,
+    With prompts and completions concatenated as in TRL,
     `exact.token_logprobs(model, ids, mask, temperature=...)[:, -R:]` equals `old_per_token_logps` bit for bit under
     `completion_mask`, at the temperature that sampled.
 
@@ -37,8 +37,8 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         raise RequestError.for_field("number of sequences", 0, "at least 1")
     if advantages is None and "advantage" in batch.keys():
         advantages = batch["advantage"]
-    if advantages is not None and tuple(advantages.shape) not in ((num,), (num, 1)):
-        raise RequestError.for_field("advantages.shape", list(advantages.shape), f"[{num}] or [{num}, 1]")
+    if advantages is not None:
+        advantages = one_per_sequence("advantages", advantages, num)
     prompts, responses, _ = places(batch)
     pad = padding_token(batch) or 0
     logprobs, sampled = _rows(batch["log_probs", "response"], responses), _sampled(batch)
@@ -52,7 +52,7 @@ def to_trl(batch: TensorDictBase, advantages: Tensor | None = None) -> dict[str,
         "num_items_in_batch": torch.stack([mask.sum() for mask in sampled]).sum(),
     }
     if advantages is not None:
-        inputs["advantages"] = advantages.reshape(num).float()
+        inputs["advantages"] = advantages.float()
     if not all(mask.all() for mask in sampled):
         inputs["tool_mask"] = pad_sequence(sampled, batch_first=True, padding_value=1).long()
     return inputs
@@ -64,8 +64,8 @@ def to_trl_rollout(batch: TensorDictBase) -> dict[str, list[Any]]:
         def rollout_func(prompts, trainer):  # prompts come repeated, num_generations times each
             return to_trl_rollout(policy.rollout(prompts, SamplingParams(max_tokens=256), use_tqdm=False))
 
-    "prompt_ids", "completion_ids" and "logprobs" are lists without padding; "env_mask" is 0 on tokens of a completion
-    that the policy did not sample, and only there where there are such.
+    "prompt_ids", "completion_ids" and "logprobs" are lists without padding; "env_mask" is 0 on completion tokens that
+    the policy did not sample, and absent where there are none.
     """
     prompts, responses, _ = places(check_batch(batch))
     lists = {
@@ -84,6 +84,6 @@ def _rows(value: Tensor, spans: list[Any], fill: int = 0, side: str = "right") -
 
 
 def _sampled(batch: TensorDictBase) -> list[Tensor]:
-    """Per sequence, which tokens of its response all_assistant_mask counts; bool."""
+    """all_assistant_mask of each sequence's response, bool."""
     mask, starts = batch["masks", "all_assistant_mask"], batch["num_prompt_tokens"].tolist()
     return [mask[place][start:] for place, start in zip(places(batch).full, starts, strict=True)]

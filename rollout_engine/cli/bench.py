@@ -1,4 +1,4 @@
-"""Tokens per second of a model on random prompts, and the share of what memory and arithmetic allow.
+"""Measures tokens per second of a model on random prompts, and the share of what memory and arithmetic allow.
 
     rollout-engine bench Qwen/Qwen3-0.6B --prompts 4 --prompt-tokens 64 n=4 max_tokens=32
     rollout-engine bench path/of/config --json load_format=dummy dtype=bfloat16
@@ -23,13 +23,14 @@ from transformers import AutoConfig
 import rollout_engine
 from rollout_engine.cli import ceilings, machine
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.errors import RequestError
 
 _SAMPLING = {"n": 8, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 _ENGINE = {"skip_tokenizer_init": True, "log_stats": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `bench` takes."""
+    """Declare the arguments of `bench`."""
     parser.add_argument(
         "model", help="checkpoint directory or hub id; with load_format=dummy its config.json is enough"
     )
@@ -48,9 +49,11 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure the model and print the result."""
     overrides = parse_overrides(arguments.overrides)
     params = rollout_engine.SamplingParams(**(_SAMPLING | overrides.sampling))
+    if params.max_tokens is None:
+        raise RequestError.for_field("max_tokens", None, "a number: every completion gets as many tokens")
     work = ceilings.Work(arguments.prompts, params.n, arguments.prompt_tokens, params.max_tokens)
     with rollout_engine.LLM(arguments.model, **(_ENGINE | overrides.engine)) as llm:
         dtype = next(iter(llm.get_model_metadata().values()))[0]
@@ -88,8 +91,8 @@ def _table(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}, {result['work']}, {result['dtype']}, {where['threads']} threads of {where['cpu']}\n"
         f"{result['tokens_per_second']:12,.0f}  tokens/s\n"
-        f"{result['tokens_per_second_by_gemm']:12,.0f}  were there only products "
+        f"{result['tokens_per_second_by_gemm']:12,.0f}  limit of matrix products "
         f"({result['gemm_gflop_per_s']:,.0f} GFLOP/s): {result['share_of_gemm']:.0%} reached\n"
-        f"{result['tokens_per_second_by_reading']:12,.0f}  were there only reading "
+        f"{result['tokens_per_second_by_reading']:12,.0f}  limit of memory reads "
         f"({result['read_gb_per_s']:,.1f} GB/s): {result['share_of_reading']:.0%} reached"
     )

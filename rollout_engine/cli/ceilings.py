@@ -1,7 +1,8 @@
-"""What memory and arithmetic allow on this machine, measured now, for one work on one model.
+"""Measures the upper limits that memory and arithmetic of this machine set for one work on one model.
 
-A rollout cannot be faster than its matrix products alone, nor than reading its weights and its KV once a step. Both are
-measured on products of the model's own shapes, each layer's weights their own, and on a read larger than any cache.
+A rollout cannot be faster than its matrix products alone, nor than reading its weights and its KV once a step. Both
+rates are measured now, on products of the model's own shapes, each layer's weights apart, and on a read larger than
+any cache.
 """
 
 import math
@@ -22,7 +23,7 @@ _PREFILL_ROWS = 512
 
 
 class Work(NamedTuple):
-    """Prompts, samples of each, and tokens: of every prompt, and sampled of every sample."""
+    """Size of a rollout: prompts, samples per prompt, tokens per prompt and tokens per sample."""
 
     num_prompts: int
     num_samples: int
@@ -31,12 +32,12 @@ class Work(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """Rows of a decode step."""
+        """Number of sequences: the rows of a decode step."""
         return self.num_prompts * self.num_samples
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled in all."""
+        """Number of sampled tokens, over all sequences."""
         return self.num_sequences * self.num_sampled_tokens
 
     def __str__(self) -> str:
@@ -44,18 +45,18 @@ class Work(NamedTuple):
 
 
 class Dimensions(NamedTuple):
-    """What a dense decoder computes and reads per step. A product is (out, in) features."""
+    """Shapes of what a dense decoder computes and reads per step. A product is (out, in) features."""
 
     num_layers: int
     products: tuple[tuple[int, int], ...]
-    """Of one layer: q/k/v together, output, gate/up together, down."""
+    """Products of one layer: q/k/v together, output, gate/up together, down."""
     head: tuple[int, int]
     kv_bytes_per_token: int
     dtype: torch.dtype
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> "Dimensions":
-        """From the field names that Llama, Qwen2, Qwen3 and their like share."""
+        """Read a config with the field names of Llama, Qwen2, Qwen3 and similar models."""
         hidden, mlp = config.hidden_size, config.intermediate_size
         head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -69,12 +70,12 @@ class Dimensions(NamedTuple):
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        """Every product of every layer."""
+        """The products of all layers."""
         return [*self.products] * self.num_layers
 
 
 class Ceilings(NamedTuple):
-    """Measured rates, and the tokens per second that either would allow were there nothing else."""
+    """Measured rates, and the tokens per second that each alone would allow."""
 
     read_gb_per_s: float
     gemm_gflop_per_s: float
@@ -83,7 +84,7 @@ class Ceilings(NamedTuple):
     tokens_per_second_by_gemm: float
 
     def shares(self, tokens_per_second: float) -> dict[str, float]:
-        """What part of each ceiling was reached."""
+        """The fraction of each limit that `tokens_per_second` reaches."""
         return {
             "share_of_reading": round(tokens_per_second / self.tokens_per_second_by_reading, 3),
             "share_of_gemm": round(tokens_per_second / self.tokens_per_second_by_gemm, 3),
@@ -91,7 +92,7 @@ class Ceilings(NamedTuple):
 
 
 def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
-    """Ceilings of `work` on a checkpoint (directory or hub id) in `dtype`, with torch's present number of threads."""
+    """Measure the limits of `work` on a checkpoint (directory or hub id) in `dtype`, with torch's current threads."""
     dims = Dimensions.of(AutoConfig.from_pretrained(model, trust_remote_code=False), dtype)
     num_steps = max(work.num_sampled_tokens - 1, 1)  # the prompt's own step samples the first token
     bandwidth = read_bandwidth()
@@ -110,7 +111,7 @@ def measure(model: str, dtype: torch.dtype, work: Work) -> Ceilings:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that a sum over memory larger than the caches reads."""
+    """Bytes per second read by a sum over more memory than the caches hold."""
     num_bytes = min(_READ_BYTES, psutil.virtual_memory().available // 4)
     data = torch.ones(num_bytes // 4)
     return data.nbytes / _best_of(5, data.sum)
@@ -118,9 +119,9 @@ def read_bandwidth() -> float:
 
 @torch.inference_mode()
 def products_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtype) -> float:
-    """Seconds for one product of `rows` rows with each of `shapes`, every weight packed, at a place of its own.
+    """Seconds for one product of `rows` rows with each of `shapes`, every weight packed separately.
 
-    By oneDNN or by the engine's own kernel, whichever is faster.
+    Computed by oneDNN or by the engine's own kernel, whichever is faster.
     """
     weights = {shape: torch.randn(shape).to(dtype) for shape in set(shapes)}
     inputs = {shape: torch.randn(rows, shape[1]).to(dtype) for shape in set(shapes)}
@@ -128,7 +129,7 @@ def products_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtyp
 
 
 class _Engine:
-    """As the engine calls it."""
+    """A product as the engine computes it."""
 
     def __init__(self, weight: Tensor) -> None:
         self._plan = linear.plan_for(weight)
@@ -139,7 +140,7 @@ class _Engine:
 
 
 class _OneDNN:
-    """The library's, whatever its rows depend on; the plain product where it packs nothing."""
+    """A product by oneDNN, row-invariant or not; torch's plain product where oneDNN is missing."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = torch.backends.mkldnn.is_available()
@@ -147,7 +148,8 @@ class _OneDNN:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._operand, None, "none", [], "")
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._operand, None, "none", [], "")
+            return product
         return F.linear(x, self._operand)
 
 
@@ -157,7 +159,7 @@ _Shapes = dict[tuple[int, int], Tensor]
 def _pass_seconds(
     product: type[_Engine] | type[_OneDNN], shapes: list[tuple[int, int]], weights: _Shapes, inputs: _Shapes
 ) -> float:
-    """Seconds for one pass over all shapes; infinite where `product` does not serve this dtype here."""
+    """Seconds for one pass over all shapes; infinite where `product` does not support this dtype here."""
     try:
         calls = [(product(weights[shape]), inputs[shape]) for shape in shapes]
 
@@ -172,7 +174,7 @@ def _pass_seconds(
 
 
 def _bytes_per_step(dims: Dimensions, work: Work) -> float:
-    """All weights once; a group's prompt KV once; and of the sampled tokens the half that exist on average."""
+    """Bytes read per decode step: all weights, each prompt's KV once, and half of the sampled tokens' KV on average."""
     weights = sum(map(math.prod, [*dims.layers, dims.head])) * dims.dtype.itemsize
     kv_tokens = work.num_prompts * work.num_prompt_tokens + work.num_sequences * work.num_sampled_tokens / 2
     return weights + kv_tokens * dims.kv_bytes_per_token

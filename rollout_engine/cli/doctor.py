@@ -1,4 +1,4 @@
-"""What this machine can do, and what would let it do more.
+"""Reports what this machine can do, and what would let it do more.
 
 rollout-engine doctor
 rollout-engine doctor --json
@@ -18,27 +18,27 @@ from rollout_engine import __version__
 from rollout_engine.cli import machine
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import build
-from rollout_engine.model.device import why_not
+from rollout_engine.model.backends import unsupported_reason
 from sync.transports import TRANSPORTS
 
 _PACKAGES = ("torch", "transformers", "tensordict", "tokenizers", "safetensors", "msgspec", "numpy")
 _PROBED = (1024, 1024)
-"""Weight shape whose row plan stands for its dtype's."""
+"""Shape of the weight whose row plan is reported for its dtype."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `doctor` takes."""
+    """Declare the arguments of `doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the findings, then advice."""
+    """Print all findings, advice last."""
     found = examine()
     print(json.dumps(found, indent=1) if arguments.json else _table(found))
 
 
 def examine() -> dict[str, Any]:
-    """All findings by topic; `advice` is a list of sentences, empty where nothing is amiss."""
+    """All findings by topic; `advice` is a list of sentences, empty if nothing can be improved."""
     found = {
         "machine": machine.describe(),
         "kernels": _kernels(),
@@ -52,10 +52,10 @@ def examine() -> dict[str, Any]:
 
 
 def _cuda() -> str:
-    """What the first CUDA device would serve with, or why it cannot."""
+    """How the first CUDA device would run models, or why it cannot."""
     device = torch.device("cuda", 0)
-    if obstacle := why_not(device):
-        return f"no: {obstacle}"
+    if reason := unsupported_reason(device):
+        return f"no: {reason}"
     found = torch.cuda.get_device_properties(device)
     return (
         f"yes: {found.name}, {found.total_memory / 2**30:.0f} GiB. Models built like Llama run by our kernels, their "
@@ -64,7 +64,7 @@ def _cuda() -> str:
 
 
 def _kernels() -> dict[str, Any]:
-    """Whether the C++ kernels are built and load; else why not."""
+    """Whether the C++ kernels build and load, or why not."""
     problem = None
     try:
         build.open_kernels()
@@ -79,7 +79,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _row_plan(dtype: torch.dtype) -> dict[str, Any]:
-    """How products of this dtype are called so that rows are independent, or why they cannot be."""
+    """How products of this dtype are made row-invariant, or why they cannot be."""
     try:
         plan = linear.plan_for(torch.zeros(_PROBED, dtype=dtype))
     except linear.NotInvariant as problem:
@@ -89,7 +89,7 @@ def _row_plan(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _extras() -> dict[str, dict[str, bool]]:
-    """Extra -> package -> installed; empty where the library runs from a source tree that is not installed."""
+    """Extra -> package -> whether it is installed; empty if the library itself is not installed."""
     try:
         required = importlib.metadata.requires("rollout-engine") or []
     except importlib.metadata.PackageNotFoundError:
@@ -106,11 +106,9 @@ def _advice(found: dict[str, Any]) -> list[str]:
     advice = []
     if found["kernels"]["compiler"] is None:
         cure = "xcode-select --install" if build.COMPILER == "clang++" else "Debian and Ubuntu: apt install g++"
-        advice.append(
-            f"Install {build.COMPILER} ({cure}): without it torch serves in place of the C++ kernels, more slowly."
-        )
+        advice.append(f"Install {build.COMPILER} ({cure}): without it torch replaces the C++ kernels, more slowly.")
     elif not found["kernels"]["loaded"]:
-        advice.append("The C++ kernels do not build or load: the problem is above; torch serves in their place.")
+        advice.append("The C++ kernels do not build or load, for the problem above; torch replaces them, more slowly.")
     if not {"avx512_bf16", "amx_bf16", "bf16"} & set(found["machine"]["isa"]):
         advice.append("This CPU has no native bfloat16: dtype=float32 is faster (dtype=auto chooses it).")
     if found["machine"]["threads"] > found["machine"]["usable_cpus"]:

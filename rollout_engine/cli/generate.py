@@ -1,4 +1,4 @@
-"""Print completions of prompts.
+"""Prints completions of prompts.
 
 rollout-engine generate Qwen/Qwen3-0.6B --prompt "2 + 2 =" temperature=0 max_tokens=16
 rollout-engine generate path --file questions.jsonl --chat --json n=4 logprobs=0
@@ -16,7 +16,7 @@ from rollout_engine.outputs import CompletionOutput, RequestOutput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `generate` takes."""
+    """Declare the arguments of `generate`."""
     parser.add_argument("model", help="checkpoint directory or hub id")
     add_prompts(parser)
     parser.add_argument("--chat", action="store_true", help="each text prompt is one user message")

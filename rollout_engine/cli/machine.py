@@ -1,9 +1,8 @@
-"""The machine in a few facts: for `doctor`, and beside every figure that was measured."""
+"""Describes the machine: for `doctor`, and for the record beside every measured figure."""
 
 import importlib.metadata
 import os
 import platform
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ _ISA = (
     "sve",
     "neon",
 )
-"""What matters for matrix products, strongest first, by torch's names."""
+"""Instruction sets that matter for matrix products, strongest first, by torch's names."""
 
 
 def describe() -> dict[str, Any]:
-    """CPU model, instruction sets, cores, threads, memory, operating system."""
+    """Returns CPU model, instruction sets, cores, threads, memory and operating system."""
     return {
         "cpu": cpu_name(),
         "isa": instruction_sets(),
@@ -40,15 +39,8 @@ def describe() -> dict[str, Any]:
     }
 
 
-def machine_class() -> str:
-    """Machines of one class are expected to reach the same figures: ``intel-xeon-processor-amx_bf16-2``."""
-    name = re.sub(r"\((R|TM)\)|\bCPU\b|@.*", "", cpu_name(), flags=re.IGNORECASE)
-    isa = next(iter(instruction_sets()), platform.machine())
-    return "-".join([*re.findall(r"[a-z0-9.]+", name.lower()), isa, str(usable_cpus())])
-
-
 def cpu_name() -> str:
-    """As the operating system calls it."""
+    """The CPU's name as the operating system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -58,18 +50,18 @@ def cpu_name() -> str:
 
 
 def instruction_sets() -> list[str]:
-    """Those that matter for matrix products, strongest first."""
+    """The instruction sets of this CPU that matter for matrix products, strongest first."""
     have = torch.cpu.get_capabilities()
     return [name for name in _ISA if have.get(name)]
 
 
 def usable_cpus() -> int:
-    """CPUs this process may run on."""
+    """Number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Distribution -> installed version, None where it is not."""
+    """Distribution -> installed version, or None; and Python's own."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in names:
         try:

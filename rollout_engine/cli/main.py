@@ -1,4 +1,4 @@
-"""Which command, with which arguments. Commands are imported when they are chosen: `--help` loads nothing heavy."""
+"""Parses and runs a command. Its module is imported only when it is chosen, so `--help` loads nothing heavy."""
 
 import argparse
 import importlib
@@ -15,13 +15,13 @@ COMMANDS = {
     "rollout": "write rollouts as JSON lines: tokens, log-probs, policy versions, seeds",
     "bench": "tokens per second of a model, and the share of what memory and arithmetic allow",
 }
-"""Each is `rollout_engine.cli.<name>`, which has `add_arguments(parser)` and `run(arguments)`."""
+"""Name -> help. A command is a module `rollout_engine.cli.<name>` with `add_arguments(parser)` and `run(arguments)`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without any.
 
-    Returns the exit status: 0, 2 for what the user can put right, 130 when interrupted.
+    Returns the exit status: 0, 2 for an error that the user can correct, 130 when interrupted.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     chosen, rest = _choose(given or ["--help"])
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _choose(arguments: list[str]) -> tuple[str, list[str]]:
-    """The command and what follows it."""
+    """Split the command from its arguments."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage="%(prog)s COMMAND [--help] ...",

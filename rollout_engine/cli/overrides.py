@@ -1,4 +1,4 @@
-"""`key=value` on the command line, sorted into engine options and sampling params by their names."""
+"""Parses `key=value` arguments into engine options and sampling params, by their names."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from rollout_engine.errors import ConfigError, unknown_name
 from rollout_engine.sampling_params import SamplingParams
 
 _ENGINE = {field.name: field.type for field in msgspec.structs.fields(EngineConfig) if field.name != "model"}
-# A name that both have is the engine's: its `seed` roots the seeds of all samples.
+# A name that both have goes to the engine: its `seed` determines the seeds of all samples.
 _SAMPLING = {f.name: f.type for f in msgspec.structs.fields(SamplingParams) if f.name not in (*_ENGINE, "output_kind")}
 
 
 class Overrides(NamedTuple):
-    """Keyword arguments, values converted to the fields' types; bounds are checked by the classes they go to."""
+    """Keyword arguments with values of the fields' types; EngineConfig and SamplingParams check their bounds."""
 
     engine: dict[str, Any]
     sampling: dict[str, Any]
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` take `key=value` arguments, as `overrides`."""
+    """Add `key=value` arguments to `parser`, as `overrides`."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -35,8 +35,11 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
-    """Raises `ConfigError` for a name that neither class has, naming the closest, for what is no `key=value`, and for
-    a list that is not JSON."""
+    """Sort arguments into engine options and sampling params.
+
+    Raises `ConfigError` for an unknown name, naming the closest; for an argument that is not `key=value`; for a list
+    that is not JSON.
+    """
     found = Overrides({}, {})
     for argument in arguments:
         name, equals, text = argument.partition("=")
@@ -52,7 +55,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def _converted(name: str, text: str, kind: Any) -> Any:
-    """What `text` means for a field of type `kind`; where it means nothing, `text`, for the field's own error."""
+    """`text` as a value of type `kind`; if it does not fit, its JSON value, for the field's own check to refuse."""
     value = _from_json(text)
     if _takes(kind, (list, tuple, dict)) and text.lstrip().startswith(("[", "{")):
         if value is text:
@@ -60,20 +63,20 @@ def _converted(name: str, text: str, kind: Any) -> Any:
             raise ConfigError(f"{name}={text:.80} is not JSON: write it as {name}='{example}'.")
         meanings = [value]
     else:
-        meanings = [text, value, [text]]  # the last: the one value of a list
+        meanings = [text, value, [text]]  # the last: a list of one value
     return next((found for meaning in meanings for found in _as_kind(meaning, kind)), value)
 
 
 def _as_kind(value: Any, kind: Any) -> list[Any]:
-    """`value` converted; empty where it is not of that kind."""
+    """`value` converted to `kind`, in a list; empty if it does not fit."""
     try:
         return [msgspec.convert(value, kind, strict=False)]
-    except (msgspec.ValidationError, UnicodeEncodeError):  # bytes of the shell that are no text
+    except (msgspec.ValidationError, UnicodeEncodeError):  # bytes from the shell that are not text
         return []
 
 
 def _from_json(text: str) -> Any:
-    """Parse `text` as JSON; `text` itself where it is not JSON."""
+    """Parse `text` as JSON; return `text` itself if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -81,5 +84,5 @@ def _from_json(text: str) -> Any:
 
 
 def _takes(kind: Any, origins: tuple[type, ...]) -> bool:
-    """Whether `kind` is one of these generic types, or a union with one."""
+    """Whether `kind` is one of these generic types or a union that includes one."""
     return any((get_origin(each) or each) in origins for each in (kind, *get_args(kind)))

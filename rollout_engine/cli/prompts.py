@@ -1,4 +1,4 @@
-"""Prompts from the command line: given one by one, or in a file."""
+"""Reads prompts given on the command line, one by one or in a file."""
 
 import argparse
 from pathlib import Path
@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_engine.errors import RequestError
-from rollout_engine.frontend.conversations import PROMPT_KINDS
-from rollout_engine.frontend.prompts import PROMPT_KEYS
+from rollout_engine.text.conversations import PROMPT_KINDS
+from rollout_engine.text.prompts import PROMPT_KEYS
 
 
 class GivenPrompt(NamedTuple):
-    """A prompt, and what else its line of a file says of it."""
+    """A prompt, and the other keys of its object in the file."""
 
     prompt: Any
     columns: dict[str, Any]
-    """Keys of its object that are not a prompt's own, for example "answer". Empty for text."""
+    """Keys that do not belong to a prompt, for example "answer". Empty for text."""
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` take `--prompt` and `--file`."""
+    """Add `--prompt` and `--file` to `parser`."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given many times")
     parser.add_argument(
         "--file",
@@ -32,7 +32,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
-    """All prompts, in the order given; raises `RequestError` without any."""
+    """All prompts in the order given. Raises `RequestError` if there are none."""
     prompts = [GivenPrompt(text, {}) for text in arguments.prompt]
     prompts += _read(arguments.file) if arguments.file else ()
     if not prompts:

@@ -1,4 +1,4 @@
-"""Write rollouts as JSON lines, one sample a line, group by group in the order of the prompts.
+"""Writes rollouts as JSON lines, one sample a line, group by group in the order of the prompts.
 
     rollout-engine rollout Qwen/Qwen3-0.6B --file prompts.jsonl --out rollouts.jsonl n=8 max_tokens=256
 
@@ -16,7 +16,7 @@ from rollout_engine.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `rollout` takes."""
+    """Declare the arguments of `rollout`."""
     parser.add_argument("model", help="checkpoint directory or hub id")
     add_prompts(parser)
     parser.add_argument("--out", type=Path, help="file to write; standard output without it")

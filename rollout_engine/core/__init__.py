@@ -1,1 +1,1 @@
-"""The brain: requests, blocks, prefix cache, scheduler, step. Plain Python: state in, decision out."""
+"""The core: requests, KV blocks, prefix cache, scheduler, steps. Plain Python without torch, sockets or a clock."""

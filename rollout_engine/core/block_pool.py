@@ -1,4 +1,4 @@
-"""KV blocks as numbers: who refers to each, and which free one is used next."""
+"""The pool of KV blocks, as numbers: references to each, and the order in which free ones are used."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable

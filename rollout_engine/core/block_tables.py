@@ -1,8 +1,9 @@
-"""The block tables of sequences: grow, share, copy on write, publish, release."""
+"""Block tables of sequences: grow, share, copy on write, publish, release."""
 
 from collections.abc import Iterable
 
 from rollout_engine.core.block_pool import BlockPool
+from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.prefix_cache import PrefixBlock, PrefixCache
 from rollout_engine.core.request import Sequence
 
@@ -10,19 +11,18 @@ from rollout_engine.core.request import Sequence
 class BlockTables:
     """Every change of a sequence's `block_ids` happens here, over one pool and one prefix cache."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, policy_version: int) -> None:
+    def __init__(self, config: CoreConfig, policy_version: int) -> None:
         self.policy_version = policy_version
-        """The version that computes KV now; the only one whose blocks are published and found."""
-        self.block_size = block_size
-        """Tokens per block."""
-        self._pool = BlockPool(num_blocks)
-        self._cache = PrefixCache()
-        self.caching = enable_prefix_caching
+        """Policy version that computes KV now; only its blocks are published and found."""
+        self.block_size = config.block_size
+        self.caching = config.enable_prefix_caching
         """Whether full blocks are published and found again."""
+        self._pool = BlockPool(config.num_blocks)
+        self._cache = PrefixCache()
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody refers to, cached ones included."""
+        """Blocks without a reference, cached ones included."""
         return self._pool.num_free
 
     @property
@@ -31,7 +31,7 @@ class BlockTables:
         return 1.0 - self._pool.num_free / self._pool.num_blocks
 
     def num_missing(self, sequence: Sequence, end: int) -> int:
-        """Free blocks it takes to compute `sequence` up to token `end`, its copy on write included."""
+        """Free blocks needed to compute `sequence` up to token `end`, its copy on write included."""
         return -(-end // self.block_size) - len(sequence.block_ids) + self._writes_shared_block(sequence)
 
     def extend(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ class BlockTables:
             sequence.kv_min_version = self.policy_version
 
     def publish(self, sequence: Sequence, end: int) -> None:
-        """Make its newly filled blocks below token `end` findable, unless its KV is older than the current version."""
+        """Publish newly filled blocks below token `end`, unless the sequence has KV of an older version."""
         num_full = end // self.block_size
         if len(sequence.prefix) == num_full or not self.caching or sequence.kv_min_version != self.policy_version:
             return
@@ -78,7 +78,7 @@ class BlockTables:
             sequence.prefix.append(known[1] if known else identity)
 
     def fork(self, leader: Sequence, child: Sequence) -> None:
-        """`child` continues from all that `leader` has computed, on the same blocks."""
+        """Let `child` continue from everything that `leader` has computed, on the same blocks."""
         for block in leader.block_ids:
             self._pool.share(block)
         child.block_ids = leader.block_ids.copy()
@@ -88,7 +88,7 @@ class BlockTables:
         child.kv_min_version = leader.kv_min_version
 
     def release(self, sequence: Sequence) -> None:
-        """Drop all its references, the tail first, so that the head of a prefix stays cached longest."""
+        """Drop all references of a sequence, the tail first, so that the head of a prefix stays cached longest."""
         for block in reversed(sequence.block_ids):
             self._release(block)
         sequence.block_ids = []
@@ -96,8 +96,8 @@ class BlockTables:
         sequence.num_computed_tokens = sequence.num_writable_tokens = sequence.num_sent_blocks = 0
         sequence.kv_min_version = None
 
-    def distrust(self, sequence: Sequence) -> None:
-        """Its KV may be wrong: nobody else shall find it."""
+    def unpublish(self, sequence: Sequence) -> None:
+        """Remove the blocks of a sequence from the prefix cache: their KV may be wrong."""
         for block in sequence.block_ids:
             self._cache.forget(block)
 

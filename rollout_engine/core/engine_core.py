@@ -1,25 +1,21 @@
 """The engine's loop on one screen: schedule, execute, update."""
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
 
 from rollout_engine.core.block_tables import BlockTables
-from rollout_engine.core.door import CoreConfig, check_request
+from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
-from rollout_engine.core.request import Request, Sequence
-from rollout_engine.core.requests import Requests
+from rollout_engine.core.request_checks import check_request
+from rollout_engine.core.request_table import RequestTable
+from rollout_engine.core.result_processor import ResultProcessor
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.step import Step
-from rollout_engine.core.token_columns import fill_columns
 from rollout_engine.errors import LifecycleError, RetryableError, WeightUpdateError
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.metrics import CoreMetrics, CoreStats
-from rollout_engine.outputs import FinishReason
-
-logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -28,29 +24,185 @@ class EngineCore:
     def __init__(self, executor: Executor, config: CoreConfig, *, policy_version: int = 0) -> None:
         self._executor = executor
         self._config = config
-        self._tables = BlockTables(
-            config.num_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            policy_version=policy_version,
-        )
-        self._scheduler = Scheduler(
-            self._tables,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_beside_decode=config.max_prefill_beside_decode,
-            max_scored_tokens=config.max_scored_tokens,
-        )
-        self.lifecycle = Lifecycle()
-        """Ask it what is allowed; change it only by the verbs below."""
-        self._requests = Requests()
-        self._clear_wanted = False
+        self._tables = BlockTables(config, policy_version)
+        self._scheduler = Scheduler(self._tables, config)
+        self._requests = RequestTable()
+        self._results = ResultProcessor(self._scheduler, self._requests)
         self._steps: deque[Step] = deque()
-        """In flight, oldest first."""
-        self._untold: deque[EngineCoreOutputs] = deque()
-        """What steps have brought, each to be told by itself."""
-        self._ended: list[SequenceEnd] = []
-        """Ends to be told after them."""
+        """Steps in flight, oldest first."""
+        self.lifecycle = Lifecycle()
+        """The state, and what it allows. Change it only by the methods of the core."""
+        self._clear_cache_when_paused = False
+
+    def step(self) -> EngineCoreOutputs:
+        """Schedule, execute, update. Returns the outputs of the oldest step that have not been returned yet.
+
+        With async scheduling one more step is submitted before the result of the oldest one is waited for. While
+        nothing may be computed, an empty step releases finished sequences in the runner.
+        """
+        num_ahead = self._config.async_scheduling - len(self._results.pending_outputs)
+        while len(self._steps) <= num_ahead and (step := self._schedule()):
+            self._steps.append(step)
+            step.submit(self._executor)
+        if self._steps and not self._results.pending_outputs:  # what `quiesce` collected is returned first
+            self._update(self._steps.popleft())
+        if not self.has_unfinished_requests():
+            self.quiesce()
+        self._finish_draining()
+        return self._results.pop_outputs()
+
+    def _schedule(self) -> Step | None:
+        """Schedule the next step. None when there is nothing to submit."""
+        num_in_flight = len(self._steps)
+        if self.lifecycle.can_step:
+            step = self._scheduler.schedule(num_in_flight)
+        else:
+            self.lifecycle.require_alive("step")
+            step = self._scheduler.empty_step(num_in_flight)
+        can_wait = num_in_flight and self.num_unfinished_requests  # finished sequences go with a later step
+        if step.work.scheduled or (step.work.finished_sequence_ids and not can_wait):
+            return step
+        self._scheduler.requeue_finished(step.work)
+        return None
+
+    def _update(self, step: Step) -> None:
+        """Wait for the result of a step and apply it. If the step failed, its sequences end and all others go on."""
+        outputs = EngineCoreOutputs(step.work.policy_version, num_cached_tokens=step.num_cached_tokens)
+        try:
+            result = step.result()
+        except BaseException as error:
+            self._results.fail(step, error, self._steps)
+            if not isinstance(error, Exception):  # interrupted from outside: the next outputs hold the ends
+                self._finish_draining()
+                raise
+        else:
+            self._results.update_from_output(step, result, outputs)
+        self._results.append(outputs)
+
+    def quiesce(self) -> None:
+        """Wait for the steps in flight; the next calls return their outputs. Call it before you block stepping."""
+        while self._steps:
+            self._update(self._steps.popleft())
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or with ids in use.
+
+        While the engine is paused or asleep, or an update overwrites the weights, the request waits; with
+        admission="reject" `RetryableError` is raised. `DirtyWeightsError` when an update has left the weights
+        incomplete, `LifecycleError` after shutdown.
+        """
+        self.lifecycle.require_alive("add_request")
+        self.lifecycle.require_clean("add_request")
+        admits = self.lifecycle.admits
+        if self._config.admission == "reject" and not admits:
+            state = self.lifecycle.describe()
+            raise RetryableError(f"The engine is {state} and takes no requests (admission='reject'); try again later.")
+        check_request(request, self._config)
+        added = self._requests.add(request, held=not admits)
+        if admits:
+            self._scheduler.add(added)
+
+    def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
+        """End sequences; the outputs say which. An unknown or finished id is a no-op."""
+        for sequence_id in sorted(sequence_ids, reverse=True):  # a leader last, so that no sibling has to take over
+            sequence = self._requests.live(sequence_id)
+            if sequence is not None:
+                self._results.end(sequence, "abort")
+        self._finish_draining()
+        return self._results.pop_outputs()
+
+    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> EngineCoreOutputs:
+        """Stop at this step boundary; return the ends of sequences that mode "abort" ended.
+
+        With mode "wait" the pause is complete when `lifecycle.draining` is False again: keep stepping until then.
+        With `clear_cache` it then forgets every known prefix, and frozen requests compute their KV again.
+        """
+        self.lifecycle.pause(mode, in_flight=self.num_in_flight > 0)
+        self._clear_cache_when_paused |= clear_cache
+        return self._stop(mode)
+
+    def resume(self) -> None:
+        """Lift the pause: frozen requests go on and held ones join. A pause that is still draining is cancelled."""
+        self.lifecycle.resume()
+        self._clear_cache_when_paused = False
+        self._admit_held()
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:
+        """Release the memory of KV and weights (level 2: forget the weights); `mode` and result as in `pause`.
+
+        With mode "wait" the engine falls asleep once no request is in flight. Requests kept over a sleep compute their
+        KV again afterwards.
+        """
+        self.lifecycle.sleep(level, mode, in_flight=self.num_in_flight > 0)
+        return self._stop(mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update.
+
+        If there is no room for the weights, the executor's error is raised and everything stays asleep.
+        """
+        level = self.lifecycle.level
+        woken = self.lifecycle.wake_up(tags)
+        if "weights" in woken and not self.lifecycle.dirty:
+            try:
+                self._executor.restore_weights()
+            except BaseException:
+                self.lifecycle.undo_wake_up(woken, level)
+                raise
+        self._admit_held()
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget every known prefix; return whether that was done.
+
+        While requests in flight hold blocks nothing is done, unless `reset_running_requests`: then they compute their
+        KV again. Once done, no block from before can match.
+        """
+        self.lifecycle.require_alive("reset_prefix_cache")
+        self.quiesce()
+        if reset_running_requests:
+            self._scheduler.recompute_all()
+        elif self._tables.usage:
+            return False
+        self._tables.clear_cache()
+        return True
+
+    def begin_update(self, verb: str = "update_weights") -> None:
+        """Begin a weight update. Steps go on until `commit_version`. Errors name `verb`, the caller's method."""
+        self.lifecycle.begin_update(verb)
+
+    def close_for_update(self, mode: PauseMode) -> EngineCoreOutputs:
+        """Admit no request until `end_update`. Requests in flight end now ("abort"; returns the ends) or go on."""
+        self.lifecycle.close_for_update(mode, in_flight=self.num_in_flight > 0)
+        if mode == "abort":
+            self._abort_in_flight()
+            self._finish_draining()
+        return self._results.pop_outputs()
+
+    def commit_version(self, version: int, kv: str = "keep") -> int:
+        """The weights are now `version`'s. Called between steps; returns the number of live requests.
+
+        kv="keep": sequences go on over the KV they have. kv="recompute": they compute it again under the new weights;
+        always so when `version` does not grow, since old KV could not be told from new by its version any more.
+        """
+        if kv not in ("keep", "recompute"):
+            raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
+        self.quiesce()
+        grows = version > self._tables.policy_version
+        if not grows:
+            self._tables.clear_cache()
+        if kv == "recompute" or not grows:
+            self._scheduler.recompute_all()
+        self._tables.policy_version = version
+        return self.num_unfinished_requests
+
+    def end_update(self, *, dirty: bool | None) -> None:
+        """End the update. `dirty`: False if it is complete, True if it left a mixture, None if it changed nothing."""
+        self.lifecycle.end_update(dirty=dirty)
+        self._admit_held()
+
+    def shutdown(self) -> None:
+        """Refuse every method from now on."""
+        self.lifecycle.shut_down()
 
     @property
     def policy_version(self) -> int:
@@ -68,14 +220,14 @@ class EngineCore:
         return [s.sequence_id for request in self._requests.by_id.values() for s in request.live_sequences]
 
     @property
+    def num_in_flight(self) -> int:
+        """Unfinished requests, without those held until resume, wake-up or the end of an update."""
+        return self._requests.num_in_flight
+
+    @property
     def stats(self) -> CoreStats:
         """Counters since start."""
         return self._scheduler.stats
-
-    @property
-    def num_in_flight(self) -> int:
-        """Unfinished requests without those that wait for resume or wake-up."""
-        return self._requests.num_in_flight
 
     def num_draining(self, verb: str) -> int:
         """Requests in flight, which steps will finish. Raises `LifecycleError`, naming `verb`, when they are frozen."""
@@ -85,10 +237,22 @@ class EngineCore:
             raise LifecycleError(f"{verb}: {what}; let it run, or abort them.")
         return self.num_in_flight
 
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step()` has anything to return, now or once the engine runs again."""
+        return bool(self._requests.by_id or self._results.has_pending)
+
+    def can_progress(self) -> bool:
+        """Whether `step()` has anything to return now. If not, a loop should wait for the next call from outside."""
+        return bool(self._steps or self._results.has_pending or (self.lifecycle.can_step and self.num_in_flight))
+
+    def cache_usage(self) -> float:
+        """Blocks referenced by live requests / all blocks."""
+        return self._tables.usage
+
     def metrics(self) -> CoreMetrics:
         """Counters and gauges of now."""
         return CoreMetrics(
-            num_requests=len(self._requests.by_id),
+            num_requests=self.num_unfinished_requests,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting) + len(self._scheduler.parked),
             cache_usage=self._tables.usage,
@@ -97,209 +261,15 @@ class EngineCore:
             counters=deepcopy(self.stats),
         )
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has anything to give, now or once the engine runs again."""
-        return bool(self._requests.by_id or self._ended or self._untold)
-
-    def can_progress(self) -> bool:
-        """Whether `step()` has anything to give now: a loop waits for the next call from outside when it has not."""
-        told_next = self._ended or self._untold or self._steps
-        return bool(told_next or (self.lifecycle.can_step and self.num_in_flight))
-
-    def cache_usage(self) -> float:
-        """Blocks referenced by live requests / all blocks."""
-        return self._tables.usage
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or with numbers in use.
-
-        While paused, asleep or overwritten by an update it waits for the end of that; with admission="reject" it
-        raises `RetryableError`. `DirtyWeightsError` where an update has left the weights incomplete, `LifecycleError`
-        after the end.
-        """
-        self._check_admission()
-        check_request(request, self._config)
-        admits = self.lifecycle.admits
-        made = self._requests.add(request, held=not admits)
-        if admits:
-            self._scheduler.add(made)
-
-    def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
-        """End sequences; the outputs say which. An unknown or finished id is a no-op."""
-        for sequence_id in sorted(sequence_ids, reverse=True):  # a leader last, so that no sibling has to take over
-            sequence = self._requests.live(sequence_id)
-            if sequence is not None:
-                self._end(sequence, "abort")
-        self._settle_if_draining()
-        return self._tell()
-
-    def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update. Called while idle or paused it lets the runner forget what has ended.
-
-        With async scheduling the next step is submitted before the result of this one is waited for.
-        """
-        window = 1 + self._config.async_scheduling - len(self._untold)
-        while len(self._steps) < window and self._submit():
-            pass
-        if self._steps and not self._untold:
-            self._collect()
-        if not self.has_unfinished_requests():
-            self.quiesce()
-        self._settle_if_draining()
-        return self._tell()
-
-    def quiesce(self) -> None:
-        """Wait for what is in flight; the next outputs tell what it brought. Whoever keeps steps out calls it first."""
-        while self._steps:
-            self._collect()
-
-    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> EngineCoreOutputs:
-        """Stop at this step boundary; returns the ends of what mode "abort" ended.
-
-        With mode "wait" the pause is complete when `lifecycle.draining` is False again: keep stepping until then.
-        `clear_cache` forgets every known prefix once it is; frozen requests then compute their KV again.
-        """
-        self.lifecycle.pause(mode, in_flight=self.num_in_flight > 0)
-        self._clear_wanted |= clear_cache
-        if mode == "abort":
-            self._abort_in_flight()
-        self._settle()
-        return self._tell()
-
-    def resume(self) -> None:
-        """Lift the pause; frozen requests go on and held ones join. A pause still draining is called off."""
-        self.lifecycle.resume()
-        self._clear_wanted = False
-        self._admit_held()
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:
-        """Release the memory of KV and weights, these with level 2 for good; `mode` and result as in `pause`.
-
-        With mode "wait" the engine falls asleep when nothing is in flight any more. Requests kept over a sleep compute
-        their KV again afterwards.
-        """
-        self.lifecycle.sleep(level, mode, in_flight=self.num_in_flight > 0)
-        if mode == "abort":
-            self._abort_in_flight()
-        self._settle()
-        return self._tell()
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update.
-
-        Where there is no room for the weights, the executor's error is raised and everything sleeps on.
-        """
-        level = self.lifecycle.level
-        woken = self.lifecycle.wake_up(tags)
-        if "weights" in woken and not self.lifecycle.dirty:
-            try:
-                self._executor.restore_weights()
-            except BaseException:
-                self.lifecycle.sleep_on(woken, level)
-                raise
-        self._admit_held()
-
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget every known prefix; whether that was done.
-
-        While requests in flight hold blocks it is not, and nothing changes, unless `reset_running_requests`: then they
-        compute their KV again. Either way no block from before can match afterwards.
-        """
-        self.lifecycle.require_alive("reset_prefix_cache")
-        self.quiesce()
-        if reset_running_requests:
-            self._scheduler.recompute_all()
-        elif self._tables.usage:
-            return False
-        self._tables.clear_cache()
-        return True
-
-    def begin_update(self, verb: str = "update_weights") -> None:
-        """An update is under way, which `verb` asked for; steps go on until `commit_version`."""
-        self.lifecycle.begin_update(verb)
-
-    def close_for_update(self, mode: PauseMode) -> EngineCoreOutputs:
-        """What is in flight ends now ("abort"; returns those ends), or is to finish ("wait"), and nothing new joins it
-        until `end_update`."""
-        self.lifecycle.close_for_update(mode, in_flight=self.num_in_flight > 0)
-        if mode == "abort":
-            self._abort_in_flight()
-            self._settle_if_draining()
-        return self._tell()
-
-    def end_update(self, *, dirty: bool | None) -> None:
-        """It has ended. `dirty`: False when complete, True when it left a mixture, None when weights are as before."""
-        self.lifecycle.end_update(dirty=dirty)
-        self._admit_held()
-
-    def shutdown(self) -> None:
-        """No verb works any more."""
-        self.lifecycle.die()
-
-    def commit_version(self, version: int, kv: str = "keep") -> int:
-        """The weights are now `version`'s. Called between steps; returns the number of live requests.
-
-        kv="keep": sequences go on over the KV they have. kv="recompute": they compute it again under the new weights;
-        always so when `version` does not grow, since old KV could not be told from new by its version any more.
-        """
-        if kv not in ("keep", "recompute"):
-            raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
-        self.quiesce()
-        grows = version > self._tables.policy_version
-        if not grows:
-            self._tables.clear_cache()
-        if kv == "recompute" or not grows:
-            self._scheduler.recompute_all()
-        self._tables.policy_version = version
-        return len(self._requests.by_id)
-
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError says what is off."""
         self._scheduler.check_integrity()
         self._requests.check_integrity(may_hold=not self.lifecycle.admits, num_queued=self._scheduler.num_queued)
-        ends_to_tell = self._untold or self._ended  # a pause that waited for them is complete once they are told
-        assert self.num_in_flight or ends_to_tell or not self.lifecycle.draining, "nothing drains"
-        num_results = len(self._steps) + len(self._untold)
-        assert num_results <= self._config.async_scheduling, f"{num_results} results wait to be told"
-
-    def _submit(self) -> bool:
-        """Begin the next step, if there is one."""
-        num_in_flight = len(self._steps)
-        if self.lifecycle.can_step:
-            step = self._scheduler.schedule(num_in_flight)
-        else:
-            self.lifecycle.require_alive("step")
-            step = self._scheduler.farewell(num_in_flight)
-        work = step.work
-        if not work.scheduled and (num_in_flight and self._requests.by_id or not work.finished):
-            self._scheduler.unsend(work)
-            return False
-        self._steps.append(step)
-        step.submit(self._executor)
-        return True
-
-    def _collect(self) -> None:
-        """Wait for the oldest step, and take in what it brought."""
-        step = self._steps.popleft()
-        outputs = EngineCoreOutputs(step.work.policy_version, num_cached_tokens=step.num_cached_tokens)
-        try:
-            result = step.result()
-        except BaseException as error:
-            self._fail(step, error)
-            if not isinstance(error, Exception):  # interrupted from outside: the next outputs tell what ended
-                self._settle_if_draining()
-                raise
-        else:
-            self._update(step, result, outputs)
-        if outputs.sequences or outputs.num_cached_tokens or outputs.prompt_logprobs:
-            self._untold.append(outputs)
-
-    def _check_admission(self) -> None:
-        self.lifecycle.require_alive("add_request")
-        self.lifecycle.require_clean("add_request")
-        if self._config.admission == "reject" and not self.lifecycle.admits:
-            state = self.lifecycle.describe()
-            raise RetryableError(f"The engine is {state} and takes no requests (admission='reject'); try again later.")
+        # a pause that waited for the last ends is complete once they are returned
+        drains = self.num_in_flight or self._results.has_pending
+        assert drains or not self.lifecycle.draining, "nothing drains"
+        num_results = len(self._steps) + len(self._results.pending_outputs)
+        assert num_results <= self._config.async_scheduling, f"{num_results} results have not been returned"
 
     def _admit_held(self) -> None:
         if self.lifecycle.admits:
@@ -308,79 +278,28 @@ class EngineCore:
 
     def _abort_in_flight(self) -> None:
         for request in self._requests.in_flight:
-            self._end_all(request, "abort")
+            self._results.end_request(request, "abort")
 
-    def _settle_if_draining(self) -> None:
+    def _stop(self, mode: PauseMode) -> EngineCoreOutputs:
+        """Begin a pause or sleep that the lifecycle has accepted; complete it unless requests have to finish first."""
+        if mode == "abort":
+            self._abort_in_flight()
+        if not self.lifecycle.draining:
+            self._finish_stop()
+        return self._results.pop_outputs()
+
+    def _finish_draining(self) -> None:
+        """Complete the pause or sleep that waits for requests, if none is in flight any more."""
         if self.lifecycle.draining and not self.num_in_flight:
-            self._settle()
+            self._finish_stop()
 
-    def _settle(self) -> None:
-        """Complete a pause or sleep, unless something is in flight that it waits for."""
-        if self.lifecycle.draining and self.num_in_flight:
-            return
+    def _finish_stop(self) -> None:
+        """Complete a pause or sleep: clear the cache and release memory as it asked."""
         self.quiesce()
-        level = self.lifecycle.drained()
-        if level or self._clear_wanted:
+        level = self.lifecycle.finish_draining()
+        if level or self._clear_cache_when_paused:
             self.reset_prefix_cache(reset_running_requests=True)
-            self._clear_wanted = False
+            self._clear_cache_when_paused = False
         if level:
             self._executor.release_kv()
             self._executor.release_weights(forget=level == 2)
-
-    def _update(self, step: Step, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
-        self.stats.num_steps += 1
-        self._scheduler.confirm(step)
-        fill_columns(outputs, step.drawn, result)
-        for index, logprobs in result.prompt_logprobs.items():
-            request = step.rows[index].request
-            if request.num_live:
-                outputs.prompt_logprobs[request.source.first_sequence] = logprobs
-        self.stats.num_tokens_sampled += len(outputs.sequences)
-        for index, message in result.errors.items():
-            if not step.drawn[index].ended:
-                self._end(step.drawn[index], "error", message)
-        for sequence, token_id in zip(step.drawn, result.token_ids, strict=True):
-            if not sequence.ended and sequence.append(token_id):
-                self._ended.append(SequenceEnd(sequence.sequence_id, *sequence.finish()))
-                self._retire(sequence)
-
-    def _tell(self) -> EngineCoreOutputs:
-        outputs = self._untold.popleft() if self._untold else EngineCoreOutputs(self.policy_version)
-        if not self._untold:
-            outputs.ended, self._ended = self._ended, []
-        return outputs
-
-    def _fail(self, step: Step, error: BaseException) -> None:
-        """The executor raised: what it was working on ends, everything else goes on."""
-        self.stats.num_steps += 1
-        self.stats.num_failed_steps += 1
-        message = f"step {step.work.step} failed: {type(error).__name__}: {error}"
-        logger.warning("%s\n%s", message, step.dump(), exc_info=error)
-        forked_since = [request for later in self._steps for request in later.forked]
-        for sequence in step.sequences:
-            request = sequence.request
-            if not sequence.ended and (not request.forked or request in forked_since):  # it computes the prompt for all
-                self._end_all(request, "error", message)
-            elif not sequence.ended:
-                self._end(sequence, "error", message)
-        while self._steps:
-            self._scheduler.withdraw(self._steps.pop())
-        self._scheduler.unsend(step.work)
-
-    def _end_all(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """The leader ends last, so that no sibling has to take over."""
-        for sequence in reversed(request.live_sequences):
-            self._end(sequence, reason, error)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence that got no token."""
-        if reason == "error":
-            self._tables.distrust(sequence)
-        self._ended.append(SequenceEnd(sequence.sequence_id, reason, error=error))
-        self._retire(sequence)
-
-    def _retire(self, sequence: Sequence) -> None:
-        self._scheduler.end(sequence)
-        request = sequence.request
-        if request.num_live == 0:
-            self._requests.remove(request)

@@ -1,4 +1,4 @@
-"""The seam between the brain and whatever runs the model."""
+"""The seam between the core and whatever runs the model."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,22 +7,21 @@ from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(Protocol):
-    """Runs steps in order. All else is asked only while none is in flight.
+    """Runs steps in order. Its other methods are called only while no step is in flight.
 
     Its fake is `core.fake_executor.FakeExecutor`.
     """
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Do `work` after all that was submitted before; returns what waits for its result, which is called once.
+        """Run a step after all steps submitted before; return a function, called once, that waits for the result.
 
-        The result has one token per `work.samples` entry. Work may come while that before it is still running: a
-        sequence goes on from the token that was drawn for it last, whether or not anybody has asked for it yet.
-
-        The same goes for a token that could not be drawn: what is computed on from it is told to nobody.
+        The result has one token per `work.samples` entry. A step may be submitted while the one before is running: its
+        sequences continue from the tokens sampled there, even if that result was not asked for yet. What is computed
+        from a token that could not be sampled is dropped.
 
         An exception in place of the result fails the sequences scheduled in this step; nothing runs when it is raised.
-        Nobody asks for the results of steps behind it, which may have run or not. The next `work.finished` names
-        everything that any of these steps named or introduced: forgetting an unknown id is a no-op.
+        The results of later steps are not asked for: they may have run or not. The next `work.finished_sequence_ids`
+        names all sequences that any of these steps named or introduced: releasing an unknown id is a no-op.
         """
         ...
 
@@ -31,11 +30,12 @@ class Executor(Protocol):
         ...
 
     def release_weights(self, *, forget: bool) -> None:
-        """Free what is derived from the weights, or move them to where nothing computes; `forget` them altogether.
+        """Free copies derived from the weights, or move the weights to host memory; or `forget` them.
+
         Nothing executes until they are back: by `restore_weights`, or, when forgotten, by a complete update.
         """
         ...
 
     def restore_weights(self) -> None:
-        """Have again what `release_weights(forget=False)` freed; where that raises, it is as before."""
+        """Undo `release_weights(forget=False)`. If that raises, the weights stay released."""
         ...

@@ -1,4 +1,4 @@
-"""A deterministic fake model over simulated KV blocks: stale, torn or foreign KV raises instead of passing."""
+"""A deterministic fake model over simulated KV blocks, which raises when it reads stale, torn or foreign KV."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -7,13 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rollout_engine.messages import (
-    ModelRunnerOutput,
-    NewSequence,
-    PromptLogprobs,
-    ScheduledSequence,
-    SchedulerOutput,
-)
+from rollout_engine.messages import ModelRunnerOutput, NewSequence, PromptLogprobs, ScheduledSequence, SchedulerOutput
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 
@@ -41,7 +35,7 @@ class FakeExecutor:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.fail_at_steps = fail_at_steps
-        """Values of `SchedulerOutput.step` at which to raise, half of the work done."""
+        """Values of `SchedulerOutput.step` at which to raise, when half of the work is done."""
         self.scripts = scripts
         """Sequence id -> its first tokens, for example a stop id."""
         self.errors = errors
@@ -53,15 +47,15 @@ class FakeExecutor:
         """Sequence id -> oldest version among the KV its last sample attended."""
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.weights: Literal["live", "kept", "forgotten"] = "live"
-        """"live" is set by `restore_weights`, and by a test that stands for an update."""
+        """`restore_weights` sets "live", and so do tests in place of an update."""
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """The step is done when its result is asked for."""
+        """Run the step when its result is asked for."""
         return partial(self.execute, work)
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        """Do one step, in the order `SchedulerOutput` states; raises `FakeKVError` where its KV does not hold up."""
-        for sequence_id in work.finished:
+        """Run one step in the order of `SchedulerOutput`. Raises `FakeKVError` if it reads KV of another context."""
+        for sequence_id in work.finished_sequence_ids:
             self.sequences.pop(sequence_id, None)
             self.kv_min_versions.pop(sequence_id, None)
         for new in work.new:
@@ -85,15 +79,15 @@ class FakeExecutor:
         return output
 
     def release_kv(self) -> None:
-        """Nothing that was written can be read any more."""
+        """Forget all KV."""
         self._slots.clear()
 
     def release_weights(self, *, forget: bool) -> None:
-        """Nothing can be computed until they are back."""
+        """Refuse to compute until the weights are back."""
         self.weights = "forgotten" if forget or self.weights == "forgotten" else "kept"
 
     def restore_weights(self) -> None:
-        """Raises `FakeKVError` for weights that were forgotten."""
+        """Compute again. Raises `FakeKVError` for weights that were forgotten."""
         if self.weights == "forgotten":
             raise FakeKVError("forgotten weights cannot be restored")
         self.weights = "live"
@@ -122,7 +116,7 @@ class FakeExecutor:
             self.num_tokens_computed += 1
 
     def _score_prompts(self, scheduled: list[ScheduledSequence]) -> dict[int, PromptLogprobs]:
-        """Made-up log-probs of complete prompts; raises where a part was not computed."""
+        """Make up log-probs of complete prompts. Raises if a part was not computed."""
         found = {}
         for index, row in enumerate(scheduled):
             state = self.sequences[row.sequence_id]
@@ -130,9 +124,9 @@ class FakeExecutor:
                 continue
             if state.num_scored != row.num_computed_tokens:
                 raise FakeKVError(
-                    f"sequence {row.sequence_id}: no log-probs of prompt tokens {state.num_scored} and on"
+                    f"sequence {row.sequence_id}: prompt tokens from {state.num_scored} on are not scored"
                 )
-            state.num_scored += row.num_tokens
+            state.num_scored += row.num_scheduled_tokens
             if state.num_scored == state.num_prompt_tokens:
                 found[index] = _prompt_columns(state, self.vocab_size)
         return found
@@ -142,11 +136,9 @@ class FakeExecutor:
         for index, task in enumerate(work.samples):
             row = work.scheduled[task.row]
             state = self.sequences[task.sequence_id]
-            end = row.num_computed_tokens + row.num_tokens
-            if len(state.token_ids) != end:
-                raise FakeKVError(
-                    f"sequence {task.sequence_id} has {len(state.token_ids)} tokens, but samples after {end}"
-                )
+            end, known = row.num_computed_tokens + row.num_scheduled_tokens, len(state.token_ids)
+            if known != end:
+                raise FakeKVError(f"sequence {task.sequence_id} has {known} tokens, but samples after {end}")
             digest, self.kv_min_versions[task.sequence_id] = self._read(row, end)
             if task.sequence_id in self.errors:
                 errors[index] = self.errors[task.sequence_id]
@@ -165,7 +157,7 @@ class FakeExecutor:
         return _draw(digest, state.seed, self.vocab_size, state.banned)
 
     def _read(self, row: ScheduledSequence, end: int) -> tuple[int, int]:
-        """(digest of the context, its oldest version) as found in the blocks; raises where they disagree."""
+        """Read (digest of the context, its oldest version) from the blocks. Raises if they disagree with the tokens."""
         digest, oldest = 0, 2**63
         for position, token_id in enumerate(self.sequences[row.sequence_id].token_ids[:end]):
             digest = mix(digest, token_id)
@@ -186,7 +178,7 @@ class FakeExecutor:
 
 
 class FakeSequence:
-    """What the fake runner remembers of a sequence; `token_ids` is its own, and grows."""
+    """State of a sequence in the fake runner."""
 
     __slots__ = ("block_ids", "num_prompt_tokens", "num_scored", "params", "seed", "stop_ids", "token_ids")
 
@@ -195,14 +187,14 @@ class FakeSequence:
         self.block_ids: list[int] = []
         self.num_prompt_tokens = new.num_prompt_tokens
         self.num_scored = 0
-        """Prompt tokens whose logits have come by."""
+        """Prompt tokens that were scored so far."""
         self.params = new.params
         self.seed = new.seed
         self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
 
     @property
     def num_sampled(self) -> int:
-        """Tokens drawn so far."""
+        """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -212,7 +204,7 @@ class FakeSequence:
 
 
 def fake_next_token(context: list[int], seed: int, vocab_size: int, banned: Collection[int] = ()) -> int:
-    """The token the fake model draws after `context`: the slow truth of tests, from the tokens alone."""
+    """The token that the fake model samples after `context`, from the tokens alone: the reference of tests."""
     digest = 0
     for token_id in context:
         digest = mix(digest, token_id)
@@ -226,7 +218,7 @@ def _draw(digest: int, seed: int, vocab_size: int, banned: Collection[int]) -> i
 
 
 def _positions(row: ScheduledSequence) -> range:
-    return range(row.num_computed_tokens, row.num_computed_tokens + row.num_tokens)
+    return range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens)
 
 
 def _prompt_columns(state: FakeSequence, vocab_size: int) -> PromptLogprobs:
@@ -241,16 +233,15 @@ def _prompt_columns(state: FakeSequence, vocab_size: int) -> PromptLogprobs:
 def _with_columns(
     token_ids: list[int], params: list[SamplingParams], errors: dict[int, str], vocab_size: int
 ) -> ModelRunnerOutput:
-    """Made-up log-probs that identify their token: -1 - id / vocab_size, and the next ids as runners-up."""
+    """Make up log-probs that identify their token: -1 - id / vocab_size, with the next ids as runners-up."""
     output = ModelRunnerOutput(token_ids, None, errors=errors)
     if any(p.logprobs is not None for p in params):
         output.logprobs = [-1.0 - token_id / vocab_size for token_id in token_ids]
     if any(p.truncates for p in params):
         output.kept_logprob_mass = [-0.125 if p.truncates else 0.0 for p in params]
     if any(p.wants_ranks for p in params):
-        output.sampled_ranks = np.array(
-            [token_id + 1 if p.wants_ranks else 0 for token_id, p in zip(token_ids, params, strict=True)], np.int32
-        )
+        asks = [p.wants_ranks for p in params]
+        output.sampled_ranks = np.where(asks, np.array(token_ids, np.int32) + 1, 0).astype(np.int32)
     for index, each in enumerate(params):
         asked = range(vocab_size) if each.logprobs == -1 else each.logprob_token_ids
         if asked and index not in errors:

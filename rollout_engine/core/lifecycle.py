@@ -1,13 +1,13 @@
-"""What the engine may do now: one state machine over pausing, sleeping, updating and the end.
+"""The lifecycle of an engine: one state machine over pausing, sleeping, weight updates and shutdown.
 
                  pause(mode)                      sleep(level)
     RUNNING <───────────────────> PAUSED ... ──────────────────> ASLEEP ── wake_up(tags) ──> as before
                  resume()                                                               └──> DIRTY after level 2
     any but ASLEEP ── begin_update() ──> UPDATING ── end_update() ──> as before, or DIRTY
-    any ── die() ──> DEAD
+    any ── shut_down() ──> DEAD
 
-A pause outlives sleep and updates: whoever paused resumes. While requests drain (mode "wait") steps go on; the pause or
-sleep is complete once `drained` was called. `state` names the strongest of what holds at the same time.
+A pause lasts through sleep and updates until `resume`. While requests drain (mode "wait") steps go on; the pause or
+sleep is complete once `finish_draining` was called. Several states may hold together: `state` is the strongest one.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from typing import Literal, get_args
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests in flight: end now with what they have, finish first, or freeze and go on later."""
+"""Treatment of requests in flight: end now with what they have, finish first, or freeze and go on later."""
 MemoryTag = Literal["weights", "kv_cache"]
-"""What sleeps and wakes up."""
+"""Memory that sleeps and wakes up."""
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 
 class State(StrEnum):
-    """The strongest of what holds; strongest first."""
+    """States of an engine, the strongest first."""
 
     DEAD = "DEAD"
     UPDATING = "UPDATING"
@@ -36,9 +36,9 @@ class State(StrEnum):
 
 
 class Lifecycle:
-    """Answers what is allowed and keeps what was asked; the core does what follows from it.
+    """The state of an engine, and what it allows. `EngineCore` carries the transitions out.
 
-    Every verb that is out of order raises `LifecycleError` naming state and verb, and changes nothing.
+    A verb that the state does not allow raises `LifecycleError` naming both, and changes nothing.
     """
 
     def __init__(self) -> None:
@@ -47,23 +47,23 @@ class Lifecycle:
         self.asleep: set[MemoryTag] = set()
         """Memory that is released now."""
         self.level = 0
-        """Of the sleep in force: 1 keeps the weights in host memory, 2 forgets them."""
+        """Level of the sleep in force: 1 keeps the weights in host memory, 2 forgets them."""
         self.draining = False
-        """Requests in flight finish before the pause or sleep asked for is complete."""
+        """Requests in flight are finishing before the pause or sleep is complete."""
         self.sleep_wanted = 0
-        """Level to fall asleep to once nothing drains; 0: none."""
+        """Level of the sleep to begin once nothing drains; 0: none."""
         self.updating = False
         self.closed_for_update = False
-        """Nothing new joins what is in flight before the update has ended."""
+        """New requests wait for the end of the update."""
         self.dirty = False
         """The weights are incomplete; only a complete update clears this."""
         self.forgotten = False
-        """A sleep at level 2 made them so."""
+        """They are incomplete because a sleep at level 2 forgot them."""
         self.dead = False
 
     @property
     def state(self) -> State:
-        """Of weights and KV: ASLEEP while weights are, DIRTY once they are back without values, else the KV's."""
+        """The strongest state. Weights that are asleep are ASLEEP before they are DIRTY; asleep KV comes after both."""
         if self.dead:
             return State.DEAD
         if self.updating:
@@ -84,12 +84,12 @@ class Lifecycle:
 
     @property
     def admits(self) -> bool:
-        """Whether new requests join those in flight; otherwise they wait, or are turned away."""
+        """Whether new requests join those in flight; otherwise they wait, or are refused."""
         closed = self.closed_for_update or self.sleep_wanted or self.asleep
         return self.paused is None and not (closed or self.dirty or self.dead)
 
     def describe(self) -> str:
-        """The state, and what is worth knowing of it, for messages."""
+        """Describe the state for messages."""
         details = {
             State.ASLEEP: f"(level {self.level}: {', '.join(sorted(self.asleep))})",
             State.PAUSED: f"({self.paused})",
@@ -115,7 +115,7 @@ class Lifecycle:
         self.paused, self.draining = None, False
 
     def sleep(self, level: int, mode: PauseMode, *, in_flight: bool) -> None:
-        """Ask for sleep; `drained` says when to fall asleep. At the level it already has, it stays as it is."""
+        """Ask for sleep, which begins with `finish_draining`. Asleep already, it may only become deeper."""
         if level not in (1, 2):
             raise LifecycleError(f"sleep: level={level!r} is not allowed: must be 1 or 2.")
         self._check_mode("sleep", mode)
@@ -126,8 +126,8 @@ class Lifecycle:
         self.sleep_wanted = level
         self.draining = in_flight and mode == "wait"
 
-    def drained(self) -> int:
-        """Nothing drains any more. Falls asleep where that was asked for: the level to release memory to, else 0."""
+    def finish_draining(self) -> int:
+        """Finish draining; enter the pending sleep and return its level, or 0."""
         level, self.sleep_wanted, self.draining = self.sleep_wanted, 0, False
         if level:
             self.level = max(self.level, level) if "weights" in self.asleep else level
@@ -135,7 +135,7 @@ class Lifecycle:
         return level
 
     def wake_up(self, tags: Iterable[str] | None) -> set[MemoryTag]:
-        """Which of `tags` (None: all) were asleep and are back now. After level 2 the weights come back DIRTY."""
+        """Wake the memory named by `tags` (None: all); return what was asleep. After level 2 weights wake DIRTY."""
         asked = check_tags(tags)
         self._check_between("wake_up")
         woken = self.asleep & asked
@@ -146,38 +146,38 @@ class Lifecycle:
             self.level = 0
         return woken
 
-    def sleep_on(self, woken: set[MemoryTag], level: int) -> None:
-        """What `wake_up` has just `woken` from `level` could not be given its memory."""
+    def undo_wake_up(self, woken: set[MemoryTag], level: int) -> None:
+        """Undo a `wake_up` from `level` that returned `woken`, for which there was no memory."""
         self.asleep |= woken
         self.level = level
 
     def begin_update(self, verb: str = "update_weights") -> None:
-        """One update at a time, onto weights that are resident. Steps go on. `verb`: what asked for it."""
+        """Begin an update, one at a time, onto weights that are resident. Steps go on. `verb`: the caller's method."""
         self._check_between(verb)
         if "weights" in self.asleep:
             raise self._refused(verb, "the weights are not resident; call wake_up(['weights']) first")
         self.updating = True
 
     def end_update(self, *, dirty: bool | None) -> None:
-        """Back to the state before. `dirty`: False after a complete update, None after one that changed nothing."""
+        """Return to the state before. `dirty`: False after a complete update, None after one that changed nothing."""
         self.updating = self.closed_for_update = False
         if dirty is not None:
             self.dirty = dirty
             self.forgotten &= dirty
 
     def close_for_update(self, mode: PauseMode, *, in_flight: bool) -> None:
-        """Nothing new joins before the update has ended; what is in flight may step on."""
+        """Admit nothing before the update has ended. Requests in flight may step on."""
         self._check_mode("update_weights", mode)
         if mode == "wait" and in_flight and not self.can_step:
             raise self._refused("update_weights", "requests in flight cannot finish now; use mode='abort' or 'keep'")
         self.closed_for_update = True
 
     def stop_for_update(self) -> None:
-        """The live weights are being overwritten: DIRTY, unless the update is completed."""
+        """Mark the live weights as incomplete until the update ends: they are being overwritten."""
         self.dirty = True
 
-    def die(self) -> None:
-        """The end; nothing leads out of it."""
+    def shut_down(self) -> None:
+        """Enter DEAD, for good."""
         self.dead, self.draining, self.sleep_wanted = True, False, 0
 
     def require_alive(self, verb: str) -> None:
@@ -195,13 +195,12 @@ class Lifecycle:
             raise self._refused(verb, "the weights are being written; wait until the update has ended")
 
     def require_clean(self, verb: str) -> None:
-        """Raise `DirtyWeightsError` where weights are resident but incomplete, and no update is completing them."""
+        """Raise `DirtyWeightsError` if the weights are resident but incomplete, and no update is completing them."""
         if self.dirty and not self.updating and "weights" not in self.asleep:
             raise DirtyWeightsError.for_verb(verb, forgotten=self.forgotten)
 
     def require_running(self, verb: str) -> None:
-        """Raise unless a request that is added now would be computed, once an update under way has ended, without
-        another call from outside."""
+        """Raise if a request that is added now would wait for another call from outside, such as `resume`."""
         self.require_alive(verb)
         self.require_clean(verb)
         if self.paused is not None or self.sleep_wanted or self.asleep:
@@ -209,7 +208,7 @@ class Lifecycle:
             raise self._refused(verb, f"it would wait for ever; call {call}() first")
 
     def _check_between(self, verb: str, *, but_draining: bool = False) -> None:
-        """Not while an update or (unless `but_draining`) the way to sleep is in progress."""
+        """Raise during an update and (unless `but_draining`) while requests finish for a sleep."""
         self.require_alive(verb)
         if self.updating:
             raise self._refused(verb, "wait until the update has ended")
@@ -229,7 +228,7 @@ class Lifecycle:
 
 
 def check_tags(tags: Iterable[str] | None) -> set[MemoryTag]:
-    """The tags named, all of them for None. Raises `LifecycleError` for a name that is none."""
+    """The named tags as a set, all of them for None. Raises `LifecycleError` for an unknown name."""
     if tags is None:
         return set(TAGS)
     named = [tags] if isinstance(tags, str) else list(tags)

@@ -1,4 +1,4 @@
-"""Which full blocks are known, by what they are: tokens, everything before them, policy version and salt."""
+"""Full KV blocks that may be found again: by their tokens, all tokens before them, policy version and salt."""
 
 import hashlib
 from array import array
@@ -38,7 +38,7 @@ class PrefixBlock:
 
 
 def block_hash(parent: bytes, content: bytes, version: int, salt: str) -> bytes:
-    """blake2b-128 over fixed-width fields and, last, the salt."""
+    """Hash a block with its prefix: blake2b-128 over fixed-width fields and, last, the salt."""
     version_bytes = version.to_bytes(8, "big", signed=True)
     salt_bytes = salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(parent.rjust(16, b"\0") + version_bytes + content + salt_bytes, digest_size=16).digest()
@@ -65,7 +65,7 @@ class PrefixCache:
             self._identity[block] = identity
 
     def forget(self, block: int) -> None:
-        """The block is about to be overwritten, or can never match again."""
+        """Remove a block that is about to be overwritten, or whose KV may be wrong."""
         identity = self._identity.pop(block, None)
         if identity is not None:
             del self._block_by_hash[identity.hash]
@@ -81,7 +81,7 @@ class PrefixCache:
         self._identity.clear()
 
     def check_integrity(self) -> None:
-        """The two maps are inverse to each other."""
+        """Assert that the two maps are inverse to each other."""
         assert len(self._block_by_hash) == len(self._identity), "hash and identity maps differ in size"
         for block, identity in self._identity.items():
             assert self._block_by_hash.get(identity.hash) == block, f"cached block {block} is not found by its own hash"

@@ -1,9 +1,10 @@
-"""Who computes what in the next step."""
+"""The scheduler decides which sequences compute how many tokens in the next step."""
 
 import sys
 from bisect import bisect_left, insort
 
 from rollout_engine.core.block_tables import BlockTables
+from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.step import Step
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
@@ -21,30 +22,23 @@ class Scheduler:
 
     When blocks run out, the last of `parked` drops its references, then the last of `running` is preempted; both go
     back to `waiting` with their tokens and compute their KV again later. The first running sequence can always take
-    all blocks, and the door let no request in that needs more: every step with work computes something.
+    all blocks, and `check_request` refuses a request that needs more: every step with work computes something.
     """
 
-    def __init__(
-        self,
-        tables: BlockTables,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_prefill_beside_decode: int,
-        max_scored_tokens: int,
-    ) -> None:
+    def __init__(self, tables: BlockTables, config: CoreConfig) -> None:
         self.tables = tables
+        self._config = config
         self.stats = CoreStats()
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_prefill_beside_decode = self._prefill_budget = max_prefill_beside_decode
-        """Tokens in chunks of more than one. The limit of a step in which sequences decode, and what is left of it."""
-        self._max_scored_tokens = self._scored_budget = max_scored_tokens
-        """Prompt tokens to score: their logits all exist at the same time. A step's limit, and what is left of it."""
-        self._forgotten: list[int] = []
+        self._max_num_seqs = config.max_num_seqs
+        self._prefill_budget = 0
+        """Tokens that this step may still compute in chunks of more than one."""
+        self._scored_budget = 0
+        """Prompt tokens that this step may still score: their logits all exist at the same time."""
+        self._finished: list[int] = []
+        """Sequence ids that the runner is to release with the next step."""
 
     @property
     def num_queued(self) -> int:
@@ -54,28 +48,29 @@ class Scheduler:
     def schedule(self, num_in_flight: int = 0) -> Step:
         """One token budget: running sequences first, then parked and waiting ones by (priority, arrival).
 
-        Behind steps in flight no sequence loses blocks: those that end there may give enough. The step may be empty.
+        Behind `num_in_flight` steps no sequence loses blocks: those that end there may free enough. The step may be
+        empty.
         """
-        step = self.farewell(num_in_flight)
-        self._scored_budget = self._max_scored_tokens
+        step = self.empty_step(num_in_flight)
+        self._scored_budget = self._config.max_scored_tokens
         decodes = any(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence in self.running)
-        self._prefill_budget = self._max_prefill_beside_decode if decodes else sys.maxsize
-        if not num_in_flight or self._fits():
-            budget = self._schedule_running(step, self._max_num_batched_tokens)
+        self._prefill_budget = self._config.max_prefill_beside_decode if decodes else sys.maxsize
+        if not num_in_flight or self._running_fit():
+            budget = self._schedule_running(step, self._config.max_num_batched_tokens)
             if not num_in_flight or self.running:
                 self._schedule_waiting(step, budget)
-        step.work.finished += self._take_forgotten()
-        self._count_as_done(step)
+        step.work.finished_sequence_ids += self._take_finished()
+        self._advance(step)
         assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
         return step
 
-    def farewell(self, num_in_flight: int = 0) -> Step:
-        """A step without any work: what the runner may forget."""
+    def empty_step(self, num_in_flight: int = 0) -> Step:
+        """An empty step that only releases finished sequences in the runner."""
         return Step(
             SchedulerOutput(
                 step=self.stats.num_steps + num_in_flight,
                 policy_version=self.tables.policy_version,
-                finished=self._take_forgotten(),
+                finished_sequence_ids=self._take_finished(),
                 new=[],
                 block_copies=[],
                 scheduled=[],
@@ -83,26 +78,29 @@ class Scheduler:
             )
         )
 
+    def requeue_finished(self, work: SchedulerOutput) -> None:
+        """Name the finished sequences of `work` again in the next step: the runner may not have released them."""
+        self._finished = work.finished_sequence_ids + self._finished
+
     def add(self, request: Request) -> None:
-        """Queue the leader; the other sequences appear when it has computed the prompt."""
+        """Queue the leader of a request; its other sequences follow when the prompt has been computed."""
         self._move(request.leader, self.waiting)
 
     def end(self, sequence: Sequence) -> None:
-        """Take `sequence` out for good. Where it led a prompt not yet computed, the next live one leads from here."""
+        """Remove an ended sequence. If it was computing the prompt, the next live sequence does so from here."""
         was_leader = sequence.queue is not None and not sequence.request.forked
-        self._move(sequence, None)
-        self.tables.release(sequence)
-        self._forget(sequence)
+        self._reset(sequence, None)
         sequence.ended = True
         sequence.request.num_live -= 1
         if was_leader and sequence.request.num_live:
             self.add(sequence.request)
 
-    def confirm(self, step: Step) -> None:
-        """It was done: count it, and let others find the blocks that it filled."""
+    def update_from_output(self, step: Step) -> None:
+        """Record a completed step and publish the blocks it filled."""
         stats, block_size = self.stats, self.tables.block_size
+        stats.num_steps += 1
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
-            start, num_tokens = row.num_computed_tokens, row.num_tokens
+            start, num_tokens = row.num_computed_tokens, row.num_scheduled_tokens
             stats.num_tokens_computed += num_tokens
             if sequence.ended:
                 stats.num_surplus_tokens += num_tokens
@@ -114,30 +112,26 @@ class Scheduler:
             if num_tokens > 1 or (start + 1) % block_size == 0:  # else no block became full
                 self.tables.publish(sequence, start + num_tokens)
 
-    def withdraw(self, step: Step) -> None:
-        """It counts as never done: what it would have computed is computed from the start again."""
-        self.unsend(step.work)
-        for sequence in step.drawn:
+    def rollback(self, step: Step) -> None:
+        """Roll back a failed step; its tokens are computed again."""
+        self.requeue_finished(step.work)
+        for sequence in step.sampled:
             sequence.num_pending_tokens -= 1
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
             if not sequence.ended:
-                sequence.num_computed_tokens -= row.num_tokens
+                sequence.num_computed_tokens -= row.num_scheduled_tokens
                 self._drop(sequence)
         for request in step.forked:
             if request.num_live:
                 self._unfork(request)
 
-    def unsend(self, work: SchedulerOutput) -> None:
-        """The runner may not have forgotten what `work` named: say it again next time."""
-        self._forgotten = work.finished + self._forgotten
-
     def recompute_all(self) -> None:
-        """Every sequence with KV drops it and computes it again."""
+        """Make every sequence with KV drop it and compute it again."""
         for sequence in self.running + self.parked:
             self._drop(sequence)
 
     def check_integrity(self) -> None:
-        """Queues are sorted and disjoint, and hold what their names promise."""
+        """Assert that the queues are sorted and disjoint, and hold what their names promise."""
         queued = self.waiting + self.parked + self.running
         assert len({sequence.sequence_id for sequence in queued}) == len(queued), "a sequence stands in two queues"
         assert len(self.running) <= self._max_num_seqs, f"{len(self.running)} running of {self._max_num_seqs}"
@@ -155,15 +149,13 @@ class Scheduler:
         position = 0
         while budget and position < len(self.running):
             sequence = self.running[position]
-            num_tokens = self._take(sequence, budget)
-            if not num_tokens:
-                position += 1
-                continue
-            end = sequence.num_computed_tokens + num_tokens
-            if end > sequence.num_writable_tokens and not self._make_room(sequence, end):
-                break
-            self._assign(step, sequence, num_tokens)
-            budget -= num_tokens
+            num_tokens = self._take_tokens(sequence, budget)
+            if num_tokens:
+                end = sequence.num_computed_tokens + num_tokens
+                if end > sequence.num_writable_tokens and not self._make_room(sequence, end):
+                    break
+                self._schedule_tokens(step, sequence, num_tokens)
+                budget -= num_tokens
             position += 1
         return budget
 
@@ -172,24 +164,24 @@ class Scheduler:
             sequence = min(self.waiting[:1] + self.parked[:1])
             if self._must_wait(sequence) or not self._admit(sequence):
                 break
-            num_tokens = self._take(sequence, budget)
-            self._assign(step, sequence, num_tokens)
+            num_tokens = self._take_tokens(sequence, budget)
+            self._schedule_tokens(step, sequence, num_tokens)
             budget -= num_tokens
 
-    def _fits(self) -> bool:
+    def _running_fit(self) -> bool:
         """Whether all running sequences can go on without taking blocks from any."""
-        grown = (s for s in self.running if s.num_tokens > s.num_writable_tokens and not s.awaits_its_last)
+        grown = (s for s in self.running if s.num_tokens > s.num_writable_tokens and not s.awaits_last_token)
         return sum(self.tables.num_missing(s, s.num_tokens) for s in grown) <= self.tables.num_free
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether it will end, or this step has computed as much of prompts as it may."""
-        if sequence.awaits_its_last or (sequence.scores_prompt and not self._scored_budget):
+        """Whether the sequence will end anyway, or the step has no budget left for its prompt."""
+        if sequence.awaits_last_token or (sequence.scores_prompt and not self._scored_budget):
             return True
         return not self._prefill_budget and sequence.num_tokens - sequence.num_computed_tokens > 1
 
-    def _take(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of `sequence` this step computes; 0 where it must wait for another step, or will end."""
-        if sequence.awaits_its_last:
+    def _take_tokens(self, sequence: Sequence, budget: int) -> int:
+        """Take tokens for `sequence` from the budgets of this step; 0 if it must wait for another step, or will end."""
+        if sequence.awaits_last_token:
             return 0
         num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
         if num_tokens > 1:
@@ -214,7 +206,7 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move to `running` if all its tokens fit beside the others. It takes blocks from none that runs."""
+        """Move to `running` if all its tokens fit beside the others. No running sequence loses blocks for it."""
         came_without_blocks = sequence.queue is self.waiting
         looks_up = came_without_blocks and self.tables.caching and not sequence.scores_prompt
         if looks_up:
@@ -228,11 +220,14 @@ class Scheduler:
             self._drop_references()
         self._move(sequence, self.running)
         if came_without_blocks:
-            self._count_cached(sequence, looks_up)
+            self.stats.num_looked_up_tokens += sequence.num_tokens if looks_up else 0
+            self.stats.num_cached_tokens += sequence.num_computed_tokens
+            if sequence.request.num_cached_tokens is None:
+                sequence.request.num_cached_tokens = sequence.num_computed_tokens
         return True
 
-    def _assign(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
-        """Write one row of the step, and the samples drawn from it."""
+    def _schedule_tokens(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Add one row to the step, and the samples drawn from it."""
         work = step.work
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         if end > sequence.num_writable_tokens:
@@ -240,7 +235,7 @@ class Scheduler:
             self.stats.num_block_copies += len(copies)
             work.block_copies += copies
         if not sequence.in_runner:
-            self._introduce(step, sequence)
+            self._add_to_runner(step, sequence)
         first_block = sequence.num_sent_blocks
         new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NO_BLOCKS
         sequence.num_sent_blocks = len(sequence.block_ids)
@@ -251,24 +246,24 @@ class Scheduler:
         row = len(work.scheduled) - 1
         for sample in [sequence] if sequence.request.forked else sequence.request.live_sequences:
             if not sample.in_runner:
-                self._introduce(step, sample)
+                self._add_to_runner(step, sample)
             work.samples.append(SampleTask(sample.sequence_id, row))
-            step.drawn.append(sample)
+            step.sampled.append(sample)
 
-    def _count_as_done(self, step: Step) -> None:
-        """With a prompt complete its siblings fork off."""
+    def _advance(self, step: Step) -> None:
+        """Count the scheduled tokens as computed. Where a prompt is complete, its siblings fork off."""
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
-            sequence.num_computed_tokens += row.num_tokens
+            sequence.num_computed_tokens += row.num_scheduled_tokens
             if sequence.kv_min_version is None:
                 sequence.kv_min_version = self.tables.policy_version
             if not sequence.request.forked and sequence.num_computed_tokens == sequence.num_tokens:
                 self._fork(sequence)
-        for sequence in step.drawn:
+        for sequence in step.sampled:
             sequence.num_pending_tokens += 1
 
-    def _introduce(self, step: Step, sequence: Sequence) -> None:
+    def _add_to_runner(self, step: Step, sequence: Sequence) -> None:
         request = sequence.request
-        step.num_cached_tokens[request.source.first_sequence] = request.num_cached_tokens or 0
+        step.num_cached_tokens[request.source.first_sequence_id] = request.num_cached_tokens or 0
         step.work.new.append(
             NewSequence(
                 sequence_id=sequence.sequence_id,
@@ -290,11 +285,9 @@ class Scheduler:
                 self._move(sibling, self.parked)
 
     def _unfork(self, request: Request) -> None:
-        """Its prompt was not computed after all."""
+        """Undo a fork: the prompt was not computed after all."""
         for sequence in request.live_sequences:
-            self.tables.release(sequence)
-            self._forget(sequence)
-            self._move(sequence, None)
+            self._reset(sequence, None)
         request.forked = False
         self.add(request)
 
@@ -303,27 +296,21 @@ class Scheduler:
         self._drop(self.parked[-1])
 
     def _drop(self, sequence: Sequence) -> None:
-        """Back to `waiting`, without blocks and unknown to the runner, its tokens kept."""
+        """Move `sequence` back to `waiting`; it keeps its tokens and computes their KV again."""
         sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
+        self._reset(sequence, self.waiting)
+
+    def _reset(self, sequence: Sequence, queue: list[Sequence] | None) -> None:
+        """Release the blocks of `sequence` and its state in the runner, and move it to `queue`."""
         self.tables.release(sequence)
-        self._forget(sequence)
-        self._move(sequence, self.waiting)
-
-    def _forget(self, sequence: Sequence) -> None:
         if sequence.in_runner:
-            self._forgotten.append(sequence.sequence_id)
+            self._finished.append(sequence.sequence_id)
             sequence.in_runner = False
+        self._move(sequence, queue)
 
-    def _take_forgotten(self) -> list[int]:
-        taken, self._forgotten = self._forgotten, []
+    def _take_finished(self) -> list[int]:
+        taken, self._finished = self._finished, []
         return taken
-
-    def _count_cached(self, sequence: Sequence, looked_up: bool) -> None:
-        if looked_up:
-            self.stats.num_looked_up_tokens += sequence.num_tokens
-        self.stats.num_cached_tokens += sequence.num_computed_tokens
-        if sequence.request.num_cached_tokens is None:
-            sequence.request.num_cached_tokens = sequence.num_computed_tokens
 
     def _move(self, sequence: Sequence, queue: list[Sequence] | None) -> None:
         if sequence.queue is not None:

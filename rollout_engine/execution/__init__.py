@@ -1,1 +1,1 @@
-"""Running the model for the core: worker, executor, weight updates."""
+"""Running the model for the core: worker, executor, extensions."""

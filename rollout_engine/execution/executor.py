@@ -1,4 +1,4 @@
-"""The executor in the caller's own process: no sockets, no spawn."""
+"""An executor that runs its worker in the caller's own process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,17 +10,17 @@ from torch import nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
-from rollout_engine.execution.called_update import Core
 from rollout_engine.execution.step_thread import StepThread
-from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.execution.worker import ModelInfo, Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.weights.transaction import WeightUpdater
+from rollout_engine.weights.update_session import Core
 
 
 class InlineExecutor:
     """Runs one worker by plain calls. Satisfies `core.executor.Executor`.
 
-    With `async_scheduling` steps run on a thread of their own; all other calls wait until it rests.
+    With `async_scheduling` steps run on a thread of their own; all other calls wait until it is idle.
     """
 
     def __init__(self, worker: Worker, *, async_scheduling: bool = False) -> None:
@@ -31,7 +31,7 @@ class InlineExecutor:
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
         worker = Worker(config)
-        return cls(worker, async_scheduling=config.schedules_ahead and not worker.served.runs_ahead)
+        return cls(worker, async_scheduling=config.schedules_ahead and not worker.backend.runs_ahead)
 
     @property
     def worker(self) -> Worker:
@@ -52,51 +52,51 @@ class InlineExecutor:
         return self.updater.dirty
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Submit a step; returns what waits for its result. Without a thread the step runs when that is called.
+        """Submit a step; returns a function that waits for its result. Without a thread that function runs the step.
 
-        While the weights must not be used, a step that computes something fails; one that only forgets does not.
+        While `dirty`, a step fails that computes something; one that only releases finished sequences does not.
         """
-        if self.worker.served.runs_ahead:
-            return partial(self._refuse, work) if self._must_refuse(work) else self.worker.runner.submit(work)
+        if self.worker.backend.runs_ahead:
+            return partial(self._refuse, work) if self.dirty and work.scheduled else self.worker.runner.submit(work)
         run = partial(self._execute, work)
         return run if self._thread is None else self._thread.submit(run)
 
     def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
         """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
-        self._rest()
+        self._wait_until_idle()
         return self.worker.score(sequences, num_prompt, temperature)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: int | None = None
     ) -> list[Any]:
-        """Result of an extension's method on every rank, in order. Raises as `Extensions.call`.
+        """Results of an extension's method, one per rank. Raises as `Extensions.call`.
 
-        `caller`: which client it is for; a weight update that it begins ends with it (`caller_left`).
+        `caller`: the client that calls; a weight update that it begins is rolled back when it leaves (`caller_left`).
         """
         if not self.runs_beside_steps(method):
-            self._rest()
+            self._wait_until_idle()
         with self.worker.update.called_by(caller):
             return [self.worker.extensions.call(method, args, kwargs)]
 
     def caller_left(self, caller: int) -> None:
-        """Roll the weight update back that `caller` has begun. Blocks while a call is at work on it."""
+        """Roll back the weight update that `caller` has begun. Blocks while a call is at work on it."""
         self.worker.update.caller_left(caller)
 
     def runs_beside_steps(self, method: str) -> bool:
         """Whether calls of this method of an extension run on a thread of their own, not between two steps."""
-        return self.worker.extensions.run_beside_steps(method)
+        return self.worker.extensions.runs_beside_steps(method)
 
-    def follow(self, core: Core, boundary: Callable[[], AbstractContextManager[object]]) -> None:
-        """Tell `core`, inside `boundary()`, which keeps steps out, of updates that come as calls."""
-        self.worker.update.follow(core, boundary)
+    def attach_core(self, core: Core, boundary: Callable[[], AbstractContextManager[object]]) -> None:
+        """Report updates that come as calls to `core`, inside `boundary()`, which keeps steps out."""
+        self.worker.update.attach_core(core, boundary)
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
-        """Result of `fn` for the model of every rank. Raises as `Worker.apply_model`."""
-        self._rest()
+        """Results of `fn(module)`, one per rank. Raises as `Worker.apply_model`."""
+        self._wait_until_idle()
         return [self.worker.apply_model(fn)]
 
     def release_kv(self) -> None:
-        self.worker.release_kv()
+        self.worker.runner.model.kv.release()
 
     def release_weights(self, *, forget: bool) -> None:
         self.worker.release_weights(forget=forget)
@@ -106,7 +106,7 @@ class InlineExecutor:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences whose state the runner holds."""
+        """Number of sequences whose state the runner holds."""
         return self.worker.runner.num_sequences
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -123,14 +123,11 @@ class InlineExecutor:
         self._worker = None
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        return self._refuse(work) if self._must_refuse(work) else self.worker.runner.execute(work)
-
-    def _must_refuse(self, work: SchedulerOutput) -> bool:
-        return self.dirty and bool(work.scheduled)
+        return self._refuse(work) if self.dirty and work.scheduled else self.worker.runner.execute(work)
 
     def _refuse(self, work: SchedulerOutput) -> NoReturn:
         raise DirtyWeightsError.for_verb(f"step {work.step}", forgotten=self.updater.forgotten)
 
-    def _rest(self) -> None:
+    def _wait_until_idle(self) -> None:
         if self._thread is not None:
-            self._thread.rest()
+            self._thread.wait_until_idle()

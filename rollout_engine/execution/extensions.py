@@ -1,9 +1,9 @@
-"""The methods of a worker's extensions by name: one table built at start-up, typed arguments, typed results.
+"""Calls the methods of worker extensions by name: one table built at start-up, typed arguments, typed results.
 
     names, entry points ──> ExtensionTable.load ──> Extensions(table, worker).call(name, args, kwargs)
                             clash: ConfigError      other types: RPCError
 
-Nothing else of a worker can be reached: a name that is not in the table does not exist, whatever it is.
+Only names in the table can be called; nothing else of a worker can be reached.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_origin, get_type_hints
 
 import msgspec
 
+from rollout_engine._structs import arguments_struct
 from rollout_engine.class_names import find_class
 from rollout_engine.errors import ConfigError, RolloutEngineError, RPCError, as_weight_errors, unknown_name
 from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc, runs_beside_steps
@@ -39,32 +40,31 @@ STOCK: tuple[type[WorkerExtension], ...] = (
 
 
 class Method(NamedTuple):
-    """One name that can be called."""
+    """A method that can be called: its class, the struct of its arguments and the annotation of its result."""
 
     owner: type[WorkerExtension]
     arguments: type[msgspec.Struct]
     result: Any
-    """Annotation of what it returns."""
     beside_steps: bool
-    """It runs while steps go on."""
+    """Whether it runs while steps go on."""
 
 
 class ExtensionTable:
-    """Every method of some extension classes. Raises `ConfigError` where one cannot be called, or two clash."""
+    """The methods of some extension classes. Raises `ConfigError` where one cannot be called, or two clash."""
 
     def __init__(self, classes: Iterable[type[WorkerExtension]]) -> None:
         self.classes = list(dict.fromkeys(classes))
         self.methods: dict[str, Method] = {}
         for owner in self.classes:
-            for name, method in _methods_of(owner):
+            for name, method in inspect.getmembers(owner, is_rpc):
                 self._add(owner, name, method)
 
     @classmethod
     def load(cls, names: Sequence[str]) -> "ExtensionTable":
-        """Of the stock extensions, those that packages have registered, and "package.module:Class" of `names`."""
+        """The stock extensions, those that packages have registered, and "package.module:Class" of `names`."""
         entries = entry_points(group=ENTRY_POINTS)
-        registered = [_checked(f"{entry.name} = {entry.value}", entry.load) for entry in entries]
-        return cls([*STOCK, *registered, *(_checked(name, partial(find_class, name)) for name in names)])
+        registered = [_load_class(f"{entry.name} = {entry.value}", entry.load) for entry in entries]
+        return cls([*STOCK, *registered, *(_load_class(name, partial(find_class, name)) for name in names)])
 
     def _add(self, owner: type[WorkerExtension], name: str, method: Any) -> None:
         where = f"worker extension {owner.__module__}:{owner.__qualname__}: method '{name}'"
@@ -82,19 +82,14 @@ class ExtensionTable:
 
 
 class Extensions:
-    """One instance of each class of a table, for one worker.
-
-    Calls come one at a time, but for those of methods that run beside steps.
-    """
+    """An instance of each class of a table, for one worker. Only methods that run beside steps may run concurrently."""
 
     def __init__(self, table: ExtensionTable, worker: WorkerLike) -> None:
         self._methods, self._rank = table.methods, worker.rank
-        self._instances: dict[type[WorkerExtension], WorkerExtension] = {}
-        for kind in table.classes:
-            self._instances[kind] = _made(kind, worker)
+        self._instances = {kind: _instantiate(kind, worker) for kind in table.classes}
 
     def call(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Result of a method. Nothing runs unless name and arguments are in the table: `RPCError` says what is wrong.
+        """Result of a method. Raises `RPCError` before it runs unless the name is known and the arguments fit.
 
         Our own errors are raised as they are, a transport's as the public one of its meaning, any other as an
         `RPCError` with rank and traceback.
@@ -106,7 +101,7 @@ class Extensions:
         try:
             with as_weight_errors():
                 value = getattr(self._instances[method.owner], name)(**arguments)
-            return msgspec.convert(value, method.result, dec_hook=_same)
+            return msgspec.convert(value, method.result, dec_hook=_unchanged)
         except RolloutEngineError:
             raise
         except (Exception, SystemExit) as error:
@@ -114,12 +109,12 @@ class Extensions:
             trace = "".join(traceback.format_exception(error))
             raise RPCError(what, method=name, rank=self._rank, traceback=trace) from error
 
-    def run_beside_steps(self, name: str) -> bool:
-        """Whether calls of this method are for a thread beside the steps; False where there is no such method."""
+    def runs_beside_steps(self, name: str) -> bool:
+        """Whether calls of this method run on a thread of their own while steps go on; False for an unknown name."""
         return name in self._methods and self._methods[name].beside_steps
 
     def close(self) -> None:
-        """Let every extension go, the last one first. What one raises is logged; one that hangs is left behind."""
+        """Close every extension, the last one first. What one raises is logged; one that hangs is left behind."""
         while self._instances:
             kind, instance = self._instances.popitem()
             if kind in STOCK:
@@ -139,7 +134,7 @@ class Extensions:
                 raise RPCError(f"{name}: {unknown_name('argument', str(key)[:80], fields)}", method=name)
             given[key] = value
         try:
-            checked = msgspec.convert(given, method.arguments, strict=True, dec_hook=_same)
+            checked = msgspec.convert(given, method.arguments, strict=True, dec_hook=_unchanged)
         except msgspec.ValidationError as problem:
             raise RPCError(f"{name}: {problem}.", method=name) from None
         return {field: getattr(checked, field) for field in fields}
@@ -159,12 +154,8 @@ def _close(extension: WorkerExtension, name: str) -> None:
         logger.warning("%s has not closed within %g s: it is left behind", name, CLOSE_SECONDS)
 
 
-def _methods_of(owner: type[WorkerExtension]) -> list[tuple[str, Any]]:
-    return [(name, method) for name, method in inspect.getmembers(owner) if is_rpc(method)]
-
-
 def _signature_of(method: Any) -> tuple[type[msgspec.Struct], Any]:
-    """Struct of the arguments and annotation of the result. Raises `TypeError` for what cannot be checked."""
+    """Struct of the arguments and annotation of the result. Raises `TypeError` where they cannot be checked."""
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         raise TypeError("it is a coroutine or a generator, and the engine would have to wait for it")
     parameters = list(inspect.signature(method).parameters.values())[1:]  # without self
@@ -176,24 +167,21 @@ def _signature_of(method: Any) -> tuple[type[msgspec.Struct], Any]:
             raise TypeError(f"argument '{parameter.name}' is not annotated")
     if "return" not in hints:
         raise TypeError("its result is not annotated (None for none)")
-    fields = [
-        (p.name, hints[p.name]) if p.default is p.empty else (p.name, hints[p.name], p.default) for p in parameters
-    ]
-    arguments = msgspec.defstruct(method.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    arguments = arguments_struct(method.__name__, parameters, hints)
     for kind in (arguments, hints["return"]):
         msgspec.msgpack.Decoder(kind)  # raises where no value can be of that kind
     return arguments, hints["return"]
 
 
-def _same(kind: Any, value: Any) -> Any:
-    """Arrays, tensors and what else msgspec does not know: passed as they are, if they are of that class."""
+def _unchanged(kind: Any, value: Any) -> Any:
+    """Pass arrays, tensors and other types that msgspec does not know as they are, if they are of the class."""
     kind = get_origin(kind) or kind
     if not isinstance(value, kind):
         raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
     return value
 
 
-def _checked(name: str, load: Callable[[], Any]) -> type[WorkerExtension]:
+def _load_class(name: str, load: Callable[[], Any]) -> type[WorkerExtension]:
     try:
         found = load()
     except Exception as problem:  # whatever the user's module does when it is loaded
@@ -205,7 +193,7 @@ def _checked(name: str, load: Callable[[], Any]) -> type[WorkerExtension]:
     return found
 
 
-def _made(kind: type[WorkerExtension], worker: WorkerLike) -> WorkerExtension:
+def _instantiate(kind: type[WorkerExtension], worker: WorkerLike) -> WorkerExtension:
     try:
         return kind(worker)
     except RolloutEngineError:

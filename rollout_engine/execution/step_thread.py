@@ -1,4 +1,4 @@
-"""Steps on a thread of their own, one after the other, so that their submitter can prepare the next meanwhile."""
+"""A thread that runs steps one after the other, while the caller prepares the next one."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -8,30 +8,30 @@ from rollout_engine.messages import ModelRunnerOutput
 
 
 class StepThread:
-    """One thread. It lives until `close`, or until nobody knows this any more."""
+    """Runs steps in order on one thread, which ends with `close` or when this object is garbage-collected."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps")
         self._last: Future[ModelRunnerOutput] | None = None
 
     def submit(self, step: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
-        """Run `step` behind those before it; returns what waits for its result. When that raises, nothing runs."""
+        """Queue `step`; returns a function that waits for its result. When that raises, no step is running."""
         self._last = future = self._pool.submit(step)
         return partial(self._result, future)
 
-    def rest(self) -> None:
-        """Wait until nothing runs, whether or not its result was asked for."""
+    def wait_until_idle(self) -> None:
+        """Wait until no step is running, whether or not its result was asked for."""
         if self._last is not None:
             wait([self._last])
             self._last = None
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Wait for the steps that were submitted, and end the thread."""
         self._pool.shutdown()
 
     def _result(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
         try:
             return future.result()
         except BaseException:  # its own, or an interrupt of the wait
-            self.rest()
+            self.wait_until_idle()
             raise

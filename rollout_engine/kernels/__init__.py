@@ -1,1 +1,1 @@
-"""Numerical kernels and their eager twins; they know nothing of the engine."""
+"""Numerical kernels and their eager twins, independent of the engine."""

@@ -1,10 +1,11 @@
-"""SiLU whose every element is the same bits wherever it lies in the tensor, alone or times a second operand.
+"""SiLU and GELU whose every element is the same bits wherever it lies in the tensor.
 
-`torch.nn.functional.silu` computes the last few elements of a tensor (or of a thread's share) with another `exp` than
-the rest; in float32 the two differ in the last bit. The C++ kernel has no such seam, nor has the eager twin:
+`torch.nn.functional.silu` and `gelu` compute the last few elements of a tensor (or of a thread's share) with another
+`exp` than the rest; in float32 the two differ in the last bit. The C++ kernel has no such seam, nor has the eager twin:
 `torch.exp` on contiguous float32.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,20 +14,33 @@ from torch import Tensor
 
 from rollout_engine.kernels.cpu import rows
 
-Gated = Callable[[Tensor, Tensor], Tensor]
+GatedKernel = Callable[[Tensor, Tensor], Tensor]
+
+_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+_CUBE = 0.044715
 
 
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), computed in float32 and rounded once to `x.dtype`; any shape and strides."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _SiLU.apply(x)
+        return _Elementwise.apply(x, _silu, _silu_derivative)
     return _silu(x)
 
 
-def gated_silu(gate: Tensor, up: Tensor, kernel: Gated | None = None) -> Tensor:
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel 2016), in float32, rounded once to `x.dtype`; any shape and strides.
+
+    0.5 x (1 + tanh u) is computed as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3).
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Elementwise.apply(x, _gelu, _gelu_derivative)
+    return _gelu(x)
+
+
+def gated_silu(gate: Tensor, up: Tensor, kernel: GatedKernel | None = None) -> Tensor:
     """silu(gate) * up, rounded after each of the two; equal shapes, any strides, contiguous result.
 
-    `kernel`: another that computes so, without gradients.
+    `kernel` replaces the CPU's forward; it need not support gradients.
     """
     kernel = kernel or _gated_silu
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
@@ -37,40 +51,61 @@ def gated_silu(gate: Tensor, up: Tensor, kernel: Gated | None = None) -> Tensor:
 def _silu(x: Tensor) -> Tensor:
     if rows.supports(x):
         return rows.activate(x)
-    x32 = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    x32 = _contiguous_float32(x)
     return x32.div(torch.neg(x32).exp_().add_(1.0)).to(x.dtype)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    x32 = _contiguous_float32(x)
+    power = (x32 * x32).mul_(-_SLOPE * _CUBE).sub_(_SLOPE).mul_(x32)
+    return x32.div(power.exp_().add_(1.0)).to(x.dtype)
 
 
 def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return rows.activate(gate, up) if rows.supports(gate, up) else _silu(gate) * up
 
 
-def _slope(x: Tensor) -> Tensor:
-    """Derivative of SiLU, float32."""
+def _contiguous_float32(x: Tensor) -> Tensor:
+    return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+
+
+def _silu_derivative(x: Tensor) -> Tensor:
     x32 = x.float()
     sigmoid = torch.sigmoid(x32)
     return sigmoid * (1 + x32 * (1 - sigmoid))
 
 
-class _SiLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _silu(x)
+def _gelu_derivative(x: Tensor) -> Tensor:
+    """Derivative of x s(v), s the logistic function: s + x s (1 - s) v'."""
+    x = x.float()
+    s = torch.sigmoid(_SLOPE * (x + _CUBE * x**3))
+    return s + x * s * (1 - s) * _SLOPE * (1 + 3 * _CUBE * x * x)
+
+
+class _Elementwise(torch.autograd.Function):
+    """Applies `function`; `derivative` gives its float32 derivative."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return (grad.float() * _slope(ctx.saved_tensors[0])).to(grad.dtype)
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.derivative = derivative
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (grad.float() * ctx.derivative(ctx.saved_tensors[0])).to(grad.dtype), None, None
 
 
 class _GatedSiLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernel: Gated) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernel: GatedKernel) -> Tensor:
         ctx.save_for_backward(gate, up)
         return kernel(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad_gate = ((grad * up).float() * _slope(gate)).to(gate.dtype)
+        grad_gate = ((grad * up).float() * _silu_derivative(gate)).to(gate.dtype)
         return grad_gate, grad * _silu(gate), None

@@ -1,7 +1,7 @@
-"""Attention of a trainer: whole sequences at once, with gradients, in the bits of the engine's paged attention.
+"""Attention of a trainer: whole sequences, with gradients, equal bit for bit to the engine's paged attention.
 
-A batch row is one sequence, or several end to end (packed rows). The forward is the paged kernel's own; the backward is
-torch, a KV tile at a time. Shapes are those of `kernels.paged_attention`.
+A batch row is one sequence, or several end to end (packed rows). The forward is the paged kernel; the backward is
+torch, one KV tile at a time. Shapes are those of `kernels.paged_attention`.
 """
 
 import functools
@@ -11,20 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.paged_attention import KV_TILE, TilePlan, attend, padded_rows, scores_of
-from rollout_engine.kernels.scoring import Scoring
 
-Dense = Callable[[Tensor, Tensor, Tensor, Scoring, Tensor | None, Sequence[int] | None], tuple[Tensor, Tensor]]
-"""q, k, v, scoring, sinks, lengths as of `DenseAttention` -> its output and the log-sum-exp of scores, [B, T, H]."""
+DenseKernel = Callable[
+    [Tensor, Tensor, Tensor, AttentionParams, Tensor | None, Sequence[int] | None], tuple[Tensor, Tensor]
+]
+"""q, k, v, params, sinks, lengths of `DenseAttention` -> its output, and float32 log-sum-exp of scores [B, T, H]."""
 
 
 class DenseAttention(torch.autograd.Function):
-    """The trainer's side: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv].
+    """Differentiable causal attention: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv].
 
-    Every batch row is a sequence at positions 0..T-1. With `lengths` the B * T tokens, row after row, are sequences of
-    these lengths instead, each of which starts at position 0 and sees only itself (packed rows).
-    `sinks` [H]: one more logit for each head's softmax. `kernel`: another forward than the CPU's.
+    Every batch row is a sequence at positions 0..T-1. With `lengths`, which add up to B * T, the tokens row after row
+    are sequences of these lengths instead, each starting at position 0 and seeing only itself (packed rows).
+    `sinks` [H]: one extra logit per head in the softmax. `kernel` replaces the CPU's forward.
     """
 
     @staticmethod
@@ -33,31 +35,32 @@ class DenseAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scoring: Scoring,
+        params: AttentionParams,
         sinks: Tensor | None = None,
-        kernel: Dense | None = None,
+        kernel: DenseKernel | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        kernel = kernel or (compiled.attend_dense if _compiled(q) else _attend_dense)
-        out, lse = kernel(q, k, v, scoring, sinks, lengths)
+        if kernel is None:
+            kernel = compiled.attend_dense if q.is_cpu and compiled.supports(q.dtype) else _attend_dense
+        out, lse = kernel(q, k, v, params, sinks, lengths)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.scoring, ctx.lengths = scoring, lengths
+        ctx.params, ctx.lengths = params, lengths
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """FlashAttention's: weights recomputed a tile at a time from the saved log-sum-exp."""
+        """FlashAttention's backward: weights are recomputed tile by tile from the saved log-sum-exp."""
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        scoring: Scoring = ctx.scoring
+        params: AttentionParams = ctx.params
         grad_sinks = None if sinks is None else _grad_of_sinks(grad, out, lse, sinks)
-        apart = Apart.of(q, ctx.lengths, k.shape[1])
+        sequences = UnpackedSequences.of(q, ctx.lengths, k.shape[1])
         by_head = (q, k, v, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1), grad.transpose(1, 2))
-        grads = _backward_of_sequences(*(apart.spread(x) for x in by_head), apart.plan, scoring)
-        return *(apart.gather(x).to(q.dtype) for x in grads), None, grad_sinks, None, None
+        grads = _backward_of_sequences(*(sequences.unpack(x) for x in by_head), sequences.plan, params)
+        return *(sequences.pack(x).to(q.dtype) for x in grads), None, grad_sinks, None, None
 
 
 def _backward_of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, plan: TilePlan, scoring: Scoring
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, plan: TilePlan, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [N, H, L, Dk], k and v [N, Hk, L, D]; out, lse and grad are [N, H, L, D], D = 1 for lse."""
     num_sequences, num_heads, length, _ = q.shape
@@ -70,49 +73,45 @@ def _backward_of_sequences(
     for j, (count, first_row) in enumerate(plan.steps):
         heads, rows = slice(count * num_kv_heads), slice(first_row, None)
         part = (heads, rows)
-        scores = scores_of(query[part] * scoring.scale, keys[heads, j], plan, j, num_kv_heads, scoring)
+        scores = scores_of(query[part] * params.scale, keys[heads, j], plan, j, num_kv_heads, params)
         weights = (scores - lse[part][..., None]).exp()
         weights.view(count, num_kv_heads, *weights.shape[1:]).masked_fill_(padding[:count, :, rows], 0.0)
         grad_scores = weights * (torch.bmm(grad_out[part], values[heads, j].transpose(1, 2)) - delta[part])
-        if scoring.softcap:
-            grad_scores *= (1 - (scores / scoring.softcap) ** 2).nan_to_num_(0.0, 0.0, 0.0)
-        grad_q[part] += torch.bmm(grad_scores, keys[heads, j]) * scoring.scale
-        grad_k[heads, j] = torch.bmm(grad_scores.transpose(1, 2), query[part]) * scoring.scale
+        if params.softcap:
+            grad_scores *= (1 - (scores / params.softcap) ** 2).nan_to_num_(0.0, 0.0, 0.0)
+        grad_q[part] += torch.bmm(grad_scores, keys[heads, j]) * params.scale
+        grad_k[heads, j] = torch.bmm(grad_scores.transpose(1, 2), query[part]) * params.scale
         grad_v[heads, j] = torch.bmm(weights.transpose(1, 2), grad_out[part])
     by_token = _from_rows(grad_q, num_sequences, num_heads, length).transpose(1, 2)
     return by_token, _from_tiles(grad_k, k), _from_tiles(grad_v, v)
 
 
 def _grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """grad, out [B, T, H, Dv], lse [B, T, H]: a sink's weight takes from every output in proportion."""
+    """Gradient of `sinks` [H] from grad, out [B, T, H, Dv] and lse [B, T, H]."""
     weight = (sinks.float() - lse).exp()
     return -(weight * (grad.float() * out.float()).sum(-1)).sum((0, 1)).to(sinks.dtype)
 
 
-def _compiled(q: Tensor) -> bool:
-    return q.device.type == "cpu" and compiled.serves(q.dtype)
-
-
 def _attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None, lengths: Sequence[int] | None = None
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None, lengths: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `kernels.cpu.attention.attend_dense`."""
-    apart = Apart.of(q, lengths, k.shape[1])
-    q, k, v = (apart.spread(x) for x in (q, k, v))
+    """Eager twin of `kernels.cpu.attention.attend_dense`."""
+    sequences = UnpackedSequences.of(q, lengths, k.shape[1])
+    q, k, v = (sequences.unpack(x) for x in (q, k, v))
     num_sequences, num_heads, length, _ = q.shape
     query, keys, values = _to_rows(q, k.shape[1]), _to_tiles(k), _to_tiles(v)
 
     def tile(j: int, num: int) -> tuple[Tensor, Tensor]:
         return keys[: num * k.shape[1], j], values[: num * k.shape[1], j]
 
-    out, lse = attend(query, k.shape[1], tile, apart.plan, scoring, sinks)
+    out, lse = attend(query, k.shape[1], tile, sequences.plan, params, sinks)
     by_token = (_from_rows(rows, num_sequences, num_heads, length) for rows in (out, lse.unsqueeze(-1)))
-    out, lse = (apart.gather(x.transpose(1, 2)).transpose(1, 2) for x in by_token)
+    out, lse = (sequences.pack(x.transpose(1, 2)).transpose(1, 2) for x in by_token)
     return out.to(q.dtype), lse.squeeze(-1)
 
 
 def _to_rows(q: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, T, D] -> float32 [B * Hk, R, D], rows (token, head of the group), zero rows at the end."""
+    """[B, H, T, D] -> float32 [B * Hk, R, D], rows (token, head of the group), padded with zeros."""
     batch, num_heads, length, dim = q.shape
     group = num_heads // num_kv_heads
     rows = q.new_zeros(batch, num_kv_heads, padded_rows(length * group), dim, dtype=torch.float32)
@@ -143,17 +142,17 @@ def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
     return tiles.reshape(batch, num_kv_heads, -1, dim)[:, :, :length].to(like.dtype)
 
 
-class Apart:
-    """The sequences of a batch, each in a row of its own, longest first.
+class UnpackedSequences:
+    """Packed sequences of a batch, unpacked to one per row, longest first.
 
-    Without lengths the B rows of T tokens are the sequences as they stand, and nothing is copied.
+    Without lengths the B rows of T tokens are the sequences already, and nothing is copied.
     """
 
     def __init__(self, batch: int, length: int, group: int, lengths: tuple[int, ...] | None, device: torch.device):
         self._shape = batch, length
         self._place: Tensor | None = None
         self.sizes = torch.tensor([length] * batch if lengths is None else lengths, device=device)
-        """int64 [N], in the order of the tokens."""
+        """int64 [N]: lengths, in the order of the tokens."""
         order = self.sizes.argsort(descending=True, stable=True)
         self.rank = order.argsort()
         """int64 [N]: the row of each sequence."""
@@ -166,12 +165,14 @@ class Apart:
             self._place = self.rank[owner] * self.length + offset
 
     @classmethod
-    def of(cls, q: Tensor, lengths: Sequence[int] | None, num_kv_heads: int) -> "Apart":
-        """For q [B, H, T, D] and sequences of `lengths`, which add up to B * T; None: every row is one."""
+    def of(cls, q: Tensor, lengths: Sequence[int] | None, num_kv_heads: int) -> "UnpackedSequences":
+        """Sequences of q [B, H, T, D] with these lengths, which add up to B * T; None: every row is one."""
         batch, num_heads, length, _ = q.shape
-        return _apart(batch, length, num_heads // num_kv_heads, None if lengths is None else tuple(lengths), q.device)
+        return _unpacked(
+            batch, length, num_heads // num_kv_heads, None if lengths is None else tuple(lengths), q.device
+        )
 
-    def spread(self, x: Tensor) -> Tensor:
+    def unpack(self, x: Tensor) -> Tensor:
         """[B, H, T, D] -> [N, H, L, D], zeros past the end of each sequence."""
         if self._place is None:
             return x
@@ -179,8 +180,8 @@ class Apart:
         rows[self._place] = x.transpose(1, 2).flatten(0, 1)
         return rows.view(self.num_sequences, self.length, *rows.shape[1:]).transpose(1, 2)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """[N, H, L, D] -> [B, H, T, D], the reverse."""
+    def pack(self, x: Tensor) -> Tensor:
+        """[N, H, L, D] -> [B, H, T, D], the reverse of `unpack`."""
         if self._place is None:
             return x
         rows = x.transpose(1, 2).flatten(0, 1)[self._place]
@@ -188,11 +189,13 @@ class Apart:
 
 
 @functools.lru_cache(maxsize=4)
-def _apart(batch: int, length: int, group: int, lengths: tuple[int, ...] | None, device: torch.device) -> Apart:
-    return Apart(batch, length, group, lengths, device)
+def _unpacked(
+    batch: int, length: int, group: int, lengths: tuple[int, ...] | None, device: torch.device
+) -> UnpackedSequences:
+    return UnpackedSequences(batch, length, group, lengths, device)
 
 
 def _positions(lengths: Tensor, group: int) -> Tensor:
-    """lengths int64 [N], longest first -> positions int64 [N, R] of the rows of each sequence, -1 where padding."""
+    """Positions int64 [N, R] of the rows of sequences with `lengths` int64 [N], longest first; -1 for padding."""
     rows = torch.arange(padded_rows(int(lengths[0]) * group), device=lengths.device) // group
     return rows.expand(len(lengths), -1).masked_fill(rows >= lengths[:, None], -1)

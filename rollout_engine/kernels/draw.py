@@ -1,22 +1,22 @@
-"""Draws a token per row of logits by inverse CDF, from one uniform number, with the weights of `token_logprobs`."""
+"""Sampling of one token per row of logits by inverse CDF, with the weights of `token_logprobs`."""
 
 import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build, sampling
-from rollout_engine.kernels.cpu.sampling import CHUNK, Figures, Kept, Truncation
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.token_logprobs import cumulative_mass, logprobs_at, row_blocks, row_weights
-from rollout_engine.kernels.truncation import edges_of, stays
+from rollout_engine.kernels.truncation import edges_of, is_kept
 
 
 def draw(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None = None
-) -> tuple[Figures, Kept | None]:
-    """A token per row of `logits` [N, V], any floating dtype: figures of whole rows, and what `rules` leave of them.
+) -> tuple[RowStats, KeptTokens | None]:
+    """Draw a token per row of `logits` [N, V], any floating dtype -> statistics of whole rows, tokens kept by `rules`.
 
-    `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1), `greedy` bool [N]: rows that
-    take the most likely token, the first where several are; `rules` must cut nothing of these. The log-prob is that of
-    the whole row. A row whose figures are NaN has an arbitrary token.
+    `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1). Rows of `greedy`, bool [N],
+    take the most likely token, the first of several; `rules` must not truncate these rows. Log-probs are those of the
+    whole row. A row whose statistics are NaN gets an arbitrary token.
     """
     if build.load_kernels() is not None:
         return sampling.draw(logits, temperatures, uniforms, greedy, rules)
@@ -33,27 +33,27 @@ def draw(
         kept_total[block] = mass[:, -1]
         tokens[block] = _locate(weights, mass, uniforms[block])
     if greedy.any():
-        tokens[greedy] = torch.from_numpy(logits[greedy].float().numpy().argmax(-1))  # the first; NumPy is faster here
+        tokens[greedy] = torch.from_numpy(logits[greedy].float().numpy().argmax(-1))  # the first maximum
     maximum = maximum.where(total > 0, torch.nan)
     tokens = tokens.clamp(max=logits.shape[1] - 1)
     chosen, log_total = logits.gather(-1, tokens[:, None])[:, 0], total.log()
-    figures = Figures(maximum, log_total, tokens, logprobs_at(chosen, maximum, temperatures, log_total))
-    return figures, None if rules is None else Kept(kept_total.log(), floor, last_tie)
+    stats = RowStats(maximum, log_total, tokens, logprobs_at(chosen, maximum, temperatures, log_total))
+    return stats, None if rules is None else KeptTokens(kept_total.log(), floor, last_tie)
 
 
 def _cut(weights: Tensor, logits: Tensor, usable: Tensor, rules: Truncation) -> tuple[Tensor, Tensor]:
-    """Zero the `weights` [n, K, CHUNK] of tokens that `rules` cut; returns the edges. Rows not usable have any."""
+    """Zero the `weights` [n, K, CHUNK] of tokens that `rules` cut; returns the edges, arbitrary in unusable rows."""
     sound = logits.float().where(usable[:, None], 0.0)
     edges = edges_of(sound, rules)
     ids = torch.arange(logits.shape[1]).expand_as(sound)
-    weights.flatten(1)[:, : logits.shape[1]].masked_fill_(~stays(sound, ids, *edges), 0.0)
+    weights.flatten(1)[:, : logits.shape[1]].masked_fill_(~is_kept(sound, ids, *edges), 0.0)
     return edges
 
 
 def _locate(weights: Tensor, mass: Tensor, u: Tensor) -> Tensor:
     """Inverse CDF at `u` [n]: first the chunk, by `mass` [n, K], then the token among its `weights` [n, K, CHUNK].
 
-    u < 1 keeps u * total below the total, so the chunk found has weight, and so has the token. NaN rows land anywhere.
+    u < 1 keeps u * total below the total, so the chunk found has weight, and so has the token. NaN rows get any token.
     """
     rows = torch.arange(len(u))
     target = u * mass[:, -1]

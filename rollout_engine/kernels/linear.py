@@ -1,10 +1,10 @@
-"""Matrix products whose every row is the same bits, whatever else is in the batch.
+"""Batch-invariant matrix products on the CPU: each row has the same bits whatever else is in the batch.
 
-A GEMM library picks its blocking by the number of rows, so a token's activations can change in the last bit with the
-batch around it. Our own kernel (`cpu/gemm.cpp`) has one order of accumulation, and serves where it is the fastest. For
-oneDNN there are two remedies: weights packed beforehand fix the blocking over a range of row counts, and calling in
-blocks of fixed height fixes it where they do not. `plan_for` proves by trial, once per shape, which is the first
-`RowPlan` that holds on this CPU, for one thread and for many.
+A GEMM library chooses its blocking by the number of rows, so a token's activations can change in the last bit with the
+batch around it. Our own kernel (`cpu/gemm.cpp`) always accumulates in one order, and is used where it is fastest.
+oneDNN is made invariant in two ways: prepacked weights fix the blocking over a range of row counts, and calls with
+blocks of fixed height fix it elsewhere. `plan_for` tests, once per shape, which `RowPlan` is the first that holds on
+this CPU, for one thread and for many.
 """
 
 from functools import cache
@@ -17,23 +17,23 @@ from torch import Tensor
 from rollout_engine.kernels.cpu import gemm
 
 OWN, ONEDNN, LIBRARY = "own", "onednn", "library"
-"""Who multiplies: our kernel, oneDNN with packed weights, or whatever `F.linear` calls."""
+"""Kernels: ours, oneDNN with packed weights, or whatever `F.linear` calls."""
 
 _ANY = 1 << 40
 
 
 class NotInvariant(RuntimeError):
-    """Row independence could not be had on this machine."""
+    """No batch-invariant product was found on this machine."""
 
 
 class RowPlan(NamedTuple):
-    """How to call one GEMM shape: in blocks of at most `max_rows`, the last one padded up to `min_rows`."""
+    """How to compute one GEMM shape: in blocks of at most `max_rows` rows, the last one padded up to `min_rows`."""
 
     kernel: str
     min_rows: int
     max_rows: int
     float32_out: bool = False
-    """Products of bfloat16 give float32: their sums as they are."""
+    """The float32 sums of bfloat16 products are returned unrounded."""
 
     @property
     def is_bounded(self) -> bool:
@@ -42,14 +42,14 @@ class RowPlan(NamedTuple):
 
 
 Operand = Tensor | gemm.PackedWeight
-"""A weight as a plan's kernel reads it."""
+"""A weight in the layout that a plan's kernel reads."""
 
 PLAIN = RowPlan(LIBRARY, 1, _ANY)
-"""The library as it is: rows may depend on their batch."""
+"""Plain `F.linear`: rows may depend on their batch."""
 
 _OWN = RowPlan(OWN, 0, _ANY)
 _OWN_FLOAT32_OUT = RowPlan(OWN, 0, _ANY, float32_out=True)
-_BORROWED = (
+_LIBRARY_PLANS = (
     RowPlan(ONEDNN, 2, 256),
     RowPlan(ONEDNN, 32, 32),
     RowPlan(ONEDNN, 16, 16),
@@ -59,19 +59,17 @@ _BORROWED = (
     RowPlan(LIBRARY, 64, 64),
 )
 _HEIGHTS = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 200, 256)
-"""Row counts put to the test: around the blockings that libraries use."""
+"""Row counts to test: around the blockings that libraries use."""
 _OWN_HEIGHTS = (*range(1, 14), 15, 16, 17, 31, 32, 33, 48, 65, 200)
-"""Every height of block that our kernel has, and what is made of several."""
+"""Every block height of our kernel, and row counts made of several blocks."""
 _OWN_HEIGHTS_THREADED = (33, 200)
-"""Threads share out the blocks that one thread has proven, so few are enough; on a busy machine each one waits."""
-
-_plans: dict[tuple[int, int, torch.dtype, bool], RowPlan] = {}
+"""Threads divide the blocks that one thread has proven, so few heights suffice; on a busy machine each is slow."""
 
 
 def pack(weight: Tensor, plan: RowPlan, panels: Tensor | None = None) -> Operand:
-    """The operand `matmul` wants: our panels or oneDNN's layout of `weight` [N, K], or the weight itself.
+    """The operand for `matmul`: our panels or oneDNN's layout of `weight` [N, K], or the weight itself.
 
-    `panels`: where to put ours, of `gemm.empty_panels`.
+    `panels`: memory from `gemm.empty_panels` for ours.
     """
     if plan.kernel == OWN:
         return gemm.pack(weight, panels)
@@ -79,9 +77,9 @@ def pack(weight: Tensor, plan: RowPlan, panels: Tensor | None = None) -> Operand
 
 
 def matmul(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
-    """x [R, K] @ weight.T + bias -> [R, N]; each row depends only on itself under a probed plan.
+    """x [R, K] @ weight.T + bias -> [R, N], in `x.dtype`, or float32 under a plan with `float32_out`.
 
-    In `x.dtype`, or float32 under a plan with `float32_out`.
+    Under a plan of `plan_for` each row depends only on itself.
     """
     rows = x.shape[0]
     if plan.min_rows <= rows <= plan.max_rows:
@@ -91,16 +89,13 @@ def matmul(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> T
 
 
 def plan_for(weight: Tensor, *, float32_out: bool = False) -> RowPlan:
-    """The first plan under which rows of a GEMM with `weight`'s shape [N, K] and dtype are independent, proven here.
+    """The first plan under which products with a weight of this shape [N, K] and dtype are batch-invariant, by test.
 
-    `float32_out`: of plans whose result is float32, which for bfloat16 our own kernel has alone.
-    Raises `NotInvariant` where none holds. The verdict depends on the CPU, compiler and library alone, so a trainer
-    and an engine on the same kind of machine find the same one.
+    `float32_out` asks for plans with float32 results; for bfloat16 only our own kernel has one. Raises `NotInvariant`
+    where none holds. The result depends on the CPU, compiler and library alone, so a trainer and an engine on the same
+    kind of machine find the same plan.
     """
-    key = (*weight.shape, weight.dtype, float32_out and weight.dtype != torch.float32)
-    if key not in _plans:
-        _plans[key] = _first_that_holds(*key)
-    return _plans[key]
+    return _plan(*weight.shape, weight.dtype, float32_out and weight.dtype != torch.float32)
 
 
 def _gemm(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
@@ -116,15 +111,12 @@ def _padded(block: Tensor, min_rows: int) -> Tensor:
     return F.pad(block, (0, 0, 0, missing)) if missing > 0 else block
 
 
-def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype, float32_out: bool) -> RowPlan:
+@cache
+def _plan(out_features: int, in_features: int, dtype: torch.dtype, float32_out: bool) -> RowPlan:
+    # Columns of our kernel are independent too: two panels, and one as narrow as the last, represent all.
+    own_features = min(out_features, 2 * gemm.PANEL + out_features % gemm.PANEL)
     for plan in _candidates(dtype, float32_out):
-        if plan.kernel == OWN:
-            # Its columns are independent too: two panels, and a third as wide as the last, stand for all.
-            seen = min(out_features, 2 * gemm.PANEL + out_features % gemm.PANEL)
-            holds = _own_holds(plan, seen, in_features, dtype)
-        else:
-            holds = _proven(plan, out_features, in_features, dtype)
-        if holds:
+        if _proven(plan, own_features if plan.kernel == OWN else out_features, in_features, dtype):
             return plan
     raise NotInvariant(
         f"no way was found to make {dtype} products {'in float32 ' if float32_out else ''}with a weight of shape "
@@ -133,24 +125,20 @@ def _first_that_holds(out_features: int, in_features: int, dtype: torch.dtype, f
 
 
 def _candidates(dtype: torch.dtype, float32_out: bool = False) -> tuple[RowPlan, ...]:
-    """Fastest first: by dtype and instruction set, never by a clock."""
+    """Plans in order of expected speed, by dtype and instruction set; never timed, so the choice is reproducible."""
     if float32_out:
-        return (_OWN_FLOAT32_OUT,) if gemm.serves(dtype) else ()
-    if not gemm.serves(dtype):
-        return _BORROWED
-    return (_OWN, *_BORROWED) if gemm.is_fast(dtype) else (*_BORROWED, _OWN)
+        return (_OWN_FLOAT32_OUT,) if gemm.supports(dtype) else ()
+    if not gemm.supports(dtype):
+        return _LIBRARY_PLANS
+    return (_OWN, *_LIBRARY_PLANS) if gemm.is_fast(dtype) else (*_LIBRARY_PLANS, _OWN)
 
 
 @cache
-def _own_holds(plan: RowPlan, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
-    return _proven(plan, out_features, in_features, dtype)
-
-
 @torch.no_grad()
 def _proven(plan: RowPlan, out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(320, in_features, generator=generator).to(dtype)
-    # A few hundred distinct rows are enough to tell blockings apart, and cheap to draw even for a vocabulary.
+    # A few hundred distinct weight rows reveal different blockings, and are cheap to generate even for a vocabulary.
     seen = torch.randn(min(out_features, 256), in_features, generator=generator).to(dtype)
     weight = seen.repeat(-(-out_features // len(seen)), 1)[:out_features]
     threads = torch.get_num_threads()
@@ -177,7 +165,7 @@ def _holds(plan: RowPlan, x: Tensor, weight: Tensor, thread_counts: list[int]) -
 
 
 def _trial_windows(plan: RowPlan, total: int, threads: int) -> list[tuple[int, int]]:
-    """(start, rows) of the row ranges to compare: every kind of height a plan may call, each at its own offset."""
+    """(start, rows) of the row ranges to compare: the kinds of height a plan may call, at different offsets."""
     if plan.kernel == OWN:
         heights = list(_OWN_HEIGHTS if threads == 1 else _OWN_HEIGHTS_THREADED)
     elif plan.min_rows == plan.max_rows:

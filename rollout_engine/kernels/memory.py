@@ -1,4 +1,4 @@
-"""Memory that costs nothing before it is used, and can be given back without losing its address."""
+"""CPU memory that is only committed when first used, and can be released without losing its address."""
 
 import ctypes
 import math
@@ -15,25 +15,24 @@ _ALIGNMENT = mmap.PAGESIZE
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU whose pages the system provides at first touch; `torch.zeros` writes them all at once."""
+    """Zeros on the CPU whose pages the system commits at first touch; `torch.zeros` writes them all at once."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
-def give_back(tensors: Iterable[Tensor]) -> None:
-    """Return the pages of CPU tensors' storages to the system. Addresses stay; what was in whole pages reads as zeros.
+def release_pages(tensors: Iterable[Tensor]) -> None:
+    """Return the pages of CPU tensors' storages to the system. Addresses stay; whole pages read as zeros afterwards.
 
-    Linux only: elsewhere the tensors are zeroed and keep their memory. Raises `ValueError` for tensors elsewhere.
+    On other systems than Linux the tensors are zeroed and keep their memory. Raises `ValueError` for device tensors.
     """
     tensors = list(tensors)
-    _check_on_host(tensors)
+    storages = _storages(tensors)
     if sys.platform != "linux":
         for tensor in tensors:
             tensor.zero_()
         return
-    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     for address, storage in storages.items():
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         num_bytes = (address + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -42,24 +41,26 @@ def give_back(tensors: Iterable[Tensor]) -> None:
 
 
 def resident_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of CPU tensors' storages that take memory now, each storage once. Other systems than Linux: all bytes.
+    """Resident bytes of CPU tensors' storages, each storage counted once; all bytes on other systems than Linux.
 
-    Raises `ValueError` for tensors elsewhere.
+    Raises `ValueError` for tensors on devices.
     """
-    tensors = list(tensors)
-    _check_on_host(tensors)
-    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(_resident(address, storage.nbytes()) for address, storage in storages.items())
+    return sum(_resident(address, storage.nbytes()) for address, storage in _storages(tensors).items())
 
 
-def _check_on_host(tensors: list[Tensor]) -> None:
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Address -> storage. Raises `ValueError` for tensors that are not on the CPU."""
+    storages = {}
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"Tensors should be on the CPU, and one is on {tensor.device}.")
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+    return storages
 
 
 def _resident(address: int, num_bytes: int) -> int:
-    """Parts of a page at either end count if that page is resident."""
+    """Resident bytes of a range; the partial pages at its ends count if they are resident."""
     if sys.platform != "linux" or num_bytes == 0:
         return num_bytes
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
@@ -69,8 +70,8 @@ def _resident(address: int, num_bytes: int) -> int:
     return min(int((pages & 1).sum()) * mmap.PAGESIZE, num_bytes)
 
 
-def trim() -> None:
-    """Have the allocator return what it keeps for later, where it can (glibc)."""
+def trim_allocator() -> None:
+    """Let the allocator return its free memory to the system (glibc only)."""
     if hasattr(_libc(), "malloc_trim"):
         _libc().malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""RMSNorm as Llama, Qwen2 and Qwen3 have it (Zhang and Sennrich 2019), every row the same bits in any batch."""
+"""RMSNorm of Llama, Qwen2 and Qwen3 (Zhang and Sennrich 2019); each row has the same bits in any batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ Kernel = Callable[[Tensor, Tensor, float], Tensor]
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, kernel: Kernel | None = None) -> Tensor:
     """weight * round(x / sqrt(mean(x^2) + epsilon)) over the last dimension; any strides, contiguous result.
 
-    float32 inside, rounded to `x.dtype` before and after the weight, which has that dtype too. `kernel`: another that
-    computes so, without gradients.
+    float32 inside, rounded to `x.dtype` before and after the weight, which has that dtype too. `kernel` replaces
+    the CPU's forward; it need not support gradients.
     """
     kernel = kernel or _forward
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -30,7 +30,7 @@ def _forward(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _normalised(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """float32 (x / rms, 1 / rms)."""
+    """(x / rms, 1 / rms), float32."""
     x32 = x.float()
     scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + epsilon)
     return x32 * scale, scale

@@ -1,28 +1,29 @@
-"""Attention over KV tiles of fixed size: the same bits for a query token however it was batched, chunked or cached.
+"""Attention over KV tiles of fixed size: a query token gets the same bits however it is batched, chunked or cached.
 
-This is the eager twin of `kernels.cpu.attention`, which serves wherever it can be compiled.
+This is the eager twin of `kernels.cpu.attention`, used where that cannot be compiled.
 
 Context is read in tiles of `KV_TILE` tokens counted from position 0; each tile updates a running maximum, sum and
 output in float32 (online softmax: Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A tile in which a row
-sees nothing leaves that row's state untouched bit for bit, so sequences of different lengths share one call, and
+sees no key leaves that row's state unchanged bit for bit, so sequences of different lengths share one call, and
 decode, prefill and the trainer's dense forward agree.
 
-Shapes: a *row* is one (query token, query head); the `group` query heads of one KV head lie next to one another, so
-that a KV head is read once. `N` sequences, `Hk` KV heads, `R` rows of one KV head in one sequence.
+Shapes: a *row* is one (query token, query head); the `group` query heads of one KV head are adjacent, so that a KV head
+is read once. `N` sequences, `Hk` KV heads, `R` rows of one KV head in one sequence.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.linear import NotInvariant
-from rollout_engine.kernels.scoring import Scoring
 
 KV_TILE = 64
 ROW_TILE = 8
-"""Rows of one product come in multiples of this: below it libraries pick other kernels (`prove_row_invariance`)."""
+"""Products have multiples of this many rows: libraries use other kernels for fewer (`prove_row_invariance`)."""
 
 _CACHED_MASK_ELEMENTS = 1 << 22
 _LOWEST = torch.finfo(torch.float32).min
@@ -33,9 +34,9 @@ Tile = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class TilePlan:
-    """Which sequences and rows meet each KV tile, and what they may see of it; shared by all layers.
+    """Sequences and rows that read each KV tile, and their masks; shared by all layers.
 
-    positions int64 [N, R]: each row's position, -1 where padding; rows ascend. Sequences come longest context first.
+    positions int64 [N, R]: each row's position, ascending, -1 for padding. The longest sequence comes first.
     """
 
     def __init__(self, positions: Tensor, group: int) -> None:
@@ -44,7 +45,7 @@ class TilePlan:
         first = positions.masked_fill(~real, 1 << 60).amin(1).tolist()
         last = positions.amax(1).tolist()
         self.steps: list[tuple[int, int]] = []
-        """Per tile: number of sequences that reach it, first row that does (a multiple of `ROW_TILE`)."""
+        """Per tile: number of sequences that reach it, and the first row that does (a multiple of `ROW_TILE`)."""
         count = len(last)
         for start in range(0, last[0] + 1, KV_TILE):
             while last[count - 1] < start:
@@ -54,7 +55,7 @@ class TilePlan:
         self._hidden: dict[tuple[int, int], Tensor | None] = {}
 
     def hidden(self, j: int, sliding_window: int) -> Tensor | None:
-        """bool [n, 1, rows, KV_TILE]: keys of tile `j` that a row may not see; None where all rows see all keys."""
+        """bool [n, 1, rows, KV_TILE]: keys of tile `j` masked from each row; None where all rows see all keys."""
         key = (j, sliding_window)
         if key in self._hidden:
             return self._hidden[key]
@@ -73,13 +74,13 @@ class TilePlan:
 
 
 def attend(
-    query: Tensor, num_kv_heads: int, tile: Tile, plan: TilePlan, scoring: Scoring, sinks: Tensor | None = None
+    query: Tensor, num_kv_heads: int, tile: Tile, plan: TilePlan, params: AttentionParams, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """query float32 [N * Hk, R, Dk] -> output float32 [N * Hk, R, Dv], log-sum-exp [N * Hk, R]; padding rows arbitrary.
 
-    R is a multiple of `ROW_TILE`. `sinks` [H] count as a first key with these scores and a value of zeros.
+    R is a multiple of `ROW_TILE`. `sinks` [H] act as a first key with these scores and a value of zeros.
     """
-    query = query * scoring.scale
+    query = query * params.scale
     top = query.new_full((*query.shape[:2], 1), _LOWEST)
     total = torch.zeros_like(top)
     if sinks is not None:
@@ -90,7 +91,7 @@ def attend(
         if out is None:
             out = query.new_zeros(*query.shape[:2], values.shape[-1])
         active = (slice(num_sequences * num_kv_heads), slice(first_row, None))
-        scores = scores_of(query[active], keys, plan, j, num_kv_heads, scoring)
+        scores = scores_of(query[active], keys, plan, j, num_kv_heads, params)
         old_top = top[active]
         new_top = torch.maximum(old_top, scores.amax(-1, keepdim=True))
         rescale = torch.sub(old_top, new_top).exp_()
@@ -104,18 +105,20 @@ def attend(
 
 
 def _rows_of_heads(values: Tensor, num_kv_heads: int, shape: torch.Size) -> Tensor:
-    """values [H] -> float32 [N * Hk, R, 1], each row its head's; `shape` is [N * Hk, R, ...]."""
+    """values [H] -> float32 [N * Hk, R, 1], the value of each row's head; `shape` is [N * Hk, R, ...]."""
     by_group = values.float().view(num_kv_heads, -1)
     rows = by_group[:, torch.arange(shape[1]) % by_group.shape[1]]
     return rows.repeat(shape[0] // num_kv_heads, 1).unsqueeze(-1)
 
 
-def scores_of(query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, scoring: Scoring) -> Tensor:
-    """Scores [n * Hk, rows, KV_TILE] of scaled queries, -inf where the row may not look."""
+def scores_of(
+    query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, params: AttentionParams
+) -> Tensor:
+    """Scores [n * Hk, rows, KV_TILE] of scaled queries, -inf where masked."""
     scores = torch.bmm(query, keys.transpose(1, 2))
-    if scoring.softcap:
-        scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    hidden = plan.hidden(j, scoring.sliding_window)
+    if params.softcap:
+        scores = scores.div_(params.softcap).tanh_().mul_(params.softcap)
+    hidden = plan.hidden(j, params.sliding_window)
     if hidden is not None:
         scores.view(-1, num_kv_heads, *scores.shape[1:]).masked_fill_(hidden, float("-inf"))
     return scores
@@ -127,24 +130,21 @@ def padded_rows(rows: int) -> int:
 
 
 def prove_row_invariance(head_dims: set[int], dtype: torch.dtype) -> None:
-    """Check, once at start-up, that products of these head sizes treat each row alike at every height and batch here.
+    """Check, once at start-up, that batched products with these head sizes are row-invariant on this machine.
 
-    Raises `NotInvariant` where they do not. The C++ kernel needs no proof: its rows do not meet.
+    Raises `NotInvariant` where they are not. The C++ kernel needs no check: it computes each row by itself.
     """
-    if compiled.serves(dtype):
+    if compiled.supports(dtype):
         return
-    for dim in head_dims - _proven:
+    for dim in head_dims:
         if not _rows_are_independent(dim):
             raise NotInvariant(
                 f"float32 batched products with head size {dim} depend on the number of rows on this CPU, even in "
                 f"multiples of {ROW_TILE}"
             )
-        _proven.add(dim)
 
 
-_proven: set[int] = set()
-
-
+@cache
 def _rows_are_independent(dim: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(8, 256, dim, generator=generator)

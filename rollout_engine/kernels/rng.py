@@ -1,8 +1,8 @@
-"""Uniform numbers that depend on (seed, position) and on nothing else.
+"""Uniform random numbers that depend on (seed, position) alone.
 
 Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11): a keyed bijection of
-128-bit counters. No state to save, so a preempted, replayed or moved sequence draws the same numbers. The 32-bit words
-travel in int64 tensors: a product of two of them wraps, but its low 64 bits, all that is used, are right.
+128-bit counters. There is no state to save, so a preempted, replayed or moved sequence draws the same numbers. 32-bit
+words are held in int64 tensors: a product of two may wrap, but its low 64 bits, all that is used, are right.
 """
 
 import torch

@@ -1,25 +1,22 @@
-"""Top-k, top-p and min-p, exactly, and the most likely tokens: without sorting the vocabulary where a few tokens do.
+"""Exact top-k, top-p and min-p, and the most likely tokens, without sorting the whole vocabulary where possible.
 
-"Sorted" always means by logit, ties by token id. In that order each of the three rules keeps a prefix, so all that is
-needed is where the shortest one ends. The C++ kernel (`cpu/truncation.h`) finds it within the draw; its twin here takes
-the largest logits, or all of them where too many stay, and lets NumPy sort the values; ids matter for ties alone.
+"Sorted" always means by logit, ties by token id. In that order each of the three rules keeps a prefix, so the result is
+where the shortest prefix ends: its *edges* (floor, last tie), see `KeptTokens`. The C++ kernel (`cpu/truncation.h`)
+finds them within the draw; its eager twin here sorts the largest logits with NumPy, or all where too many are kept.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import CHUNK, Truncation
+from rollout_engine.kernels.row_stats import CHUNK, Truncation
 from rollout_engine.kernels.token_logprobs import cumulative_mass, row_blocks
 
 _CANDIDATES = 1024
 
 
 def edges_of(logits: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
-    """(floor float32 [n], last tie int64 [n]) of `logits` float32 [n, V] without NaN; see `Kept`.
-
-    The most likely token stays.
-    """
+    """Edges (floor float32 [n], last tie int64 [n]) of `logits` float32 [n, V] without NaN; they keep a token."""
     floor, last_tie = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     for block in row_blocks(logits):
         rules = truncation.rows(block)
@@ -34,8 +31,8 @@ def edges_of(logits: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
     return floor, last_tie
 
 
-def stays(logits: Tensor, token_ids: Tensor, floor: Tensor, last_tie: Tensor) -> Tensor:
-    """Which tokens the edges leave: bool, from the logits of `token_ids`, both [n, k], and edges [n]."""
+def is_kept(logits: Tensor, token_ids: Tensor, floor: Tensor, last_tie: Tensor) -> Tensor:
+    """Whether the edges [n] keep each of `token_ids`, given their `logits`, both [n, k] -> bool [n, k]."""
     floor, last_tie = floor[:, None], last_tie[:, None]
     return (logits > floor) | ((logits == floor) & (token_ids <= last_tie))
 
@@ -43,7 +40,7 @@ def stays(logits: Tensor, token_ids: Tensor, floor: Tensor, last_tie: Tensor) ->
 def most_likely(logits: Tensor, k: int) -> Tensor:
     """Ids of the `k` <= V largest logits of each row, sorted: int64 [n, k]. `logits` [n, V] holds no NaN."""
     floor = logits.topk(k).values[:, -1:]
-    rows, ids = (logits >= floor).nonzero(as_tuple=True)  # in order of row, then id: stable sorts keep ties by id
+    rows, ids = (logits >= floor).nonzero(as_tuple=True)  # by row, then id: stable sorts keep ties by id
     order = logits[rows, ids].argsort(descending=True, stable=True)
     order = order[rows[order].argsort(stable=True)]
     rows, ids = rows[order], ids[order]
@@ -51,7 +48,7 @@ def most_likely(logits: Tensor, k: int) -> Tensor:
 
 
 def _largest(logits: Tensor, size: int) -> Tensor:
-    """The `size` largest values of each row, descending: float32 [n, size]; all of them where V is smaller."""
+    """The `size` largest values of each row, descending: float32 [n, min(size, V)]."""
     values = logits.numpy()
     if size < values.shape[1]:
         values = np.partition(values, -size, axis=-1)[:, -size:]
@@ -66,9 +63,9 @@ def _total_mass(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _prefix_lengths(values: Tensor, rules: Truncation, mass: Tensor | None) -> Tensor:
-    """How many of the sorted `values` [n, M] stay, int64 [n]; M < V where M or more may.
+    """How many of the sorted `values` [n, M] are kept, int64 [n]; a result of M < V means M or more.
 
-    Every top_k is less than M or M is V; `mass` [n] is that of all tokens, for rows with top-p alone.
+    Every top_k is less than M, or M is V. `mass` [n] is the total weight of all tokens, for rows with top-p alone.
     """
     temperature, top_k, top_p, min_p = (column[:, None] for column in rules)
     weights = (values.double() - values[:, :1]).div_(temperature).exp_()
@@ -77,13 +74,13 @@ def _prefix_lengths(values: Tensor, rules: Truncation, mass: Tensor | None) -> T
     target = reached.gather(-1, (top_k - 1).clamp(0, values.shape[1] - 1))
     if mass is not None:
         target = torch.where(top_k > 0, target, mass[:, None])
-    keep[:, 1:] &= (reached[:, :-1] < top_p * target) | (top_p >= 1)  # not enough mass before this token
+    keep[:, 1:] &= (reached[:, :-1] < top_p * target) | (top_p >= 1)  # the tokens before it have too little mass
     keep &= weights >= min_p
     return keep.sum(-1).clamp(min=1)
 
 
 def _edges(logits: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Edges of the first `lengths` tokens of each sorted row, whose largest logits are `values`."""
+    """Edges that keep the first `lengths` tokens of each sorted row, whose largest logits are `values`."""
     floor = values.gather(-1, lengths[:, None] - 1)
     num_ties_kept = lengths - (values > floor).sum(-1)
     rows, ids = (logits == floor).nonzero(as_tuple=True)

@@ -1,9 +1,9 @@
-"""Small real things for tests and examples. Nothing here is downloaded.
+"""Small models and checks for tests and examples, without downloads.
 
-* `tiny_checkpoint`, `tiny_model`, `tiny_config`, `byte_tokenizer`: models through the same door as users' own
+* `tiny_checkpoint`, `tiny_model`, `tiny_config`, `byte_tokenizer`: random models, loaded like any other
 * `spelling_state_dict`, `spelled_token`: weights whose greedy token spells their version
 * `FakeExecutor`: a model in plain Python that notices wrong KV
-* `assert_clean`: nothing is left behind
+* `assert_clean`: checks that an idle engine holds nothing
 """
 
 from rollout_engine.core.fake_executor import FakeExecutor

@@ -1,4 +1,4 @@
-"""The architectures that every release is tested with, by `model_type`, and how small they are made."""
+"""The architectures that every release is tested with, by `model_type`, and the sizes of their tiny models."""
 
 from typing import Any
 
@@ -55,4 +55,4 @@ SIZES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
     ),
 }
-"""What `tiny_config` is given to make one: odd numbers of heads, few experts, windows shorter than a prompt."""
+"""Arguments for `tiny_config`: odd numbers of heads, few experts, windows shorter than a prompt."""

@@ -1,4 +1,4 @@
-"""Checkpoints made on the spot, with a tokenizer: `tiny_checkpoint` writes what `from_pretrained` reads."""
+"""Tiny random models and tokenizers; `tiny_checkpoint` writes a directory that `from_pretrained` reads."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte (ids 3 to 258), after `<pad>`=0, `<bos>`=1, `<eos>`=2: characters can span tokens."""
+    """A byte tokenizer (ids 3 to 258, after `<pad>`=0, `<bos>`=1, `<eos>`=2), so that characters can span tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<pad>", "<bos>", "<eos>"]
     vocab = {token: i for i, token in enumerate(specials + alphabet)}
@@ -33,7 +33,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(architecture: str = "qwen3", **overrides: Any) -> Any:
-    """A Hugging Face config of `model_type=architecture`, small enough to run anywhere (2 layers, hidden 64)."""
+    """A Hugging Face config of `model_type=architecture`, with 2 layers and hidden size 64."""
     fields: dict[str, Any] = dict(
         vocab_size=259,
         hidden_size=64,
@@ -59,7 +59,7 @@ def tiny_model(
     std: float = 0.2,
     **overrides: Any,
 ) -> torch.nn.Module:
-    """A random Hugging Face causal LM. `std` spreads the weights, so that logits are far from uniform."""
+    """A random Hugging Face causal LM; `std` of the weights is large, so that logits are far from uniform."""
     config = tiny_config(architecture, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -74,7 +74,7 @@ def tiny_model(
 
 
 def tiny_checkpoint(directory: str | Path, architecture: str = "qwen3", **kwargs: Any) -> Path:
-    """Write a tiny model (arguments as `tiny_model`) and its byte tokenizer to `directory`, and return it."""
+    """Write a tiny model (arguments as for `tiny_model`) and its byte tokenizer to `directory`, and return that."""
     path = Path(directory)
     model = tiny_model(architecture, **kwargs)
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Weights whose greedy token spells their version: torn weights, stale KV and wrong attribution show in the tokens."""
+"""Weights whose greedy token spells their version, so that torn weights, stale KV and wrong versions become visible."""
 
 from typing import Any
 
@@ -6,22 +6,20 @@ import torch
 
 
 def spelled_token(version: int) -> int:
-    """The token that the weights of `spelling_state_dict` say at every position of every prompt; never special."""
+    """The greedy token of `spelling_state_dict(model, version)` after every prompt; never a special token."""
     return 3 + version % 251
 
 
 def spelling_state_dict(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
-    """Weights under which greedy decoding of a `tiny_model` (Llama, Qwen2, Qwen3) says `spelled_token(version)`.
+    """Weights with which a `tiny_model` (Llama, Qwen2, Qwen3) greedily decodes `spelled_token(version)`.
 
-    Parameters of two versions do not fit each other: put one of another version in, and the model says neither's token
-    (a rare chance aside). The residual stream holds a constant, the parity of the input token, that parity again as
-    attention fetched it, and a code.
+    A parameter of another version almost surely yields the token of neither. The residual stream holds a constant, the
+    parity of the input token, that parity as fetched by attention, and a code.
 
-    * Layers add large random shares to the code; only the sum of all, each factor right, spells the version.
-    * Queries and keys are one random direction, which RoPE turns: a token attends to itself. The MLP compares the
-      fetched parity with the token's own and adds noise where they differ. So q and k show only in a context that
-      holds even and odd token ids.
-    * Final norm and head carry random signs, without which the code reads as another token.
+    * Layers add large random shares to the code; only the sum of all correct shares spells the version.
+    * Queries and keys have one random direction, rotated by RoPE, so a token attends to itself. The MLP adds noise
+      where the fetched parity differs from the token's own. So q and k matter only in a context of even and odd ids.
+    * Final norm and head have random signs, without which the code reads as another token.
     """
     architecture, vocab_size = model.config.model_type, model.config.vocab_size
     if architecture not in ("llama", "qwen2", "qwen3") or vocab_size < 254:
@@ -31,9 +29,9 @@ def spelling_state_dict(model: torch.nn.Module, version: int) -> dict[str, torch
 
 
 class _Speller:
-    """Writes the tensors in the order of the forward, in float64, and keeps the stream that they lead to.
+    """Writes the tensors in the order of the forward, in float64.
 
-    `stream` is what the residual stream holds at an even token: [constant, parity, fetched parity, code...].
+    `stream` is the residual stream so far at an even token: [constant, parity, fetched parity, code...].
     """
 
     CONSTANT, CODE, SHARE, NOISE, SHARPNESS = 2000.0, 4.0, 128.0, 100.0, 13.0
@@ -49,7 +47,7 @@ class _Speller:
         self.head, self.norm_signs = codebook * self._signs(code_size), self._signs(code_size)
         self.code = self.CODE * self.head[spelled_token(version)] * self.norm_signs
         share = self._share()
-        share[3:] -= share[3:] @ self.code / self.code.square().sum() * self.code  # a tied head must not see it
+        share[3:] -= share[3:] @ self.code / self.code.square().sum() * self.code  # invisible to a tied head
         self.stream = share + torch.nn.functional.pad(torch.tensor([self.CONSTANT, 1.0]), (0, code_size + 1))
 
     def spell(self) -> dict[str, torch.Tensor]:
@@ -76,7 +74,7 @@ class _Speller:
         group = self.config.num_attention_heads // num_kv
         head_dim = self.parameters[layer + "self_attn.v_proj.weight"].shape[0] // num_kv
         angles = torch.rand(num_kv, head_dim // 2, generator=self.random, dtype=torch.float64) * (2 * torch.pi)
-        direction = torch.cat([angles.cos(), angles.sin()], -1) * 2**0.5  # RoPE turns pairs (i, i + head_dim / 2)
+        direction = torch.cat([angles.cos(), angles.sin()], -1) * 2**0.5  # RoPE rotates pairs (i, i + head_dim / 2)
         for name, repeat in (("q", group), ("k", 1)):
             shown = direction.repeat_interleave(repeat, 0) * self._sharpen(
                 f"{layer}self_attn.{name}_norm.weight", head_dim
@@ -102,13 +100,13 @@ class _Speller:
         self.stream = self.stream + share
 
     def _write_norm(self, name: str) -> torch.Tensor:
-        """A random norm; returns what the normalised stream holds at an even token."""
+        """Write a random norm; returns the normalised stream at an even token."""
         weight = self._signs(len(self.stream)) * self._normal(len(self.stream)).exp()
         self.tensors[name + ".weight"] = weight
         return self.stream * weight / (self.stream.square().mean() + self.config.rms_norm_eps).sqrt()
 
     def _sharpen(self, name: str, head_dim: int) -> torch.Tensor | float:
-        """What a query or key is to be before its norm, where it has one, to be the sharp direction after it."""
+        """Factor of a query or key before its norm, where there is one, that gives the sharp direction after it."""
         if name not in self.parameters:
             return self.SHARPNESS
         signs = self._signs(head_dim)
@@ -118,7 +116,7 @@ class _Speller:
     def _write_reader(
         self, name: str, scale: torch.Tensor, constant: torch.Tensor, parities: dict[int, torch.Tensor]
     ) -> None:
-        """A projection that yields `constant`, plus `parities[i]` times the sign of coordinate i of the stream."""
+        """Write a projection that yields `constant` plus `parities[i]` times the sign of coordinate i of the stream."""
         weight = torch.zeros(self.parameters[name + ".weight"].shape, dtype=torch.float64)
         weight[:, 0] = (constant - self._write_bias(name, 4 * float(constant.abs().max()))) / scale[0]
         for i, vector in parities.items():
@@ -126,13 +124,13 @@ class _Speller:
         self.tensors[name + ".weight"] = weight
 
     def _write_writer(self, name: str, seen: torch.Tensor, *outputs: torch.Tensor) -> None:
-        """A projection that turns seen[0] + s * seen[1] into outputs[0] + s * outputs[1], for any s."""
+        """Write a projection that maps seen[0] + s * seen[1] to outputs[0] + s * outputs[1], for any s."""
         first, second = outputs
         targets = torch.stack([first - self._write_bias(name, self.SHARE), second], -1)
         self.tensors[name + ".weight"] = targets @ torch.linalg.pinv(seen.T)
 
     def _write_bias(self, name: str, size: float) -> torch.Tensor | float:
-        """A random bias, where the projection has one; 0 where not."""
+        """Write a random bias and return it, where the projection has one; 0 otherwise."""
         if name + ".bias" not in self.parameters:
             return 0.0
         self.tensors[name + ".bias"] = size * self._normal(len(self.parameters[name + ".bias"]))

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import torch
 
 from rollout_engine.cli import machine
-from rollout_engine.kernels.scoring import Scoring
-from rollout_engine.model.attention import CompiledPool, SequenceChunk
-from rollout_engine.model.chunk import FlatBatch
-from rollout_engine.model.eager_attention import EagerPool
-from rollout_engine.model.geometry import LayerGeometry
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.model.cpu.attention import CompiledPool
+from rollout_engine.model.cpu.eager_attention import EagerPool
+from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
+from rollout_engine.model.modules.geometry import LayerGeometry
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 DTYPE = torch.bfloat16
-SCORING = Scoring(HEAD_DIM**-0.5)
-LAYER = LayerGeometry(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, SCORING.scale, None, None, False)
+PARAMS = AttentionParams(HEAD_DIM**-0.5)
+LAYER = LayerGeometry(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, PARAMS.scale, None, None, False)
 
 
 class Case(NamedTuple):
@@ -104,7 +104,7 @@ def layers_of(pool_type: type, case: Case, pool_bytes: int) -> Callable[[], floa
     def run() -> None:
         step = pool.step(batch)
         for layer in range(num_layers):
-            step.attend(layer, q, k, v, SCORING)
+            step.attend(layer, q, k, v, PARAMS)
 
     return lambda: seconds_of(run) / num_layers
 

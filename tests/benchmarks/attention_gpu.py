@@ -21,7 +21,7 @@ from gpu_figures import DEVICE, Figure, captured, options, show
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton import tiling as tilings
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention, Prefixes
@@ -30,7 +30,7 @@ from rollout_engine.kernels.triton.tiling import Tiling
 
 BLOCK_SIZE, DIM, NUM_KV_HEADS = 16, 128, 8
 DTYPE = torch.bfloat16
-SCORING = Scoring(DIM**-0.5)
+PARAMS = AttentionParams(DIM**-0.5)
 BYTES_PER_POSITION = NUM_KV_HEADS * 2 * DIM * DTYPE.itemsize
 
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 class Bench:
-    """Figures by name, one after the other."""
+    """RowStats by name, one after the other."""
 
     def __init__(self, replays: int, pool_bytes: int) -> None:
         self._replays, self._pool_bytes = replays, pool_bytes
@@ -55,15 +55,15 @@ class Bench:
         bandwidth = self.copy_bandwidth()
         yield "copy, GB/s read and written", round(bandwidth / 1e9)
         for num_heads, (name, lengths) in itertools.product((16, 32), DECODES.items()):
-            for is_ordered in (False, True):
-                seconds = self.decode(num_heads, lengths, is_ordered=is_ordered)
+            for deterministic in (False, True):
+                seconds = self.decode(num_heads, lengths, deterministic=deterministic)
                 share = sum(lengths) * BYTES_PER_POSITION / seconds / bandwidth
-                way = "ordered" if is_ordered else "fast"
+                way = "ordered" if deterministic else "fast"
                 yield f"decode, {num_heads} heads, {name}, {way}: share of copy", round(share, 3)
-        for is_ordered in (False, True):
-            alone = self.decode(16, GROUPED, is_ordered=is_ordered)
-            together = self.decode(16, GROUPED, is_ordered=is_ordered, samples=16, shared=2048)
-            way = "ordered" if is_ordered else "fast"
+        for deterministic in (False, True):
+            alone = self.decode(16, GROUPED, deterministic=deterministic)
+            together = self.decode(16, GROUPED, deterministic=deterministic, samples=16, shared=2048)
+            way = "ordered" if deterministic else "fast"
             yield f"decode, 32 prompts of 2,048 x 16, {way}: times ungrouped", round(alone / together, 2)
         for num_sequences, length in ((1, 8192), (4, 8192), (16, 1024)):
             name = f"prefill, {num_sequences} x {length:,}"
@@ -71,7 +71,7 @@ class Bench:
             flops = 4 * 32 * DIM * num_sequences * length * (length + 1) / 2
             yield f"{name}: TFLOP/s", round(flops / ours / 1e12)
             yield f"{name}: times torch's speed", round(theirs / ours, 2)
-            ordered = self.prefill(num_sequences, length, is_ordered=True)
+            ordered = self.prefill(num_sequences, length, deterministic=True)
             yield f"{name}, ordered: TFLOP/s", round(flops / ordered / 1e12)
 
     def tune(self, kind: str) -> Iterator[Figure]:
@@ -100,14 +100,14 @@ class Bench:
         return 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
 
     def decode(
-        self, num_heads: int, lengths: list[int], *, is_ordered: bool = False, samples: int = 1, shared: int = 0
+        self, num_heads: int, lengths: list[int], *, deterministic: bool = False, samples: int = 1, shared: int = 0
     ) -> float:
         """Seconds per layer; groups of `samples` neighbours begin with the same `shared` positions."""
         heads = Heads(num_heads, NUM_KV_HEADS, DIM, DIM, DTYPE)
         tables, num_blocks = _tables(lengths, samples, shared)
         count = len(lengths)
         limits = Limits(count, count, max(lengths))
-        attention = PagedAttention(heads, limits, DEVICE, is_ordered=is_ordered)
+        attention = PagedAttention(heads, limits, DEVICE, deterministic=deterministic)
         lens = torch.tensor(lengths, dtype=torch.int32)
         prefixes = None
         if shared:
@@ -125,12 +125,12 @@ class Bench:
         attention.plan(Batch(starts, lens.to(DEVICE), tables.to(DEVICE), count, prefixes), {0})
         return self._per_layer(attention, heads, count, num_blocks)
 
-    def prefill(self, num_sequences: int, length: int, *, is_ordered: bool = False) -> float:
+    def prefill(self, num_sequences: int, length: int, *, deterministic: bool = False) -> float:
         """Seconds per layer of prompts from position 0."""
         heads = Heads(32, NUM_KV_HEADS, DIM, DIM, DTYPE)
         tables, num_blocks = _tables([length] * num_sequences, 1, 0)
         tokens = num_sequences * length
-        attention = PagedAttention(heads, Limits(tokens, num_sequences, length), DEVICE, is_ordered=is_ordered)
+        attention = PagedAttention(heads, Limits(tokens, num_sequences, length), DEVICE, deterministic=deterministic)
         starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=DEVICE) * length
         lens = torch.full((num_sequences,), length, dtype=torch.int32, device=DEVICE)
         attention.plan(Batch(starts, lens, tables.to(DEVICE), 0), {0})
@@ -156,7 +156,7 @@ class Bench:
 
         def run() -> None:
             for layer in layers:
-                attention.attend(q, layer, SCORING, out)
+                attention.attend(q, layer, PARAMS, out)
 
         return self._seconds(run) / len(layers)
 
@@ -222,7 +222,7 @@ def _candidates(
 ) -> Iterator[tuple[str, Tiling]]:
     base: Tiling = getattr(tilings, kind)(4, DIM, DIM, DTYPE.itemsize)
     for height, tile, *rest in itertools.product(heights, tiles, warps, stages, programs):
-        yield kind, Tiling(height, tile, tile, *rest, is_ordered=False, skips_masks=base.skips_masks)
+        yield kind, Tiling(height, tile, tile, *rest, deterministic=False, skips_masks=base.skips_masks)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, row_counts: list[int]) -
 def invariant_plan(shape: tuple[int, int], dtype: torch.dtype) -> linear.RowPlan:
     """The plan that would serve without our kernel; a vocabulary is judged by its first rows."""
     out_features, in_features = min(shape[0], _JUDGED_ROWS), shape[1]
-    return next(plan for plan in linear._BORROWED if linear._proven(plan, out_features, in_features, dtype))
+    return next(plan for plan in linear._LIBRARY_PLANS if linear._proven(plan, out_features, in_features, dtype))
 
 
 def fastest(calls: list[Callable[[], Tensor | list[Tensor] | gemm.PackedWeight]]) -> list[float]:

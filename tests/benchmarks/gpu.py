@@ -1,4 +1,4 @@
-"""Figures of a CUDA device: generation beside its roofline and Hugging Face, what parts of the engine bring, weights.
+"""RowStats of a CUDA device: generation beside its roofline and Hugging Face, what parts of the engine bring, weights.
 
     python -m tests.benchmarks.gpu [--seconds 520] [--parts copy "Qwen3-0.6B"]
 
@@ -54,7 +54,7 @@ def small_benchmark(name: str, *, share: bool = True, logprobs: bool = True, **o
     num_tokens = generate(llm, requests, logprobs)
     seconds = time.perf_counter() - start
     found = {"tokens_per_second": num_tokens / seconds, "seconds": seconds, "num_tokens": num_tokens}
-    found["choices"] = llm.llm_engine._executor.worker.info.choices
+    found["choices"] = llm.frontend.client.driver.executor.worker.info.choices
     llm.shutdown()
     del llm
     gc.collect()
@@ -77,7 +77,7 @@ def groups() -> dict[str, Any]:
             **(ENGINE | {"max_model_len": 2560, "max_num_seqs": 512}),
         )
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in requests.prompts]
-    runner = llm.llm_engine._executor.worker.runner
+    runner = llm.frontend.client.driver.executor.worker.runner
     shape = runner._prefix_shape
     for name, chosen in (("warm-up", shape), ("shared", shape), ("alone", None)):
         runner._prefix_shape = chosen

@@ -10,7 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rollout_engine import LLM, SamplingParams
-from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.engine.local_client import LocalClient
+from rollout_engine.faces.llm_engine import LLMEngine
 from tests.benchmarks.gpu_engine import ENGINE
 from tests.benchmarks.gpu_shapes import Requests, write_config
 from tests.benchmarks.traces import STEP, Event, figures, last_steps, read
@@ -22,7 +23,7 @@ _ids = map(str, itertools.count())
 
 
 def trace(name: str = "Qwen3-0.6B") -> dict[str, Any]:
-    """Figures of 256 sequences that decode, then of the same beside a prompt a step, and some events of the former."""
+    """RowStats of 256 sequences that decode, then of the same beside a prompt a step, and some events of the former."""
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(str(write_config(Path(folder), name)), **ENGINE)
     engine = llm.llm_engine
@@ -49,12 +50,14 @@ def ask(engine: LLMEngine, requests: Requests, num_sampled: int) -> None:
 
 def annotate(engine: LLMEngine) -> None:
     """Name, in traces, what a step does on the host."""
-    core = engine._core
+    client = engine.frontend.client
+    assert isinstance(client, LocalClient), "an engine in this process"
+    core = client.driver.core
     for owner, method, name in (
-        (core, "_submit", "schedule"),
-        (engine._executor, "submit", "launch"),
-        (core, "_collect", "wait and take in"),
-        (engine._outputs, "process", "tell"),
+        (core, "_schedule", "schedule"),
+        (client.driver.executor, "submit", "launch"),
+        (core, "_update", "update"),
+        (client.driver, "deliver", "outputs"),
     ):
         setattr(owner, method, _named(getattr(owner, method), name))
 

@@ -1,4 +1,4 @@
-"""Figures of weights on a CUDA device: commits, pushes from another process and from a store, sleep. Parts of `gpu`.
+"""RowStats of weights on a CUDA device: commits, pushes from another process and from a store, sleep. Parts of `gpu`.
 
     python -m tests.benchmarks.gpu_weights DIRECTORY SHAPE
 
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 import sync
 from rollout_engine import LLM
-from rollout_engine.execution.arrivals import cross_to
-from rollout_engine.execution.shadow import Shadow
-from rollout_engine.execution.weights import WeightUpdater
 from rollout_engine.kernels.triton.copies import FusedCopy
-from rollout_engine.model.device.lane import lane_of
-from rollout_engine.model.device.pinned import PinnedCrossing
-from rollout_engine.model.device.weight_moves import DeviceMoves
-from rollout_engine.model.packed_weights import PackedWeights
+from rollout_engine.model.cuda.copy_stream import copy_stream_for
+from rollout_engine.model.cuda.pinned_upload import PinnedUpload
+from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
+from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.weights.copy_kernels import kernel_writer
+from rollout_engine.weights.shadow import Shadow
+from rollout_engine.weights.transaction import WeightUpdater
 from sync.ipc import IpcReceiver, IpcSender
 from sync.manifest import WeightManifest
 from tests.benchmarks.gpu_engine import ENGINE, generate, seconds_of
@@ -42,7 +42,7 @@ _THREADS = 4
 def commit(name: str = "Qwen3-8B") -> dict[str, Any]:
     """A staged shadow made live, beside one device copy of the same bytes."""
     live = _weights(name)
-    shadow = Shadow(DeviceMoves(lane_of(torch.device("cuda", 0))))
+    shadow = Shadow(CudaShadowMemory(copy_stream_for(torch.device("cuda", 0))))
     staged = {name: shadow.of(view).zero_() for name, view in live.items()}
     shadow.plan(live.values())
     fused = FusedCopy([(staged[name], view) for name, view in live.items()])
@@ -96,7 +96,7 @@ def store(name: str = "Qwen3-1.7B") -> dict[str, Any]:
     """A published version comes into the shadow: at rest, and while the engine decodes."""
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(str(write_config(Path(folder) / "model", name)), **ENGINE)
-        updater: WeightUpdater = llm.llm_engine._executor.worker.updater
+        updater: WeightUpdater = llm.frontend.client.driver.executor.worker.updater
         weights = {key: view.cpu() for key, view in updater.live("store").items()}
         manifest = sync.publish(Path(folder) / "store", weights, 1, num_threads=_THREADS)
 
@@ -235,9 +235,9 @@ def _weights(name: str) -> dict[str, Tensor]:
 def _updater(live: dict[str, Tensor]) -> WeightUpdater:
     """As the worker's."""
     device = torch.device("cuda", 0)
-    lane = lane_of(device)
-    cross_to(device, PinnedCrossing(lane))
-    return WeightUpdater(live, [], PackedWeights(nn.Module()), moves=DeviceMoves(lane))
+    lane = copy_stream_for(device)
+    writer = kernel_writer(device, PinnedUpload(lane))
+    return WeightUpdater(live, [], PackedWeights(nn.Module()), CudaShadowMemory(lane), writer=writer)
 
 
 def _copy_seconds(num_bytes: int) -> float:

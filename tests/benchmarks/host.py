@@ -14,16 +14,16 @@ import torch
 from prompts import FreshPrompts
 
 from rollout_engine import SamplingParams
-from rollout_engine.core.door import CoreConfig
+from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.frontend.input_processor import InputProcessor
-from rollout_engine.frontend.llm_engine import LLMEngine
-from rollout_engine.frontend.output_processor import OutputProcessor
+from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
-from rollout_engine.model.attention import PagedKV
-from rollout_engine.model.chunk import FlatBatch
-from rollout_engine.model.geometry import LayerGeometry
-from rollout_engine.model.runner import ModelRunner
+from rollout_engine.model.cpu.attention import CpuKVPool
+from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.cpu.runner import CpuRunner
+from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.results.output_processor import OutputProcessor
+from rollout_engine.text.input_processor import InputProcessor
 
 _VOCAB_SIZE, _NUM_BLOCKS, _BLOCK_SIZE, _MAX_MODEL_LEN = 64, 8192, 16, 1024
 _NUM_PROMPT_TOKENS, _NUM_SAMPLED_TOKENS = 64, 128
@@ -52,7 +52,7 @@ def measure(num_requests: int, rounds: int) -> dict[str, Any]:
 
 
 class _NoModel:
-    """`PagedModel` without its layers."""
+    """`CpuModel` without its layers."""
 
     def __init__(self) -> None:
         layer = LayerGeometry(
@@ -65,7 +65,7 @@ class _NoModel:
             softcap=None,
             has_sinks=False,
         )
-        self.kv = PagedKV([layer], num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, dtype=torch.float32)
+        self.kv = CpuKVPool([layer], num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, dtype=torch.float32)
         self._logits = torch.zeros(1024, _VOCAB_SIZE)
 
     def forward(self, chunks: FlatBatch, logit_rows: np.ndarray | Sequence[int]) -> torch.Tensor:
@@ -75,7 +75,7 @@ class _NoModel:
 
 class _Executor:
     def __init__(self) -> None:
-        self._runner = ModelRunner(_NoModel(), vocab_size=_VOCAB_SIZE)
+        self._runner = CpuRunner(_NoModel(), vocab_size=_VOCAB_SIZE)
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         return partial(self._runner.execute, work)

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from gpu_figures import DEVICE, Figure, captured, options, show
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import Kept, Truncation
+from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.matmul import Tile, matmul, tile_for
 from rollout_engine.kernels.triton.norm import add_rms_norm
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_write
-from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, empty_figures, sample
+from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 class Bench:
-    """Figures by name, one after the other."""
+    """RowStats by name, one after the other."""
 
     def __init__(self, replays: int) -> None:
         self._replays = replays
@@ -67,7 +67,7 @@ class Bench:
 
     def tune(self) -> Figures:
         """Microseconds of a product, by tile; those of few rows and of many must come from one tile."""
-        figures = {}
+        stats = {}
         tiles = itertools.product((64, 128), (32, 64, 128, 256), (64, 128), (4, 8), (3, 4, 5))
         for (name, (n, k)), tile in itertools.product(PRODUCTS.items(), itertools.starmap(Tile, tiles)):
             for rows in (16, 256, 8192):
@@ -77,8 +77,8 @@ class Bench:
                     torch.cuda.synchronize()
                     print(f"{name} {tile}: {type(error).__name__}")
                     break
-                figures[f"{name}, {rows} rows, {tuple(tile)}"] = round(seconds * 1e6, 1)
-        yield from sorted(figures.items(), key=lambda figure: (figure[0].split(" rows")[0], figure[1]))
+                stats[f"{name}, {rows} rows, {tuple(tile)}"] = round(seconds * 1e6, 1)
+        yield from sorted(stats.items(), key=lambda figure: (figure[0].split(" rows")[0], figure[1]))
 
     def _elementwise(self) -> Figures:
         for hidden, tokens in itertools.product((1024, 4096), (1, 256, 8192)):
@@ -206,18 +206,18 @@ def _sampling_call(
     logits = _random(rows, VOCAB_SIZE) * scale
     ones, seeds = torch.ones(rows, device=DEVICE), torch.arange(rows, device=DEVICE)
     asked = SamplingRows(ones, seeds, seeds, torch.zeros(rows, dtype=torch.int32, device=DEVICE))
-    workspace, figures = SamplingWorkspace.empty(rows, VOCAB_SIZE, DEVICE), empty_figures(rows, DEVICE)
+    workspace, stats = SamplingWorkspace.empty(rows, VOCAB_SIZE, DEVICE), RowStats.empty(rows, DEVICE)
     rules = Truncation(ones.double(), torch.full_like(seeds, top_k), ones.double() * top_p, ones.double() * 0)
-    kept = Kept(ones.double(), ones.clone(), seeds.clone())
+    kept = KeptTokens(ones.double(), ones.clone(), seeds.clone())
     top_ids = torch.empty(rows, max(1, num_top), dtype=torch.int32, device=DEVICE)
     top_logprobs = torch.empty(top_ids.shape, device=DEVICE)
 
     def call() -> None:
-        sample(logits, asked, workspace, figures)
+        sample(logits, asked, workspace, stats)
         if top_k or top_p < 1:
-            truncate(logits, asked, rules, workspace, figures, kept)
+            truncate(logits, asked, rules, workspace, stats, kept)
         if num_top:
-            top_tokens(logits, ones, workspace, figures, top_ids, top_logprobs)
+            top_tokens(logits, ones, workspace, stats, top_ids, top_logprobs)
 
     return call
 

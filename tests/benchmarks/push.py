@@ -25,7 +25,7 @@ import torch
 from works import SHAPES
 
 import sync
-from rollout_engine.execution.arrivals import copy_by_kernel
+from rollout_engine.weights.copy_kernels import kernel_writer
 from sync.digests import tensor_digest
 from sync.manifest import WeightManifest, torch_dtype
 from sync.threads import in_threads
@@ -74,7 +74,6 @@ class EngineProcess:
 def be_engine() -> None:
     """First line: transport and options; then a manifest a line, each answered with the seconds it took."""
     first = json.loads(sys.stdin.readline())
-    copy_by_kernel()  # as the engine does, at both ends
     receiver = sync.make_receiver(first["transport"], **first["options"])
     shadow: dict[str, torch.Tensor] = {}
     for line in sys.stdin:
@@ -82,8 +81,8 @@ def be_engine() -> None:
         if not shadow:
             shadow = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in manifest.tensors}
         start = time.perf_counter()
-        arrivals = receiver.receive_into(shadow, manifest)
-        assert arrivals == {spec.name: (spec.digest, True) for spec in manifest.tensors}
+        results = receiver.receive_into(shadow, manifest, kernel_writer())  # as the engine does
+        assert results == {spec.name: (spec.digest, True) for spec in manifest.tensors}
         print(json.dumps({"receive": time.perf_counter() - start}), flush=True)
     receiver.close()
 
@@ -99,7 +98,6 @@ def measure(transport: str, shape: str, rounds: int) -> dict[str, Any]:
         sender_options, receiver_options = _options(transport, folder)
         engine = EngineProcess()
         engine.tell({"transport": transport, "options": receiver_options})
-        copy_by_kernel()
         sender = sync.make_sender(transport, **sender_options)
         times: dict[str, list[float]] = {}
 
@@ -151,7 +149,7 @@ def _options(transport: str, folder: str) -> tuple[dict[str, Any], dict[str, Any
     directory = {"directory": folder}
     match transport:
         case "shm":
-            return directory | threads, directory | threads
+            return directory | threads | {"writer": kernel_writer()}, directory | threads
         case "store":
             return directory | threads, directory | threads
         case "gloo":

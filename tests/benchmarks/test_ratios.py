@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_engine.cli.machine import machine_class
+from tests.benchmarks.results import machine_class
 
 pytestmark = pytest.mark.slow
 

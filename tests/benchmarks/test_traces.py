@@ -112,5 +112,5 @@ def test_steps_of_an_engine_are_told_part_by_part(tmp_path):
     assert found["num_steps"] == 4 and found["gap_share"] == 1
     (gap,) = found["largest_gaps"]
     names = [each["name"] for each in events if each.get("cat") == "user_annotation"]
-    assert all(names.count(part) >= 4 for part in ("step", "schedule", "launch", "wait and take in", "tell"))
+    assert all(names.count(part) >= 4 for part in ("step", "schedule", "launch", "update", "outputs"))
     assert gap["host"]

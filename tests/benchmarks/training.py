@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_engine import exact
-from rollout_engine.model.fusion import linear_groups
+from rollout_engine.model.packing.linear_groups import linear_groups
 
 CASES = {"S, float32": ("S", torch.float32), "M, bfloat16": ("M", torch.bfloat16), "M, float32": ("M", torch.float32)}
 _ROWS, _SHORTEST, _LONGEST = 8, 48, 128

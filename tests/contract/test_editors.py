@@ -43,7 +43,7 @@ def test_a_type_checker_knows_public_names_and_finds_misspelt_ones(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, capture_output=True, text=True)
     *notes, _ = done.stdout.splitlines()
     assert notes == [
-        'program.py:4: note: Revealed type is "rollout_engine.frontend.llm.LLM"',
+        'program.py:4: note: Revealed type is "rollout_engine.faces.llm.LLM"',
         'program.py:5: note: Revealed type is "int"',
         'program.py:7: error: Module has no attribute "LLMM"  [attr-defined]',
     ]

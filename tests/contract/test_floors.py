@@ -1,93 +1,56 @@
-"""Who may import whom. Every import counts: inside functions and under TYPE_CHECKING too.
+"""Who may import whom, as docs/architecture.md says. Imports inside functions and under TYPE_CHECKING count.
 
 One exception: `rollout_engine/__init__.py` imports every public name under TYPE_CHECKING, for editors alone.
 """
 
+import ast
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
-FLOOR_2 = tuple(
-    f"rollout_engine.{name}"
-    for name in (
-        "_structs",
-        "class_names",
-        "config",
-        "errors",
-        "locations",
-        "messages",
-        "metrics",
-        "outputs",
-        "peer_options",
-        "provenance",
-        "sampling_params",
-        "seeds",
-    )
-)
-FLOOR_8 = tuple(
-    f"rollout_engine.{name}"
-    for name in (
-        "advantages",
-        "batches",
-        "policy",
-        "reward_functions",
-        "rewards",
-        "rollout_batch",
-        "rollout_plan",
-        "rollout_run",
-        "testing",
-    )
-)
-FLOOR_9 = ("rollout_engine.__main__", "rollout_engine.cli")
+PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVERYTHING = ("rollout_engine", "sync", "worker_ext")
+UNDER_THE_LEAVES = ("sync", "worker_ext", "rollout_engine.kernels")
 
-# Package or module -> what of ours it may import, besides itself. The longest matching name on either side counts.
-MAY_IMPORT = {
-    "sync": (),
-    "worker_ext": ("sync",),
-    "rollout_engine.kernels": (),
-    **{module: (*FLOOR_2, "sync.errors") for module in FLOOR_2},
-    "rollout_engine.core": FLOOR_2,
-    "rollout_engine.model": (*FLOOR_2, "rollout_engine.kernels"),
-    # A checkpoint's files are read in one way, whether an engine loads them or an update brings them.
-    **{
-        f"rollout_engine.model.{name}": (*FLOOR_2, "rollout_engine.kernels", "rollout_engine.model", "sync")
-        for name in ("checkpoint", "loader", "weight_table")
-    },
-    "rollout_engine.exact": (*FLOOR_2, "rollout_engine.exact_report", "rollout_engine.kernels", "rollout_engine.model"),
-    "rollout_engine.exact_report": FLOOR_2,
-    "rollout_engine.execution": (*FLOOR_2, "rollout_engine.model", "rollout_engine.exact", "sync", "worker_ext"),
-    "rollout_engine.frontend": (*FLOOR_2, "rollout_engine.core", "sync"),
-    # The files that see both the brain and what runs the model.
-    **{
-        f"rollout_engine.frontend.{name}": (
-            *FLOOR_2,
-            "rollout_engine.core",
-            "rollout_engine.execution",
-            "rollout_engine.frontend",
-            "sync",
-        )
-        for name in ("llm_engine", "core_proc", "core_utilities", "start_up", "weight_intake")
-    },
-    # How weights come to their place, at a client's end too.
-    "rollout_engine.frontend.weight_ends": (
-        *FLOOR_2,
-        "rollout_engine.execution.arrivals",
-        "rollout_engine.frontend",
-        "sync",
-    ),
-    **{module: EVERYTHING for module in (*FLOOR_8, *FLOOR_9)},
-    "rollout_engine": (),
-}
 
-TORCH_FREE = (*FLOOR_2, "rollout_engine.core", "sync.errors")
+def _names(cell: str) -> list[str]:
+    names = re.findall(r"`([\w.]+)`", cell)
+    return [name if _within(name, ("sync", "worker_ext")) else f"rollout_engine.{name}" for name in names]
+
+
+def _within(name: str, owners: tuple[str, ...]) -> bool:
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
+
+
+def _read_page() -> dict[str, tuple[str, ...]]:
+    """Room -> what of ours it may import, besides itself. The longest matching name on either side counts."""
+    rules: dict[str, tuple[str, ...]] = {leaf: (*LEAVES, "sync.errors") for leaf in LEAVES}
+    for row in re.findall(r"^\| `.*$", PAGE, re.MULTILINE):
+        _, rooms, _, allowed, _ = row.split("|")
+        for room in _names(rooms):
+            leaves = () if room in UNDER_THE_LEAVES else LEAVES
+            rules[room] = EVERYTHING if allowed.strip() == "anything" else (*leaves, *_names(allowed))
+    return rules | {"rollout_engine": ()}
+
+
+LEAVES = tuple(_names(PAGE.partition("**Leaves**, free of torch:")[2].partition("They may")[0]))
+MAY_IMPORT = _read_page()
+TOP = ("rollout_engine.__main__", "rollout_engine.cli")
+
+# They import what is asked for by name, so that nothing heavy is loaded before.
+LAZY_DOORS = ("rollout_engine", "rollout_engine.cli.main", "sync")
+
+TORCH_FREE = (*LEAVES, "rollout_engine.core", "sync.errors")
 HEAVY = {"torch", "tensordict", "transformers", "tokenizers", "safetensors", "socket", "zmq", "time"}
 
 
 def test_every_module_has_a_floor(package_sources):
     without = [source.where for source in package_sources if _rule(source.module) is None]
-    assert not without, f"name their floor in MAY_IMPORT: {without}"
+    assert not without, f"name their room in docs/architecture.md: {without}"
 
 
 def test_imports_only_go_down(package_sources):
@@ -100,12 +63,37 @@ def test_imports_only_go_down(package_sources):
     assert not wrong, wrong
 
 
+def test_no_modules_import_each_other(package_sources):
+    modules = {source.module for source in package_sources}
+    graph = {
+        source.module: {
+            found.name
+            for found in source.imports()
+            if found.name in modules - {source.module} and not _is_for_editors(source, found)
+        }
+        for source in package_sources
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
 def test_our_modules_are_imported_at_the_top_of_the_file(sources):
     wrong = [
         f"{source.where}:{found.line} imports {found.name}"
         for source in sources
         for found in source.imports()
         if _is_ours(found.name) and (found.in_function or found.type_checking) and not _is_for_editors(source, found)
+    ]
+    assert not wrong, wrong
+
+
+def test_no_module_of_ours_is_loaded_by_a_string(package_sources):
+    wrong = [
+        f"{source.where}:{call.lineno} loads {ast.unparse(call)}"
+        for source in package_sources
+        if source.module not in LAZY_DOORS
+        for call in ast.walk(source.tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("import_module", "__import__"))
+        if any(isinstance(n, ast.Constant) and _is_ours(str(n.value).rstrip(".")) for n in ast.walk(call))
     ]
     assert not wrong, wrong
 
@@ -121,7 +109,7 @@ def test_the_brain_imports_neither_torch_nor_sockets_nor_clock(package_sources):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("module", ["rollout_engine", "rollout_engine.core.engine_core", *FLOOR_2])
+@pytest.mark.parametrize("module", ["rollout_engine", "rollout_engine.core.engine_core", *LEAVES])
 def test_torch_stays_unloaded(module):
     code = f"import sys, {module}; print(sorted({HEAVY - {'socket', 'time'}!r} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -146,10 +134,6 @@ def _is_ours(name: str) -> bool:
     return _within(name, EVERYTHING)
 
 
-def _within(name: str, owners: tuple[str, ...]) -> bool:
-    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
-
-
 def _rule(module: str) -> str | None:
     """The longest entry of MAY_IMPORT that covers `module`; the bare `rollout_engine` covers only itself."""
     matches = [owner for owner in MAY_IMPORT if module == owner or module.startswith(f"{owner}.")]
@@ -161,5 +145,5 @@ def _allowed(module: str, target: str) -> bool:
     owner = _rule(module)
     assert owner is not None
     if target == "rollout_engine":  # the public face looks down on everybody but the command line
-        return owner in FLOOR_9
+        return owner in TOP
     return target == owner or target.startswith(f"{owner}.") or _within(target, MAY_IMPORT[owner])

@@ -26,7 +26,7 @@ class RandomAborts:
         callers = [asyncio.create_task(self._call(i, num_aborts)) for i in range(num_callers)]
         while any(not caller.done() for caller in callers):
             await asyncio.wait(callers, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
-            await asyncio.wrap_future(self.engine.remote.call("check_integrity"))
+            await self.engine.check_integrity()
             for caller in callers:
                 if caller.done():
                     caller.result()

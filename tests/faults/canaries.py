@@ -54,6 +54,8 @@ class Canary:
         elif isinstance(value, list):
             for i, inner in enumerate(value):
                 yield from ([*value[:i], planted, *value[i + 1 :]] for planted in self.planted_values(inner))
+        elif isinstance(value, msgspec.msgpack.Ext):
+            yield msgspec.msgpack.Ext(value.code, self.bytes)
 
 
 class _Opening:

@@ -25,9 +25,9 @@ async def assert_clean(engine: AsyncLLM) -> None:
     while await engine.get_num_unfinished_requests() and time.monotonic() < deadline:
         await asyncio.sleep(0.005)
     assert await engine.get_num_unfinished_requests() == 0, "requests are left in the core"
-    assert len(engine.remote.streams) == 0, "streams are left in the client"
+    assert len(engine.frontend.streams) == 0, "streams are left in the client"
     assert await engine.get_cache_usage() == 0.0, "KV blocks are left"
-    await asyncio.wrap_future(engine.remote.call("check_integrity"))
+    await engine.check_integrity()
     assert not await engine.is_paused() and not await engine.is_sleeping()
     assert (await engine.get_metrics()).core.state == "RUNNING"
 

@@ -28,7 +28,7 @@ from rollout_engine import AsyncLLM, SamplingParams
 async def main():
     while True:
         async for _ in engine.generate([5, 6], SamplingParams(max_tokens=30_000, ignore_eos=True, output_kind="delta")):
-            print(engine.remote.ready.pid, engine.address, flush=True)
+            print(engine.frontend.client.pid, engine.address, flush=True)
 
 engine = AsyncLLM(sys.argv[1], num_kv_blocks=2048, num_threads=1, skip_tokenizer_init=True)
 asyncio.run(main())
@@ -73,7 +73,7 @@ def kill_core(checkpoint: Path, at_output: int, num_callers: int, number: int, h
     """Start a core, strike it at the n-th output, and time what every caller sees."""
     config = EngineConfig(model=str(checkpoint), **OPTIONS)  # type: ignore[arg-type]
     with AsyncLLM.from_config(config, hang_seconds=hang_seconds) as engine:
-        pid, address = engine.remote.ready.pid, engine.address
+        pid, address = engine.frontend.client.pid, engine.address
         struck: list[float] = []
         ends: list[float] = []
 

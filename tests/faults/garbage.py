@@ -11,9 +11,19 @@ import torch
 
 import sync
 from rollout_engine import AsyncLLM, LifecycleError
-from rollout_engine.frontend.core_utilities import UTILITIES
-from rollout_engine.frontend.weight_ends import Meeting
-from rollout_engine.frontend.wire import (
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    IdLogprobs,
+    PromptLogprobs,
+    SequenceEnd,
+    UpdateOptions,
+)
+from rollout_engine.process.call_values import pack
+from rollout_engine.process.weight_rendezvous import Rendezvous
+from rollout_engine.process.weight_server import WEIGHT_VERBS
+from rollout_engine.process.wire import (
     Abort,
     AddRequest,
     Call,
@@ -26,17 +36,7 @@ from rollout_engine.frontend.wire import (
     Refused,
     Rejected,
     Reply,
-    RpcCall,
     Welcome,
-    pack,
-)
-from rollout_engine.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    IdLogprobs,
-    PromptLogprobs,
-    SequenceEnd,
-    UpdateOptions,
 )
 from rollout_engine.sampling_params import SamplingParams
 from tests.faults.peers import READY, Frames, RawClient
@@ -56,26 +56,26 @@ def core_messages() -> list[Frames]:
     """What a client may say."""
     params = SamplingParams(n=2, stop_token_ids=[9], logit_bias={5: 1.0}, max_tokens=3)
     request = EngineCoreRequest(
-        prompt_token_ids=[3, 4], params=params, max_tokens=3, seed=7, first_sequence=0, cache_salt="s"
+        prompt_token_ids=[3, 4], params=params, max_tokens=3, seed=7, first_sequence_id=0, cache_salt="s"
     )
     manifest = sync.make_sender("inproc").offer({"a": torch.ones(3)}, 5, {})
-    options, meeting = UpdateOptions(timeout=1.0), Meeting("shm", "/nowhere", 1.0)
+    options, rendezvous = UpdateOptions(timeout=1.0), Rendezvous("shm", "/nowhere", 1.0)
     calls: dict[str, dict[str, Any]] = {
         "score": dict(prompt_token_ids=[[3]], completion_token_ids=[[4]], temperature=1.0),
         "pause_generation": dict(mode="keep", clear_cache=True),
         "sleep": dict(level=1, mode="keep"),
         "wake_up": dict(tags=["weights", "kv_cache"]),
         "reset_prefix_cache": dict(reset_running_requests=True),
-        "begin_weight_update": dict(manifest=manifest, meeting=meeting, options=options),
+        "begin_weight_update": dict(manifest=manifest, rendezvous=rendezvous, options=options),
         "load_weights": dict(path="/nowhere", version=5, options=options),
     }
-    plain = [name for name, (_, kind) in UTILITIES.items() if not kind.__struct_fields__]
+    plain = [name for name, verb in (VERBS | WEIGHT_VERBS).items() if not verb.arguments.__struct_fields__]
     return _frames_of(
         Hello(1),
         AddRequest(request),
         Abort([0, 1 << 40]),
-        *(Call(7, name, pack(calls.get(name, {}))) for name in [*plain, *calls]),
-        RpcCall(9, "ping", pack([[1], {"x": 2}]), [np.zeros(3, np.uint8), np.zeros(3000, np.uint8)], 1.5),
+        *(Call(7, name, *pack(calls.get(name, {}))) for name in [*plain, *calls]),
+        Call(9, "collective_rpc", *pack(_rpc("ping", 1, np.zeros(3, np.uint8), np.zeros(9000), x=2)), 1.5),
     )
 
 
@@ -86,11 +86,12 @@ def client_messages() -> list[Frames]:
     columns.sampled_ranks = np.ones(2, np.int32)
     columns.id_logprobs = IdLogprobs.of({0: np.zeros(3, np.float32), 1: np.zeros(900, np.float32)})
     columns.prompt_logprobs = {0: PromptLogprobs(np.zeros(5, np.float32))}
+    body, arrays = pack([np.zeros(3, np.float32), np.zeros(100_000, np.uint8)])
     return _frames_of(
         Welcome(0, READY),
         Outputs(0, [columns]),
-        Refused("a", Failure("RequestError", "no", "n", "1")),
-        Reply(7, pack([np.zeros(3, np.float32)]), arrays=[np.zeros(3000, np.uint8)]),
+        Refused(3, Failure("RequestError", "no", "n", "1")),
+        Reply(7, body, arrays=arrays),
         Reply(8, failure=Failure("RPCError", "no", traceback="t", method="m", rank=0)),
         Rejected("?"),
         Heartbeat(),
@@ -133,6 +134,10 @@ async def restore(engine: AsyncLLM) -> None:
         except LifecycleError as refusal:
             assert time.monotonic() < deadline, refusal
             await asyncio.sleep(0.01)
+
+
+def _rpc(method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return dict(method=method, timeout=1.5, args=args, kwargs=kwargs)
 
 
 def _mutate(frames: list[bytearray], choose: random.Random) -> None:

@@ -9,10 +9,11 @@ from typing import Any, Self
 import zmq
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.engine.client import EngineInfo
 from rollout_engine.errors import EngineDeadError
-from rollout_engine.frontend.core_client import CoreClient
-from rollout_engine.frontend.lifeline import address_in
-from rollout_engine.frontend.wire import (
+from rollout_engine.process.client_socket import ClientSocket
+from rollout_engine.process.core_launcher import address_in
+from rollout_engine.process.wire import (
     PROTOCOL,
     Decoder,
     Encoder,
@@ -28,11 +29,18 @@ from rollout_engine.frontend.wire import (
     WireError,
 )
 
-READY = Ready(
-        dtype="float32",
-    protocol=PROTOCOL, pid=1, config=EngineConfig(model="m"), config_digest="", num_blocks=1, block_size=1,
-    max_model_len=1, vocab_size=1, eos_token_ids=[], choices="", heartbeat_seconds=0.5, policy_version=0,
-)  # fmt: skip
+INFO = EngineInfo(
+    max_prefill_beside_decode=0,
+    config=EngineConfig(model="m"),
+    num_blocks=1,
+    block_size=1,
+    max_model_len=1,
+    vocab_size=1,
+    eos_token_ids=[],
+    dtype="float32",
+    choices="",
+)
+READY = Ready(protocol=PROTOCOL, pid=1, config_digest="", heartbeat_seconds=0.5, policy_version=0, info=INFO)
 Frames = list[bytes]
 
 
@@ -144,7 +152,7 @@ class RawCore:
 
         AssertionError if it is neither dead nor listening in the end.
         """
-        client = CoreClient.connect(self._directory, hang_seconds=seconds)
+        client = ClientSocket.connect(self._directory, hang_seconds=seconds)
         died = threading.Event()
         client.listen(self.heard.append, lambda _: died.set())
         try:

@@ -126,7 +126,7 @@ def frames(checkpoint: Path, seconds: float, count: int) -> Figure:
     """Mutated messages to a live core."""
     sent = bad = connections = 0
     with _engine(checkpoint) as engine:
-        pid = engine.remote.ready.pid
+        pid = engine.frontend.client.pid
         for seed, size in enumerate(_pieces(seconds, count, 20_000)):
             found = throw_mutants(engine.address, count=size, seed=100 + seed)
             sent, bad = sent + found.num_sent, bad + found.num_bad

@@ -14,9 +14,11 @@ import torch
 
 import sync
 from rollout_engine import AsyncLLM, SamplingParams
-from rollout_engine.frontend.core_utilities import UTILITIES
-from rollout_engine.frontend.lifeline import CoreSettings, Lifeline
-from rollout_engine.frontend.wire import Call, Encoder, Failure, Ready, RpcCall, pack
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.process.call_values import pack
+from rollout_engine.process.core_launcher import CoreSettings, Lifeline
+from rollout_engine.process.weight_server import WEIGHT_VERBS
+from rollout_engine.process.wire import Call, Encoder, Failure, Ready
 from sync import ipc
 from tests.faults.canaries import Canary
 from tests.faults.clean import assert_clean
@@ -60,16 +62,19 @@ def lives(engine):
     return asyncio.run(run())
 
 
-def calls_of_every_utility(canary):
-    for name, (_, kind) in UTILITIES.items():
-        fields = kind.__struct_fields__
-        for value in (canary.bytes, canary.text, [canary.bytes], {"x": canary.text}):
-            yield Call(1, name, pack({field: value for field in fields}))
-            yield from (Call(1, name, pack({field: value})) for field in fields)
+def calls_of_every_verb(canary):
+    array = np.frombuffer(canary.bytes, np.uint8)
+    for name, verb in (VERBS | WEIGHT_VERBS).items():
+        fields = verb.arguments.__struct_fields__ if verb.crosses else ("fn",)
+        for value in (canary.bytes, canary.text, [canary.bytes], {"x": canary.text}, array):
+            yield Call(1, name, *pack({field: value for field in fields}))
+            yield from (Call(1, name, *pack({field: value})) for field in fields)
     for text in (canary.text, "get_memory", "ping"):
-        arguments = pack([[canary.bytes, canary.text], {canary.text: canary.bytes}])
-        yield RpcCall(1, text, arguments, [np.frombuffer(canary.bytes, np.uint8)])
-        yield RpcCall(1, text, pack(canary.bytes), [])
+        arguments = dict(method=text, args=[canary.bytes, canary.text], kwargs={canary.text: canary.bytes})
+        yield Call(1, "collective_rpc", pack(arguments | {"timeout": None}).body, [array])
+        yield Call(1, "collective_rpc", *pack(arguments | {"args": canary.bytes}))
+        yield Call(1, text, *pack(arguments))
+    yield Call(1, "collective_rpc", pack(canary.bytes).body, [array])
 
 
 def test_no_pickle_sent_to_a_core_is_unpickled(engine, canary):
@@ -79,7 +84,7 @@ def test_no_pickle_sent_to_a_core_is_unpickled(engine, canary):
         for frames in core_messages():
             for planted in canary.planted(frames):
                 client.throw(planted)
-        for call in calls_of_every_utility(canary):
+        for call in calls_of_every_verb(canary):
             client.throw([bytes(frame) for frame in encoder.encode(call)])
         client.wait_rejected()
         bad = client.num_bad
@@ -127,10 +132,10 @@ def test_garbage_on_the_lifeline_is_an_error_of_whoever_reads_it():
 def test_no_pickle_on_the_channel_of_a_weight_transport_is_unpickled(tmp_path, canary):
     handle = ipc.MemoryHandle(b"s", 1, 0, b"c", 0, b"e", False)
     messages = [
-        ipc.Want(1, 2, "digest", "memory"), ipc.Taken(1, 0), ipc.Filled(1, 0), ipc.Refused(1, "no"),
-        ipc.Shared(1, [handle, handle], 100, [ipc.Lying("w", 1, 0)]), ipc.Done(1),
+        ipc.Request(1, 2, "digest", "memory"), ipc.Taken(1, 0), ipc.Filled(1, 0), ipc.Refused(1, "no"),
+        ipc.Shared(1, [handle, handle], 100, [ipc.InPlaceTensor("w", 1, 0)]), ipc.Done(1),
     ]  # fmt: skip
-    either = ipc.Want | ipc.Taken | ipc.Filled | ipc.Refused | ipc.Shared | ipc.Done
+    either = ipc.Request | ipc.Taken | ipc.Filled | ipc.Refused | ipc.Shared | ipc.Done
     ours = ipc.Channel(tmp_path / "meet", binds=True, accepts=either, timeout=60)
     theirs = ipc.Channel(tmp_path / "meet", binds=False, accepts=either, timeout=60)
     sent = 0

@@ -12,7 +12,7 @@ import pytest
 
 from rollout_engine import LLM, EngineConfig, SamplingParams
 from rollout_engine.errors import ConfigError, RequestError
-from rollout_engine.frontend.llm_engine import LLMEngine
+from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.testing import tiny_checkpoint
 
 VOCAB_SIZE = 259

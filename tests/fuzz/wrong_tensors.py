@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rollout_engine import exact
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention, decoder, gemm, rows, sampling
-from rollout_engine.kernels.scoring import Scoring
 from rollout_engine.kernels.token_logprobs import token_logprobs
 from rollout_engine.testing import tiny_model
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """A copy that ends where a page begins that nobody may read or write."""
+    """A copy that ends right before a protected page."""
     tensor = tensor.contiguous()
     num_bytes = tensor.nbytes
     if not num_bytes:
@@ -72,7 +72,7 @@ def same_values(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def wrong_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Other dtypes, shapes, layouts, devices and, of integers, values."""
+    """Variants with other dtypes, shapes, layouts, devices and, for integers, values."""
     yield from (tensor.to(dtype) for dtype in DTYPES if dtype != tensor.dtype)
     yield torch.empty_like(tensor, device="meta")
     if tensor.is_floating_point():
@@ -135,7 +135,7 @@ def sampling_calls() -> Iterator[Call]:
         figures = sampling.score(logits, temperatures, ids)._asdict()
 
         def gradient(logits: Tensor, temperatures: Tensor, grad: Tensor, **figures: Tensor) -> Any:
-            return sampling.gradient(logits, temperatures, sampling.Figures(**figures), grad)
+            return sampling.gradient(logits, temperatures, sampling.RowStats(**figures), grad)
 
         yield Call("gradient", gradient, common | dict(grad=floats(5)) | figures)
         yield Call("token_logprobs", token_logprobs, dict(logits=logits, token_ids=ids, temperature=temperatures))
@@ -183,7 +183,7 @@ def attention_calls() -> Iterator[Call]:
         block_starts=np.array([0, 1]),
     )
     for dtype in (torch.float32, torch.bfloat16):
-        layer = attention.Layer(4, 2, 16, 8, block_size=16, dtype=dtype)
+        layer = attention.KVLayer(4, 2, 16, 8, block_size=16, dtype=dtype)
 
         def attend(
             q: Tensor,
@@ -191,17 +191,17 @@ def attention_calls() -> Iterator[Call]:
             v: Tensor,
             sinks: Tensor,
             lse: Tensor,
-            layer: attention.Layer = layer,
+            layer: attention.KVLayer = layer,
             **columns: np.ndarray,
         ) -> Any:
-            plan = attention.Plan(attention.ChunkColumns(**columns), block_size=16, num_kv_heads=2)
-            return layer.attend(plan, q, k, v, Scoring(0.3), sinks=sinks, lse=lse)
+            plan = attention.AttentionPlan(attention.ChunkColumns(**columns), block_size=16, num_kv_heads=2)
+            return layer.attend(plan, q, k, v, AttentionParams(0.3), sinks=sinks, lse=lse)
 
         q, k, v = floats(6, 4, 16, dtype=dtype), floats(6, 2, 16, dtype=dtype), floats(6, 2, 8, dtype=dtype)
         yield Call("attend", attend, dict(q=q, k=k, v=v, sinks=floats(4), lse=torch.zeros(6, 4)) | columns)
 
         def attend_dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
-            return attention.attend_dense(q, k, v, Scoring(0.3), sinks)[0]
+            return attention.attend_dense(q, k, v, AttentionParams(0.3), sinks)[0]
 
         dense = (x[None].transpose(1, 2).contiguous() for x in (q, k, v))
         yield Call("attend dense", attend_dense, dict(zip("qkv", dense, strict=True), sinks=floats(4)))
@@ -213,7 +213,7 @@ def decoder_calls() -> Iterator[Call]:
     matrices = {"qkv": (40, 24), "out": (24, 24), "gate_up": (64, 24), "down": (24, 32)}
     packed = {name: gemm.pack(floats(*shape)) for name, shape in matrices.items()}
     vectors = dict(attention_norm=floats(24), mlp_norm=floats(24), q_norm=floats(8), k_norm=floats(8), bias=floats(40))
-    plan = attention.Plan([attention.Chunk(0, 6, [1])], block_size=16, num_kv_heads=1)
+    plan = attention.AttentionPlan([attention.Chunk(0, 6, [1])], block_size=16, num_kv_heads=1)
 
     def run(hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, **given: Tensor) -> Any:
         products = {
@@ -221,8 +221,8 @@ def decoder_calls() -> Iterator[Call]:
             for name in packed
         }
         norms = {name: decoder.Norm(given[name], 1e-6) for name in vectors if name != "bias"}
-        layer = decoder.LayerWeights(**norms, **products, num_heads=3, scoring=Scoring(0.3))
-        pool = attention.Layer(2, 1, 8, 8, block_size=16, dtype=dtype)
+        layer = decoder.LayerWeights(**norms, **products, num_heads=3, attention_params=AttentionParams(0.3))
+        pool = attention.KVLayer(2, 1, 8, 8, block_size=16, dtype=dtype)
         hidden = hidden.clone() if hidden.is_contiguous() else hidden
         decoder.Decoder([layer], [pool]).run(hidden, cos, sin, plan)
         return hidden
@@ -244,7 +244,7 @@ def trainer_calls() -> Iterator[Call]:
 
 
 def attempt(call: Call, arguments: dict[str, Any]) -> Any:
-    """The result, or None where it was refused with a `ValueError`; anything else is told."""
+    """The result, or None where it raised `ValueError`; any other error is reported."""
     try:
         with torch.no_grad():
             return call.function(**arguments)

@@ -109,7 +109,7 @@ def test_weights_change_between_two_tokens_and_the_spans_say_which(checkpoint):
 def test_calls_between_steps_find_the_model_at_rest(checkpoint):
     params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, n=4)
     with LLM(checkpoint, log_stats=False, async_scheduling=True) as llm:
-        engine, thread = llm.llm_engine, llm.llm_engine._executor._thread
+        engine, thread = llm.llm_engine, llm.frontend.client.driver.executor._thread
         engine.add_request("a", PROMPTS[3], params)
         engine.step()
         assert thread._last is not None

@@ -371,7 +371,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(engine, call, offered)
     tensor = sender.read(spec.name)
     with pytest.raises(ManifestMismatchError, match="'other' is not in the manifest"):
         call("update_weight", "other", spec.dtype, spec.shape, tensor)
-    with pytest.raises(ManifestMismatchError, match="is to come as"):
+    with pytest.raises(ManifestMismatchError, match="is announced as"):
         call("update_weight", spec.name, "float64", spec.shape, tensor)
     with pytest.raises(ManifestMismatchError, match="came as"):
         call("update_weight", spec.name, spec.dtype, spec.shape, tensor[:1])

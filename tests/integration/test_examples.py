@@ -12,7 +12,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORT = ["--learning-rate", "1e-4", "--steps", "12"]
+SHORT = ["--learning-rate", "1e-4", "--steps", "6"]
 
 sys.path.append(str(EXAMPLES))  # as for the command `python examples/NAME.py`: some import examples/grpo.py
 
@@ -26,7 +26,7 @@ def short_run(tmp_path_factory):
     """A run of examples/grpo.py that is just long enough to see it learn: its folder and its metrics."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("grpo")
-    return out, load("grpo").main([*SHORT, "--warm-up-steps", "300", "--out", str(out)])
+    return out, load("grpo").main([*SHORT, "--warm-up-steps", "150", "--out", str(out)])
 
 
 @pytest.mark.parametrize("name", ["generate", "rollout", "update_weights", "worker_extension"])
@@ -68,14 +68,13 @@ def test_rollout_agrees_with_the_trainer_before_and_after_an_update(capsys):
     assert "policy 1: largest |log-prob difference| 0.0\n" in printed
 
 
-def test_grpo_learns_within_twelve_steps(short_run):
+def test_grpo_learns_within_six_steps(short_run):
     accuracy = [row["accuracy"] for row in short_run[1]]
-    assert accuracy[0] < 0.45
-    assert accuracy[-1] > 0.65
+    assert accuracy[-1] > accuracy[0] + 0.15
 
 
 def test_grpo_agrees_with_the_trainer_at_every_step(short_run):
-    assert [row["max_logprob_diff"] for row in short_run[1]] == [0.0] * 13
+    assert [row["max_logprob_diff"] for row in short_run[1]] == [0.0] * 7
 
 
 def test_grpo_says_what_rollouts_and_training_took(short_run):
@@ -92,7 +91,7 @@ def test_grpo_writes_its_record(short_run):
     figures = "reward accuracy tokens_per_second update_ms rollout_seconds training_seconds max_logprob_diff"
     assert set(rows[0]) == {"step", *figures.split()}
     samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
-    assert {sample["policy_version"] for sample in samples} == set(range(13))
+    assert {sample["policy_version"] for sample in samples} == set(range(7))
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -100,7 +99,7 @@ def test_grpo_trains_a_given_checkpoint_and_learns_nothing_from_shuffled_advanta
     options = ["--model", str(short_run[0] / "policy"), "--micro-batch", "100", "--shuffle-advantages"]
     rows = load("grpo").main([*SHORT, *options, "--out", str(tmp_path)])
     assert rows[0]["accuracy"] == short_run[1][0]["accuracy"]
-    assert max(row["accuracy"] for row in rows) < 0.5
+    assert max(row["accuracy"] for row in rows) < rows[0]["accuracy"] + 0.1
     assert max(row["max_logprob_diff"] for row in rows) == 0.0
 
 
@@ -122,6 +121,7 @@ def test_ppo_writes_its_record(two_steps):
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_ppo_makes_its_own_policy(tmp_path):
     load("ppo").main(["--warm-up-steps", "2", "--steps", "0", "--out", str(tmp_path)])
     assert (tmp_path / "policy" / "config.json").exists()
@@ -168,6 +168,7 @@ def test_async_grpo_with_no_staleness_waits_for_answers_of_the_live_version(shor
     assert rows[-1]["stale_groups"] > 0
 
 
+@pytest.mark.slow
 def test_async_grpo_makes_its_own_policy(tmp_path):
     load("async_grpo").main(["--warm-up-steps", "2", "--steps", "0", "--out", str(tmp_path)])
     assert (tmp_path / "policy" / "config.json").exists()

@@ -39,7 +39,7 @@ def llm(shared):
     yield shared
     assert shared.get_num_unfinished_requests() == 0
     assert shared.get_cache_usage() == 0.0
-    shared.llm_engine._core.check_integrity()
+    shared.frontend.client.driver.core.check_integrity()
 
 
 def generate(llm, prompts, **params):
@@ -89,7 +89,7 @@ def test_a_stop_string_from_the_middle_of_the_text_cuts_it_there(llm):
 
 def test_a_long_prompt_is_computed_once_for_all_samples_and_cached_for_the_next_call(llm):
     prompt = [3 + i % 200 for i in range(321)]
-    stats = llm.llm_engine.stats
+    stats = llm.frontend.client.driver.core.stats
     before = stats.num_prompt_tokens_computed
     (first,) = generate(llm, prompt, n=16, max_tokens=2)
     assert stats.num_prompt_tokens_computed - before == len(prompt)
@@ -156,7 +156,8 @@ def test_threads_share_one_llm(llm):
 
 def test_start_up_logs_every_choice_in_one_line(checkpoint, caplog):
     with caplog.at_level("INFO", logger="rollout_engine"), LLM(checkpoint, num_kv_blocks=8, seed=4):
-        (line,) = [record.message for record in caplog.records if record.name == "rollout_engine"]
+        lines = [record.message for record in caplog.records if record.name == "rollout_engine"]
+    (line,) = [line for line in lines if "device cpu" in line]
     for choice in ("float32", "KV pool 8 blocks of 16", "max_model_len 128", "max_num_seqs 256", "seed 4"):
         assert choice in line
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rollout_engine import LLM, SamplingParams
-from rollout_engine.core import door
+from rollout_engine.core import config
 from rollout_engine.testing import tiny_checkpoint
 
 VOCAB_SIZE = 259
@@ -104,7 +104,7 @@ def test_samples_share_them_and_keep_their_tokens(llm):
     found = ask(llm, n=4, max_tokens=12, prompt_logprobs=2)
     assert [sample.token_ids for sample in found.outputs] == [sample.token_ids for sample in alone.outputs]
     assert np.array_equal(found.prompt_logprobs, ask(llm).prompt_logprobs, equal_nan=True)
-    assert llm.llm_engine._executor.worker.runner._prompts._prompts == {}
+    assert llm.frontend.client.driver.executor.worker.runner._prompts._prompts == {}
 
 
 def test_truncation_leaves_those_of_what_is_kept(llm):
@@ -125,9 +125,9 @@ def test_streams_tell_them_once(llm):
 def test_a_step_computes_a_bounded_number_of_logits_and_everyone_keeps_their_bits(llm, checkpoint, monkeypatch):
     alone = ask(llm, prompt_logprobs=3)
     ordinary = ask(llm, PROMPT[:90], prompt_logprobs=None, logprobs=0, max_tokens=20)
-    monkeypatch.setattr(door, "_MAX_PROMPT_LOGITS", 32 * VOCAB_SIZE)
+    monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 32 * VOCAB_SIZE)
     with LLM(checkpoint, num_kv_blocks=512, max_num_batched_tokens=100, log_stats=False) as small:
-        model, sizes = small.llm_engine._executor.worker.runner.model, []
+        model, sizes = small.frontend.client.driver.executor.worker.runner.model, []
         forward = model.forward
         monkeypatch.setattr(model, "forward", lambda batch, rows: sizes.append(len(rows)) or forward(batch, rows))
         params = dict(max_tokens=2, ignore_eos=True, seed=3)

@@ -151,7 +151,7 @@ def test_what_ends_around_a_deep_sleep_is_forgotten_without_a_failing_step(llm, 
     llm.sleep(2, mode=mode)
     llm.llm_engine.abort_request("0")
     llm.llm_engine.step()
-    assert llm.llm_engine.num_sequences_in_runner == 0
+    assert llm.frontend.client.driver.executor.num_sequences == 0
     llm.wake_up(["weights"])
     llm.llm_engine.abort_request("1")
     llm.wake_up()
@@ -184,7 +184,7 @@ def test_sleep_returns_memory_to_the_system(wide_checkpoint, level):
     with LLM(wide_checkpoint, kv_cache_bytes=64 * MIB) as llm:
         prompts = [[3 + (i * j) % 250 for i in range(500)] for j in range(1, 5)]
         generate(llm, prompts, SamplingParams(max_tokens=1, temperature=0.0))
-        weights = sum(p.nbytes for p in llm.llm_engine._executor.worker.runner.model.module.parameters())
+        weights = sum(p.nbytes for p in llm.frontend.client.driver.executor.worker.runner.model.module.parameters())
         kv = len(prompts) * 500 * LAYERS * 2 * WIDE["hidden_size"] * 4
         awake = resident()
         llm.sleep(level)

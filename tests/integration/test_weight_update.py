@@ -27,7 +27,7 @@ def samples(llm):
 
 
 def updater(llm):
-    return llm.llm_engine._executor.updater
+    return llm.frontend.client.driver.executor.updater
 
 
 def test_an_update_gives_the_samples_of_an_engine_that_loaded_those_weights(engine_and_kind, tmp_path):

@@ -92,7 +92,7 @@ def test_what_cannot_be_scored_is_refused(call, completion, temperature, message
 
 def test_extensions_live_where_the_model_runs(llm, remote):
     assert llm.collective_rpc("pid") == [os.getpid()]
-    assert asyncio.run(remote.collective_rpc("pid")) == [remote.remote.ready.pid] != [os.getpid()]
+    assert asyncio.run(remote.collective_rpc("pid")) == [remote.frontend.client.pid] != [os.getpid()]
 
 
 def test_structs_arrive_as_what_the_method_declares(call):
@@ -292,7 +292,7 @@ def test_a_function_that_writes_weights_leaves_the_engine_dirty_until_an_update(
 
 def test_a_policy_over_an_engine_in_its_own_process_calls_too(remote, tmp_path):
     policy = RolloutPolicy(remote)
-    assert policy.collective_rpc("pid") == [remote.remote.ready.pid]
+    assert policy.collective_rpc("pid") == [remote.frontend.client.pid]
     with pytest.raises(RPCTimeoutError):
         policy.collective_rpc("hold", 0.05, [str(tmp_path / "gate")])
     (tmp_path / "gate").touch()
@@ -320,7 +320,7 @@ def test_watched_layers_show_every_output_and_change_no_bit(checkpoint):
     with LLM(checkpoint, num_kv_blocks=64, num_threads=1) as llm:
         (expected,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
         seen = []
-        worker = llm.llm_engine._executor.worker
+        worker = llm.frontend.client.driver.executor.worker
         stop = worker.watch_layers(lambda layer, hidden: seen.append((layer, tuple(hidden.shape))))
         llm.reset_prefix_cache()
         (watched,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)

@@ -71,7 +71,7 @@ def mismatches(outputs, trainer, temperature):
 
 
 def layers_are_compiled(llm):
-    return llm.llm_engine._executor.worker.runner.model.decoder is not None
+    return llm.frontend.client.driver.executor.worker.runner.model.decoder is not None
 
 
 def run_round(directory, trainer, rng, *, compiled=None, **overrides):

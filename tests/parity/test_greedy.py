@@ -19,7 +19,9 @@ def test_greedy_tokens_are_those_of_generate(checkpoint, architecture):
     prompts = [[rng.randrange(3, 259) for _ in range(length)] for length in (1, 2, 9, 16, 31, 64, 65, 100, 200)]
     with LLM(str(directory), log_stats=False, max_num_batched_tokens=96) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
-        assert llm.llm_engine._executor.worker.runner.model.decoder is not None, "the compiled layers should be tried"
+        assert llm.frontend.client.driver.executor.worker.runner.model.decoder is not None, (
+            "the compiled layers should be tried"
+        )
     reference = AutoModelForCausalLM.from_pretrained(directory)
     ties = 0
     for prompt, output in zip(prompts, outputs, strict=True):

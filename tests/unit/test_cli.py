@@ -218,7 +218,8 @@ def test_bench_reports_work_and_shares(checkpoint, capsys, monkeypatch):
     assert run("bench", checkpoint, "--json", *small) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["work"] == "2x2, 5+3"
-    assert result["tokens_per_second"] > 0 and result["share_of_gemm"] > 0 and result["share_of_reading"] > 0
+    assert all(result[f"tokens_per_second{of}"] > 0 for of in ("", "_by_gemm", "_by_reading"))
+    assert 0 <= result["share_of_reading"] and 0 <= result["share_of_gemm"]  # rounded: a busy machine reaches nothing
     assert result["machine"]["cpu"] and result["versions"]["torch"]
 
 
@@ -239,9 +240,9 @@ def test_doctor_prints_no_number_that_stands_for_none(capsys, monkeypatch):
 
 
 def test_doctor_says_why_a_device_does_not_serve_and_what_one_would_use(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "why_not", lambda device: "torch finds no CUDA device")
+    monkeypatch.setattr(doctor, "unsupported_reason", lambda device: "torch finds no CUDA device")
     assert doctor.examine()["devices"] == {"cpu": "yes", "cuda": "no: torch finds no CUDA device"}
-    monkeypatch.setattr(doctor, "why_not", lambda device: None)
+    monkeypatch.setattr(doctor, "unsupported_reason", lambda device: None)
     properties = SimpleNamespace(name="H200", total_memory=141 << 30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     assert run("doctor") == 0

@@ -1,4 +1,4 @@
-"""What would make a trainer's log-probs differ from the engine's is refused, or said once."""
+"""Whatever would make a trainer's log-probs differ from the engine's is refused, or warned of once."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""`exact.check` says how far a trainer is from the engine, and why; warnings say it before it is measured."""
+"""`exact.check` reports how a trainer differs from the engine, and why; warnings name the cause earlier."""
 
 import copy
 import logging
@@ -49,7 +49,7 @@ def logprobs(model, batch, **arguments):
 
 
 def forgotten(batch):
-    """The same values without what the tensors were noted with."""
+    """The same values without the notes on the tensors."""
     return batch.clone()
 
 
@@ -81,7 +81,7 @@ def test_another_temperature_is_named(policy, trainer, caplog):
     warm = policy.rollout(PROMPTS, SamplingParams(max_tokens=4, temperature=0.5), use_tqdm=False)
     with caplog.at_level(logging.WARNING, "rollout_engine"):
         values = [logprobs(trainer, warm) for _ in range(2)]
-    assert caplog.text.count("temperature=1, but the rollout's log-probs are of temperature 0.5") == 1
+    assert caplog.text.count("of temperature 1, the rollout's of 0.5") == 1
     assert "pass temperature=0.5" in exact.check(warm, values[0]).cause
     assert exact.check(warm, logprobs(trainer, warm, temperature=0.5)).is_exact
 

@@ -64,7 +64,7 @@ def test_the_forward_after_a_step_has_the_stepped_weights(trainer, name, variant
 
 
 def swap_with_an_average(model):
-    """As trainers with an exponential moving average do, by exchanging storage."""
+    """Swap storages, as trainers with an exponential moving average do."""
     average = copy.deepcopy(model)
     for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
         mean.data.mul_(0.7)
@@ -76,7 +76,7 @@ def swap_with_an_average(model):
 
 
 def merge_an_adapter(model):
-    """As PEFT's `merge_adapter` does."""
+    """Merge an adapter as PEFT's `merge_adapter` does."""
     for child in model.modules():
         if isinstance(child, nn.Linear):
             child.weight.data += 0.05 * torch.randn(child.weight.shape[0], 2) @ torch.randn(2, child.weight.shape[1])

@@ -4,10 +4,10 @@ import pytest
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
-from rollout_engine.frontend import tokenizer
-from rollout_engine.frontend.tokenizer import TextCodec
 from rollout_engine.locations import located
-from rollout_engine.model.checkpoint import find_directory
+from rollout_engine.model.loading.checkpoint import find_directory
+from rollout_engine.text import tokenizer
+from rollout_engine.text.tokenizer import TextCodec
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "./runs/none", "a/b/c", "../up", "~/nothing here", "~nobody/model"])

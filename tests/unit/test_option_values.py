@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from rollout_engine import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, RolloutPolicy, SamplingParams
 from rollout_engine.errors import unknown_name
-from rollout_engine.frontend.conversations import CHAT_KEYS
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.peer_options import CALL_PEERS, ENGINE_PEERS, SAMPLING_PEERS
+from rollout_engine.text.conversations import CHAT_KEYS
 
 
 def config(**options):

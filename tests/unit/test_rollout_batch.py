@@ -1,4 +1,4 @@
-"""The TensorDict holds exactly what the results say, in both layouts."""
+"""The TensorDict holds exactly the outputs' values, in both layouts."""
 
 import random
 

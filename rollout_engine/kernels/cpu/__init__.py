@@ -1,1 +1,1 @@
-"""Kernels in C++ for the CPU, and how they are built. Each has an eager twin that serves where no compiler is."""
+"""C++ kernels for the CPU, and their compilation. Each has an eager twin that runs where no compiler is."""

@@ -1,4 +1,4 @@
-// AMX tile registers: whether this process may use them, and the shapes they are given.
+// AMX tile registers: permission to use them, and their shapes.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace amx {
 
-// Eight registers of 16 rows by 64 bytes. Keep objects static: the intrinsics do not tell that they touch all of it.
+// Eight registers of 16 rows by 64 bytes. Keep objects static: compilers do not know that the intrinsics read all of it.
 struct alignas(64) Config {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Linux grants the registers on request, once for the whole process.
+// Linux grants the registers on request, once per process.
 inline bool granted() {
 #if HAS_AMX
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;

@@ -28,7 +28,7 @@ namespace {
 using vec::LANES;
 using namespace tiles;
 
-// Rows [row, end) and tile number j; together they fetch the next one.
+// Rows [row, end) over tile number j; together they prefetch the next one.
 template <typename T>
 void attend_tile(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int end, int64_t j,
                  const Tile& tile, const Tile* next) {
@@ -58,7 +58,7 @@ struct Pool {
         return inside / stride * stride * z.dv + inside % stride;
     }
 
-    // Tile j of sequence s in place. Parts past its table repeat the last block: no row sees them.
+    // Tile j of sequence s, read in place. Parts past its table repeat the last block, which no row sees.
     Tile locate(int seq, int64_t j) const {
         const AttentionPlan& p = *c.plan;
         const int32_t* blocks = p.blocks + p.block_starts[seq];
@@ -117,7 +117,7 @@ struct Pool {
     }
 };
 
-// A row of q or k as attention takes it: a copy of `from`, normalised and rotated where the call says so.
+// Copy a row of q or k from `from`, normalised and rotated where the call says so.
 template <typename T>
 void make_ready(const AttentionCall& c, const T* from, const void* weight, float epsilon, int64_t token, T* to) {
     if (weight)
@@ -198,14 +198,14 @@ void attend_item(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, co
 
 // --- the step ------------------------------------------------------------------------------------------------------------
 
-// The first or second half of each unit; the other stays.
+// Write the first or second half of each unit; the other is unchanged.
 void write_half(uint32_t* units, const uint16_t* halves, int count, int second) {
     const uint32_t stays = second ? 0xffff : 0xffff0000;
     for (int i = 0; i < count; i++) units[i] = (units[i] & stays) | (uint32_t)halves[i] << 16 * second;
 }
 
-// A chunk's keys and values go to their slots. The first in a block clears its values: those not written yet meet
-// weights of zero, which must not be multiplied with what an earlier owner left.
+// Write a chunk's keys and values to their slots. The first in a block clears its values: positions not written yet get
+// zero weights, and zero times an earlier owner's NaN or inf is NaN.
 template <typename T>
 void write_sequence(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int seq, int kv_head) {
     const AttentionPlan& p = *c.plan;

@@ -8,7 +8,7 @@
 constexpr int ATTENTION_TILE = 64;         // positions, counted from 0
 constexpr int ATTENTION_ITEM_TOKENS = 32;  // query tokens of one work item at most: their state stays in the L2 cache
 
-// Rows that are computed together.
+// Rows computed together.
 struct AttentionItem {
     int32_t first_member, num_members;  // in `members`
     int32_t first_token, num_tokens;    // of each member's chunk
@@ -52,5 +52,5 @@ struct AttentionCall {
 // Bytes of scratch a thread needs.
 extern "C" int64_t attention_scratch(const AttentionCall* call);
 
-// Called by every thread of a team with the same call; returns once all of `out` is there.
+// Every thread of a team calls this with the same `call`; returns once all of `out` is written.
 void attention_in_team(const AttentionCall& call, Team& team);

@@ -1,28 +1,22 @@
-"""Attention in C++ (`attention.cpp`): over paged KV, read in place, for the engine; over whole sequences for trainers.
+"""Attention in C++ (`attention.cpp`): over paged KV for the engine, over whole sequences for trainers.
 
-Both are one kernel on one pool layout, so both are the same bits. `kernels.paged_attention` is the eager twin.
+Both run one kernel on one pool layout, so they agree bit for bit. `kernels.paged_attention` is the eager twin.
 """
 
 import ctypes
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.arguments import (
-    DTYPES,
-    address,
-    array_address,
-    check_floats,
-    refused,
-    rows_address,
-)
-from rollout_engine.kernels.cpu.build import load_kernels
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, array_address, check_floats
 from rollout_engine.kernels.memory import lazy_zeros
-from rollout_engine.kernels.scoring import Scoring
 
 DENSE_BLOCK_SIZE = 64
 _TILE = 64  # ATTENTION_TILE of attention.h
@@ -30,12 +24,12 @@ _ITEM_TOKENS = 32  # ATTENTION_ITEM_TOKENS of attention.h
 _BYTES_PER_ITEM = 20
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _MOST_TOKENS = 1 << 31
-"""Most tokens of one step: the kernel counts them in 32 bits."""
+"""Limit of tokens in one step: the kernel counts them in 32 bits."""
 
 
-def serves(dtype: torch.dtype) -> bool:
+def supports(dtype: torch.dtype) -> bool:
     """Whether the kernel computes this dtype on this machine."""
-    return dtype in DTYPES and load_kernels() is not None
+    return dtype in DTYPES and build.load_kernels() is not None
 
 
 class Chunk(NamedTuple):
@@ -48,20 +42,20 @@ class Chunk(NamedTuple):
 
 
 class ChunkColumns(NamedTuple):
-    """The chunks of one step, as columns; int64 unless said otherwise."""
+    """The chunks of one step as arrays, int64 where not stated otherwise."""
 
     first_positions: np.ndarray
     """[N]."""
     token_starts: np.ndarray
-    """[N + 1]: where each chunk lies in the flat batch, and its end."""
+    """[N + 1]: start of each chunk in the flat batch, then the end of the last."""
     blocks: np.ndarray
-    """int32, any shape, dense."""
+    """int32, any shape, contiguous: the block tables."""
     block_starts: np.ndarray
-    """[N]: where each block table starts in flattened `blocks`. It covers the chunk; what follows is not read."""
+    """[N]: start of each block table in flattened `blocks`. Entries past those that cover the chunk are not read."""
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> "ChunkColumns":
-        """The same chunks as columns."""
+        """Convert chunks to arrays."""
         chunks = list(chunks)
         lengths, sizes = [chunk.length for chunk in chunks], [len(chunk.block_ids) for chunk in chunks]
         blocks = [block for chunk in chunks for block in chunk.block_ids]
@@ -73,8 +67,8 @@ class ChunkColumns(NamedTuple):
         )
 
 
-class Plan:
-    """The work of one step, for all layers: where tokens are written, and which rows read KV together.
+class AttentionPlan:
+    """Work plan of one step, shared by all layers: where KV is written, and which rows read KV together.
 
     Raises `ValueError` for columns that do not fit together, and for a block table that does not cover its chunk.
     """
@@ -108,26 +102,26 @@ class Plan:
                 f"{wrong}, of {length} tokens from position {first_positions[wrong]}."
             )
         self.max_block = self._plan.max_block
-        """The largest block that is read or written; -1 without tokens."""
+        """The largest block id that is read or written; -1 without tokens."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def scratch(self, bytes_per_thread: int) -> int:
-        """Address of memory that one layer's kernel may use while it runs."""
+        """Address of working memory for one layer's kernel."""
         if len(self._scratch) < bytes_per_thread * self.num_threads:
             self._scratch = torch.empty(bytes_per_thread * self.num_threads, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
     def check_pool(self, num_blocks: int, block_size: int) -> None:
-        """Raise `ValueError` unless a pool of this size has all blocks of the plan."""
+        """Raise `ValueError` unless a pool of this size holds all blocks of the plan."""
         if self.max_block >= num_blocks or self.block_size != block_size:
             raise ValueError(
-                f"The plan is of blocks up to {self.max_block}, of {self.block_size} tokens; the KV pool has "
+                f"The plan uses blocks up to {self.max_block}, of {self.block_size} tokens; the KV pool has "
                 f"{num_blocks} blocks of {block_size}."
             )
 
 
-class Layer:
-    """KV pool of one attention layer, zeros at first. Raises `ValueError` for what the kernel does not compute."""
+class KVLayer:
+    """KV pool of one attention layer, filled with zeros. Raises `ValueError` for sizes or dtypes without a kernel."""
 
     def __init__(
         self,
@@ -151,7 +145,7 @@ class Layer:
         pair = min(per_step, block_size)
         self.values = lazy_zeros(num_blocks, num_kv_heads, block_size // pair, dim_v, pair, dtype=dtype)
         """[..., i, c, j]: channel c at position i * pair + j."""
-        self.call = Call(
+        self.call = AttentionCall(
             keys=self.keys.data_ptr(),
             values=self.values.data_ptr(),
             num_kv_heads=num_kv_heads,
@@ -159,24 +153,24 @@ class Layer:
             dv=dim_v,
             half=dtype == torch.bfloat16,
         )
-        """Of this pool; `attend` adds what a step brings."""
+        """Arguments of the kernel: this pool's; `attend` sets those of the step."""
         self._address = ctypes.addressof(self.call)
 
     def attend(
         self,
-        plan: Plan,
+        plan: AttentionPlan,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scoring: Scoring,
+        params: AttentionParams,
         *,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
         """Write k [T, Hk, Dk] and v [T, Hk, Dv] to their slots, then attend with q [T, H, Dk] -> [T, H, Dv].
 
-        All in the pool's dtype. `sinks` [H] are logits that join each head's softmax and take their share of it.
-        `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for what it cannot read.
+        All have the pool's dtype. `sinks` [H]: one extra logit per head in the softmax, without a value.
+        `lse` float32 [T, H] receives the log-sum-exp of each row's scores. Raises `ValueError` for unreadable tensors.
         """
         call, dtype = self.call, self.dtype
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -184,23 +178,23 @@ class Layer:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         num_tokens, num_heads = plan.num_tokens, q.shape[1]
         if num_heads % call.num_kv_heads or not num_heads:
-            raise refused("q", q, f"of a multiple of {call.num_kv_heads} heads, the keys'")
+            raise argument_error("q", q, f"of a multiple of {call.num_kv_heads} heads, the keys'")
         plan.check_pool(self.num_blocks, self.block_size)
         out = q.new_empty(num_tokens, num_heads, call.dv)
         call.plan, call.out = plan.address, out.data_ptr()
-        call.q = rows_address("q", q, dtype, (num_tokens, num_heads, call.dk))
-        call.k = rows_address("k", k, dtype, (num_tokens, call.num_kv_heads, call.dk))
-        call.v = rows_address("v", v, dtype, (num_tokens, call.num_kv_heads, call.dv))
+        call.q = address("q", q, dtype, (num_tokens, num_heads, call.dk), strided_rows=True)
+        call.k = address("k", k, dtype, (num_tokens, call.num_kv_heads, call.dk), strided_rows=True)
+        call.v = address("v", v, dtype, (num_tokens, call.num_kv_heads, call.dv), strided_rows=True)
         call.lse = None if lse is None else address("lse", lse, torch.float32, (num_tokens, num_heads))
         if sinks is not None and not sinks.is_floating_point():
-            raise refused("sinks", sinks, f"a tensor of floats [{num_heads}]")
+            raise argument_error("sinks", sinks, f"a tensor of floats [{num_heads}]")
         sinks = None if sinks is None else sinks.float().contiguous()
         call.sinks = None if sinks is None else address("sinks", sinks, torch.float32, (num_heads,))
         call.q_token, call.q_head, _ = q.stride()
         call.k_token, call.k_head, _ = k.stride()
         call.v_token, call.v_head, _ = v.stride()
         call.num_tokens, call.num_heads, call.num_threads = num_tokens, num_heads, plan.num_threads
-        call.scale, call.sliding_window, call.softcap = scoring
+        call.scale, call.sliding_window, call.softcap = params
         kernels = _library()
         call.scratch = plan.scratch(kernels.attention_scratch(self._address))
         kernels.attention(self._address)
@@ -211,27 +205,23 @@ def attend_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scoring: Scoring,
+    params: AttentionParams,
     sinks: Tensor | None = None,
     lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv], log-sum-exp float32 [B, T, H].
-
-    Every row is a sequence at positions 0..T-1; with `lengths`, which add up to B * T, the tokens row after row are
-    sequences of these lengths instead. Raises `ValueError` for what the kernel cannot read.
-    """
+    """C++ kernel of `kernels.dense_attention.DenseAttention`. Raises `ValueError` for tensors that it cannot read."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floats(name, x, num_dims=4)
     batch, num_heads, length, head_dim = q.shape
     lengths = [length] * batch if lengths is None else lengths
     ends = list(itertools.accumulate((-(-n // DENSE_BLOCK_SIZE) for n in lengths), initial=0))
-    layer = Layer(ends[-1], k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
+    layer = KVLayer(ends[-1], k.shape[1], head_dim, v.shape[-1], block_size=DENSE_BLOCK_SIZE, dtype=q.dtype)
     tables = (list(range(start, end)) for start, end in itertools.pairwise(ends))
     chunks = (Chunk(0, n, table) for n, table in zip(lengths, tables, strict=True))
-    plan = Plan(chunks, block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
+    plan = AttentionPlan(chunks, block_size=DENSE_BLOCK_SIZE, num_kv_heads=k.shape[1])
     lse = q.new_empty(batch * length, num_heads, dtype=torch.float32)
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = layer.attend(plan, *flat, scoring, sinks=sinks, lse=lse)
+    out = layer.attend(plan, *flat, params, sinks=sinks, lse=lse)
     return out.view(batch, length, num_heads, -1), lse.view(batch, length, num_heads)
 
 
@@ -245,8 +235,8 @@ class _Plan(ctypes.Structure):
     ]
 
 
-class Call(ctypes.Structure):
-    """`AttentionCall` of attention.h."""
+class AttentionCall(ctypes.Structure):
+    """Mirror of `AttentionCall` in attention.h."""
 
     _fields_ = [
         *(
@@ -267,12 +257,11 @@ def _checked_block_size(block_size: int) -> int:
     return block_size
 
 
-def _library() -> Any:
-    kernels = load_kernels()
-    assert kernels is not None, "ask `serves` first"
-    if not kernels.attention.argtypes:
-        for function in (kernels.attention, kernels.attention_plan, kernels.attention_scratch):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
-        kernels.attention_plan.restype = ctypes.c_int32
-        kernels.attention_scratch.restype = ctypes.c_int64
-    return kernels
+@cache
+def _library() -> ctypes.CDLL:
+    pointer = ctypes.c_void_p
+    return build.declared(
+        attention=(None, pointer),
+        attention_plan=(ctypes.c_int32, pointer),
+        attention_scratch=(ctypes.c_int64, pointer),
+    )

@@ -1,4 +1,4 @@
-// `attention_tile.h` on AMX tile registers, sixteen rows at a time: bfloat16, where the CPU has them.
+// `attention_tile.h` for bfloat16 on AMX tile registers, sixteen rows at a time.
 #pragma once
 
 #include "amx.h"
@@ -24,7 +24,7 @@ struct TileConfig : amx::Config {
 
 inline bool uses_amx(const Sizes<bf16>& z) { return z.dk % 32 == 0 && z.dv % TILE == 0 && amx::granted(); }
 
-// While it lives, this thread's tiles are shaped for `attend_rows_amx`; oneDNN may have left a shape of its own.
+// Sets this thread's tile shapes for `attend_rows_amx` while it lives; oneDNN may have set others.
 struct TileScope {
     explicit TileScope(bool needed) : needed_(needed) {
         if (!needed_) return;
@@ -61,7 +61,7 @@ VEC_INLINE void clear_sums() {
     _tile_zero(SUM3);
 }
 
-// Tile number j for up to 16 rows from `row` on; what the rows past them hold is computed and dropped.
+// Tile number j for up to 16 rows from `row` on; results of the rows past them are discarded.
 inline void attend_rows_amx(const AttentionCall& c, const Sizes<bf16>& z, const Scratch& s, int row, int count, int64_t j,
                      const Tile& tile, const Tile* next) {
     Span seen[AMX_ROWS];

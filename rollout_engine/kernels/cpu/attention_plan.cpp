@@ -1,5 +1,5 @@
-// The plan of a step's attention: which rows are computed together. Sequences whose tables begin alike are, so that the KV
-// they share is read once.
+// The plan of a step's attention: which rows are computed together. Sequences with a common start of their block tables
+// are, so that shared KV is read once.
 #include <algorithm>
 
 #include "attention.h"
@@ -14,11 +14,10 @@ int common_tiles(const AttentionPlan& p, int a, int b) {
     return (std::mismatch(x, x + limit, y).first - x) / (ATTENTION_TILE / p.block_size);
 }
 
-// Sequences that share nothing are read one after the other by one item, up to so many: each fetches the next one's first
-// tile.
+// Limit of sequences without shared KV in one item, which reads them in turn: each prefetches the next one's first tile.
 constexpr int IN_TURN = 8;
 
-// Decoding sequences from `first` on that had best be read together: one joins while no fewer tiles are saved with it.
+// End of the group of decoding sequences from `first` on: one joins while that does not reduce the number of saved tiles.
 int group_end(const AttentionPlan& p, int first, int num_decoding, int limit, int* shared) {
     int end = first + 1;
     *shared = 0;
@@ -43,7 +42,7 @@ void make_plan(AttentionPlan& p) {
         const int64_t same = std::mismatch(x, x + n, y).first - x;
         return same < n ? x[same] < y[same] : a < b;
     });
-    // Large groups are cut so that no thread goes without work.
+    // Large groups are split so that every thread has work.
     const int limit = std::clamp(num_decoding / std::max(1, p.items_wanted), 1, ATTENTION_ITEM_TOKENS);
     p.num_items = 0;
     for (int m = 0, end, shared; m < num_decoding; m = end) {
@@ -75,7 +74,7 @@ int first_wrong(AttentionPlan& p) {
 
 }  // namespace
 
-// Returns -1, or which sequence makes the plan impossible: nothing must be computed by it then.
+// Returns -1, or the first sequence whose columns are invalid; the plan must not be used then.
 extern "C" int32_t attention_plan(AttentionPlan* plan) {
     const int wrong = first_wrong(*plan);
     if (wrong < 0) make_plan(*plan);

@@ -1,7 +1,7 @@
-// A few rows and one tile of keys and values, on vectors: scores, weights, weighted values.
+// Scores, weights and weighted values of a few rows over one tile of keys and values, with vectors.
 //
-// Rows meet a tile in batches: all of them its keys, then all of them its values, each read from the L1 cache. Meanwhile
-// they fetch the next tile, each a share, so that memory is asked at an even rate.
+// Rows process a tile in batches: all of them its keys, then all of them its values, so that each stays in the L1 cache.
+// Meanwhile each prefetches a share of the next tile, which spreads the memory traffic evenly.
 #pragma once
 
 #include <algorithm>
@@ -36,14 +36,14 @@ struct Sizes {
           padded_dv((c.dv + LANES - 1) / LANES * LANES), group(c.num_heads / c.num_kv_heads) {}
 };
 
-// Where the four sixteen-key parts of a tile lie.
+// Addresses of the four sixteen-key parts of a tile.
 struct Tile {
     const uint32_t *k[TILE_VECTORS], *v[TILE_VECTORS];
     int64_t k_step;  // units from one step to the next
     int num_parts;   // that hold anything: the others repeat the last
 };
 
-// A thread's memory: the state of one item's rows.
+// Working memory of a thread: the state of one item's rows.
 struct Scratch : Carved {
     uint32_t* q;     // [rows, steps] units
     uint32_t* k;     // [steps] units
@@ -77,8 +77,8 @@ VEC_INLINE F step(F acc, I vector, uint32_t unit, bf16) { return vec::dot_pairs(
 
 VEC_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// One line in `stride` of the next tile, from number `first` on: several calls share it out. Line l is part l % 4 of
-// step l / 4.
+// Prefetch every `stride`-th cache line of the next tile, from number `first` on: several calls divide it. Line l is
+// part l % 4 of step l / 4.
 struct Fetch {
     const Tile* next;  // or null
     int first, stride;
@@ -130,7 +130,7 @@ struct Span {
     }
 };
 
-// What each of `count` rows may see of tile number j.
+// Keys of tile number j that each of `count` rows may see.
 inline void look(const AttentionCall& c, const int32_t* position, int count, int64_t j, Span* seen) {
     for (int r = 0; r < count; r++) {
         const int64_t end = position[r] + 1 - j * TILE;
@@ -159,8 +159,8 @@ VEC_INLINE float prepare(float* scores, Span seen, float scale, float softcap) {
     return vec::max(highest);
 }
 
-// Weights of up to sixteen rows from their scores; `rescale` gets the factors for what came before.
-// Compiled once, so that it rounds alike for every caller.
+// Weights of up to sixteen rows from their scores; `rescale` receives the factors for earlier tiles.
+// Not inlined, so that it rounds alike for every caller.
 template <typename T>
 __attribute__((noinline)) void weigh(float* scores, T* weights, const Span* seen, int count, float scale, float softcap,
                                      float* top, float* total, float* rescale) {

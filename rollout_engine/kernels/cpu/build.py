@@ -1,8 +1,8 @@
-"""Compile the C++ kernels beside this file at first use, keep the library, load it with ctypes.
+"""Compile the C++ kernels beside this file at first use, cache the shared library, and load it with ctypes.
 
-One library holds them all. It is kept under a name that digests sources, flags, compiler and CPU, so a change of any
-makes a new one. It shares torch's OpenMP pool (one library of OpenMP a process); every entry point takes its number of
-threads. On Linux plain g++ compiles, on macOS clang++ (tried on Linux alone, with and without OpenMP).
+The library's name is a digest of sources, flags, compiler and CPU, so a change of any compiles anew. It shares torch's
+OpenMP pool (a process should have one OpenMP library); every entry point takes its number of threads. Linux uses g++,
+macOS clang++ (whose flags are tested on Linux only).
 """
 
 import ctypes
@@ -15,58 +15,68 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 logger = logging.getLogger("rollout_engine")
 
 CACHE_VARIABLE = "ROLLOUT_ENGINE_CACHE"
-"""Environment variable that moves the cache away from the user's cache directory."""
+"""Environment variable with the directory to use instead of the user's cache directory."""
 
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"
 
 _FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC", "-shared", "-Wall")
 _TIMEOUT_SECONDS = 900
-"""Of one compilation: ten seconds where nothing else runs."""
+"""Limit of one compilation, which takes ten seconds on an idle machine."""
 
 
 class Recipe(NamedTuple):
-    """One way to compile."""
+    """Compiler flags, and whether they enable OpenMP."""
 
     flags: tuple[str, ...]
     has_openmp: bool
 
 
 def recipes(system: str, machine: str, torch_folder: Path) -> list[Recipe]:
-    """Ways to compile for a platform, by `sys.platform` and `platform.machine()`; the first that works is taken."""
+    """Recipes for a platform (`sys.platform`, `platform.machine()`), in order of preference."""
     flags = (*_FLAGS, "-mcpu=native" if machine in ("arm64", "aarch64") else "-march=native")
     if system != "darwin":
         return [Recipe((*flags, "-fopenmp"), True)]
-    # Apple's clang knows OpenMP and has no library for it. torch brings one, and two in a process do not get along.
+    # Apple's clang has no OpenMP library. torch brings one, and two in one process conflict.
     library = torch_folder / "lib" / "libomp.dylib"
     linked = (*flags, "-Xpreprocessor", "-fopenmp", str(library), f"-Wl,-rpath,{library.parent}")
     return [Recipe(linked, True)] * library.exists() + [Recipe((*flags, "-Wno-unknown-pragmas"), False)]
 
 
 def cache_directory(name: str) -> Path:
-    """Where derived files of one kind are kept between runs."""
+    """Directory where generated files of one kind are kept between runs."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE_VARIABLE) or Path(home) / "rollout_engine") / name
 
 
 @cache
 def load_kernels() -> ctypes.CDLL | None:
-    """The compiled kernels; None, and one line in the log, where they cannot be built: eager twins serve then."""
+    """The compiled kernels. Where they cannot be built: None and a warning, once; the eager twins run instead."""
     try:
         return open_kernels()
     except (OSError, subprocess.SubprocessError) as problem:
-        logger.warning("The C++ kernels are off, torch serves in their place, more slowly: %s", reason(problem))
+        logger.warning("The C++ kernels are not available; slower torch code runs instead: %s", reason(problem))
         return None
 
 
+def declared(**signatures: tuple[Any, ...]) -> ctypes.CDLL:
+    """The compiled kernels with these functions declared: name -> (result type, argument types...)."""
+    library = load_kernels()
+    assert library is not None, "check that the kernels are available first"
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
 def reason(problem: OSError | subprocess.SubprocessError) -> str:
-    """Return the compiler's message, or else the reason why it did not run."""
+    """The compiler's message, or why the compiler did not run."""
     return getattr(problem, "stderr", None) or str(problem)
 
 
@@ -86,10 +96,10 @@ def open_kernels() -> ctypes.CDLL:
 
 
 def _compile_first(sources: list[str], ways: list[Recipe], target: Path) -> None:
-    """By the first of `ways` that gives a library that loads; the error of the last one, where none does."""
+    """Compile by the first recipe whose library loads. Raises the last one's error where none does."""
     for way in ways:
-        threads = "" if way.has_openmp else ", without OpenMP: they will run on one thread"
-        logger.warning("Compiling the C++ kernels with %s%s. It takes about 10 s, once.", COMPILER, threads)
+        threads = "" if way.has_openmp else ", without OpenMP: they will use one thread"
+        logger.warning("Compiling the C++ kernels with %s%s. This takes about 10 s, once.", COMPILER, threads)
         try:
             return _compile(sources, way.flags, target)
         except (OSError, subprocess.SubprocessError):
@@ -98,7 +108,7 @@ def _compile_first(sources: list[str], ways: list[Recipe], target: Path) -> None
 
 
 def _compile(sources: list[str], flags: tuple[str, ...], target: Path) -> None:
-    """Into a temporary file first: another process may be doing the same."""
+    """Compile to a temporary file first: another process may be compiling the same library."""
     descriptor, unfinished = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(descriptor)
     try:
@@ -111,7 +121,7 @@ def _compile(sources: list[str], flags: tuple[str, ...], target: Path) -> None:
 
 
 def _cpu_flags() -> str:
-    """Describe the CPU that the flag `native` stands for: a home directory may be shared between machines."""
+    """The CPU's features, which `native` flags depend on: machines may share a cache directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-// Arrays that lie one after the other in one piece of memory.
+// Arrays laid out one after the other in one allocation.
 #pragma once
 
 #include <cstdint>
 
-// Its heir names the arrays and takes each; over null memory it only counts.
+// A subclass takes each of its arrays; with null memory only the size is counted.
 class Carved {
   public:
     int64_t bytes() const { return bytes_; }
@@ -11,7 +11,7 @@ class Carved {
   protected:
     explicit Carved(char* memory) : memory_(memory) {}
 
-    // The next array, of `count`, from a cache line on.
+    // The next array, of `count` elements, at the start of a cache line.
     template <typename T>
     void take(T*& array, int64_t count) {
         array = reinterpret_cast<T*>(memory_ + bytes_);

@@ -3,8 +3,8 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
-// Every value is rounded where the Hugging Face modules round it. Threads meet after every step of a layer; bits do not
-// depend on their number.
+// Every value is rounded where the Hugging Face modules round it. There is a barrier after every step of a layer; bits do
+// not depend on the number of threads.
 #include <algorithm>
 
 #include "attention.h"
@@ -77,7 +77,7 @@ struct Buffers : Carved {
     }
 };
 
-// What one thread of the team does.
+// The work of one thread of the team.
 template <typename T>
 struct Worker {
     const DecoderCall& c;
@@ -154,7 +154,7 @@ void run(const DecoderCall& c) {
 
 extern "C" {
 
-// Of scratch memory, for this many tokens, layers and threads.
+// Bytes of scratch memory for this many tokens, layers and threads.
 int64_t decoder_bytes(const DecoderCall* c) {
     return c->is_bf16 ? Buffers<bf16>(nullptr, *c).bytes() : Buffers<float>(nullptr, *c).bytes();
 }

@@ -1,6 +1,6 @@
-"""All decoder layers of a step in C++ (`decoder.cpp`): one call instead of some twenty operations a layer.
+"""All decoder layers of a step in one C++ call (`decoder.cpp`), instead of some twenty operations per layer.
 
-Each value is what the Hugging Face modules, with our products, norms and attention in them, compute: the same bits.
+The values equal, bit for bit, those of the Hugging Face modules with our linears, norms and attention in them.
 """
 
 import ctypes
@@ -12,30 +12,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention, build
 from rollout_engine.kernels.cpu.arguments import address
-from rollout_engine.kernels.cpu.gemm import PackedWeight, panels_shape_of
-from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.cpu.gemm import PackedWeight, panels_shape
 
 _CACHE_LINE = 64
 
 
 class Norm(NamedTuple):
-    """weight * round(x / rms(x))."""
+    """RMSNorm: weight * round(x / rms(x))."""
 
     weight: Tensor
     epsilon: float
 
 
 class Product(NamedTuple):
-    """x @ weight.T + bias."""
+    """Linear layer: x @ weight.T + bias."""
 
     weight: PackedWeight
     bias: Tensor | None
 
 
 class LayerWeights(NamedTuple):
-    """One layer: attention over heads of q and k that are normalised where norms are given, then a gated SiLU MLP."""
+    """One layer: attention, with RMSNorm of each q and k head where given, then a gated SiLU MLP."""
 
     attention_norm: Norm
     qkv: Product
@@ -46,16 +46,16 @@ class LayerWeights(NamedTuple):
     gate_up: Product
     down: Product
     num_heads: int
-    scoring: Scoring
+    attention_params: AttentionParams
 
 
 class Decoder:
-    """Layers and their KV pools, both held here by address: make another one when a tensor of them is replaced.
+    """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
     Raises `ValueError` where shapes or dtypes do not fit together.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], pool: Sequence[attention.Layer]) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]) -> None:
         self._held = (layers, pool)
         self._pools = {(layer.num_blocks, layer.block_size) for layer in pool}
         self._dtype = layers[0].attention_norm.weight.dtype
@@ -67,8 +67,8 @@ class Decoder:
         self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in zip(layers, pool, strict=True)))
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: attention.Plan) -> None:
-        """`hidden` [T, hidden_size], embeddings, becomes the last layer's output; `cos` and `sin` [T, head_dim]."""
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: attention.AttentionPlan) -> None:
+        """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim]."""
         num_tokens, dtype = plan.num_tokens, self._dtype
         for pool in self._pools:
             plan.check_pool(*pool)
@@ -91,12 +91,12 @@ class Decoder:
         _library().decoder_run(place)
 
     def _memory_of(self, num_bytes: int) -> int:
-        """Address of at least so many bytes, kept from step to step."""
+        """Address of at least `num_bytes` of working memory, reused from step to step."""
         if len(self._memory) < num_bytes + _CACHE_LINE:
             self._memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8)
         return -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
 
-    def _check(self, layer: LayerWeights, kv: attention.Layer) -> None:
+    def _check(self, layer: LayerWeights, kv: attention.KVLayer) -> None:
         hidden, intermediate, call = self._hidden_size, self._intermediate_size, kv.call
         attended = layer.num_heads * call.dv
         qkv = layer.num_heads * call.dk + call.num_kv_heads * (call.dk + call.dv)
@@ -113,7 +113,10 @@ class Decoder:
             if norm is not None:
                 address(name, norm.weight, self._dtype, (size,))
         if kv.dtype != self._dtype or call.dk != self._head_dim or call.dk % 2 or layer.num_heads % call.num_kv_heads:
-            raise ValueError("the KV pool does not fit the layers, or an odd number of channels cannot be rotated")
+            raise ValueError(
+                f"The KV pool should be {self._dtype}, with heads of {self._head_dim} channels (an even number) whose "
+                f"number divides {layer.num_heads}; it is {kv.dtype} with {call.num_kv_heads} heads of {call.dk}."
+            )
 
 
 def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -121,7 +124,7 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
     came = (weight.out_features, weight.in_features)
     if came != shape or weight.dtype != dtype:
         raise ValueError(f"{name} should be {dtype} {shape}, and is {weight.dtype} {came}")
-    address(f"the panels of {name}", weight.panels, torch.int32, panels_shape_of(*shape, dtype))
+    address(f"the panels of {name}", weight.panels, torch.int32, panels_shape(*shape, dtype))
     if product.bias is not None:
         address(f"the bias of {name}", product.bias, dtype, shape[:1])
 
@@ -136,7 +139,7 @@ class _Product(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        ("attention", attention.Call),
+        ("attention", attention.AttentionCall),
         ("attention_norm", _Norm),
         ("mlp_norm", _Norm),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
@@ -151,11 +154,11 @@ class _Call(ctypes.Structure):
     ]
 
 
-def _layer(layer: LayerWeights, kv: attention.Layer) -> _Layer:
-    call = attention.Call.from_buffer_copy(kv.call)
+def _layer(layer: LayerWeights, kv: attention.KVLayer) -> _Layer:
+    call = attention.AttentionCall.from_buffer_copy(kv.call)
     call.lse = call.sinks = None
     call.num_heads = layer.num_heads
-    call.scale, call.sliding_window, call.softcap = layer.scoring
+    call.scale, call.sliding_window, call.softcap = layer.attention_params
     for name in ("q", "k"):
         norm = getattr(layer, f"{name}_norm")
         setattr(call, f"{name}_weight", norm and norm.weight.data_ptr())
@@ -170,8 +173,4 @@ def _layer(layer: LayerWeights, kv: attention.Layer) -> _Layer:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = build.load_kernels()
-    assert library is not None, "without it there are no packed weights"
-    library.decoder_run.argtypes, library.decoder_run.restype = (c_void_p,), None
-    library.decoder_bytes.argtypes, library.decoder_bytes.restype = (c_void_p,), c_int64
-    return library
+    return build.declared(decoder_run=(None, c_void_p), decoder_bytes=(c_int64, c_void_p))

@@ -1,7 +1,7 @@
-// x [R, K] @ W[N, K]^T + bias -> [R, N], every row the same bits in any batch, at any place, on any number of threads.
+// x [R, K] @ W[N, K]^T + bias -> [R, N]; a row has the same bits in any batch, at any place, on any number of threads.
 //
 // Each output element is one chain of float32 accumulations over K, first to last, whatever the blocking around it:
-// rows are independent by construction. Threads share out columns and rows, never K. `panels.h` is how weights lie.
+// rows are independent by construction. Threads divide columns and rows, never K. `panels.h` is the layout of weights.
 
 #include <algorithm>
 #include <cstdint>
@@ -80,8 +80,8 @@ __attribute__((noinline)) void write_rows(const float* sums, int64_t rows, const
         write_row(vec::load(sums), vec::load(sums + vec::LANES), call, row + r, panel * PANEL);
 }
 
-// How the work of a team is cut: every part of the rows meets every panel. Parts are for threads that panels alone would
-// not keep busy, and for rows that would not stay in the cache. Bits do not depend on it.
+// Division of a team's work: every part of the rows is multiplied by every panel. There are several parts where panels
+// alone would not occupy all threads, or where all rows would not fit the cache. Bits do not depend on it.
 struct Cut {
     int64_t panels, parts, rows_a_part;
 };
@@ -98,7 +98,7 @@ Cut cut_of(const Call& call, int64_t row_multiple) {
     return cut;
 }
 
-// Of the work of each thread: while one does not run, because another process wants its core, the others do its shares.
+// Shares of each thread's work: while a thread is preempted, the others take its shares.
 constexpr int64_t SHARES = 8;
 constexpr int64_t PRODUCTS_TO_SHARE = 1 << 26;  // fewer take less time than it takes to agree on who does what
 
@@ -166,8 +166,8 @@ void vector_panel(const Call& call, const char* x, int64_t stride, int64_t panel
 
 constexpr int64_t LINE = 64;
 
-// Rows as they lie, or copied where they are read better. An odd number of bfloat16 leaves half a unit at the end of a row.
-// And rows an even number of cache lines apart, as those of most models are, meet in a few sets of the first cache.
+// Rows in place, or copied where that is faster to read. An odd number of bfloat16 leaves half a unit at the end of a row.
+// And rows an even number of cache lines apart, as in most models, map to few sets of the L1 cache.
 struct Rows {
     const char* first;
     int64_t stride;
@@ -212,8 +212,8 @@ void run_on_vectors(const Call& call, Team& team) {
 
 constexpr int64_t TILE_ROWS = 16, TILE = TILE_ROWS * UNIT_BLOCK;
 
-// TILES * 16 rows by one panel, all of K. `a`: [TILES][units / 16][16][16] units. Sixteen units at a time, `lines`
-// cache lines from `next` on are asked for: memory is kept busy while the panel at hand is used again.
+// TILES * 16 rows by one panel, all of K. `a`: [TILES][units / 16][16][16] units. Every sixteen units prefetch `lines`
+// cache lines from `next` on, which keeps memory busy while the current panel is reused.
 template <int TILES>
 void tile_block(const int32_t* a, const int32_t* b, int64_t units, const char* next, int64_t lines, float* sums) {
     const int32_t* lower = a + units * TILE_ROWS;
@@ -244,7 +244,7 @@ void tile_block(const int32_t* a, const int32_t* b, int64_t units, const char* n
     }
 }
 
-// Rows [begin, end) of one panel, begin a multiple of 16; a share of the next panel is fetched with every block.
+// Rows [begin, end) of one panel, begin a multiple of 16; every block prefetches a share of the next panel.
 void tile_panel(const Call& call, int64_t panel, bool is_last, int64_t begin, int64_t end) {
     alignas(64) float sums[2 * TILE_ROWS * PANEL];
     const int64_t units = padded_units(call.in_features, true), blocks = divided_up(end - begin, 2 * TILE_ROWS);
@@ -306,7 +306,7 @@ void run_on_tiles(const Call&, Team&) {}
 
 extern "C" {
 
-// What products run on: 3 AMX, 2 AVX512_BF16, 1 AVX-512, 0 what the compiler makes of vectors elsewhere.
+// Instruction set of products: 3 AMX, 2 AVX512_BF16, 1 AVX-512, 0 any other, by the compiler's generic vectors.
 int32_t gemm_level(int32_t is_bf16) {
     if (is_bf16 && amx::granted()) return 3;
 #ifdef __AVX512BF16__

@@ -22,5 +22,5 @@ inline int64_t gemm_staging_bytes(int64_t rows, int64_t in_features, bool is_bf1
     return is_bf16 ? (rows + 15) / 16 * 16 * (((in_features + 31) / 32 + 1) * 32) * 2 : 0;
 }
 
-// Called by every thread of a team with the same call; returns once the whole product is there.
+// Every thread of a team calls this with the same `call`; returns once the whole product is written.
 void gemm_in_team(const GemmCall& call, Team& team);

@@ -1,4 +1,4 @@
-"""Row-invariant products in C++ (`gemm.cpp`): one order of accumulation over K, whatever rows are beside a row."""
+"""Batch-invariant GEMM in C++ (`gemm.cpp`): each row is accumulated over K in one order, whatever the other rows."""
 
 import ctypes
 import math
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
-from rollout_engine.kernels.cpu.arguments import DTYPES, address, check_floats, check_ids, is_integral, refused
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, check_floats, check_ids, is_integral
 
 PANEL = 32
-"""Columns that lie together in a packed weight."""
+"""Output features that are interleaved in a packed weight."""
 _UNIT_BLOCK = 16
 
 
 class PackedWeight(NamedTuple):
-    """A weight [out_features, in_features] as the kernel reads it."""
+    """A weight [out_features, in_features] in the kernel's layout."""
 
     panels: Tensor
     """int32 [out_features / 32 rounded up, 32-bit units of a row rounded up to 16, 32]"""
@@ -44,42 +44,38 @@ class _Call(ctypes.Structure):
     ]
 
 
-def serves(dtype: torch.dtype) -> bool:
+def supports(dtype: torch.dtype) -> bool:
     """Whether the kernel computes this dtype on this machine."""
     return dtype in DTYPES and build.load_kernels() is not None
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether it runs on AVX-512 or AMX here: with less, oneDNN's own kernels are ahead."""
-    return serves(dtype) and _library().gemm_level(dtype == torch.bfloat16) > 0
+    """Whether it uses AVX-512 or AMX here; without them oneDNN is faster."""
+    return supports(dtype) and _library().gemm_level(dtype == torch.bfloat16) > 0
 
 
 def empty_panels(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Room for the packed copies of `weights`: one piece of memory, on large pages where the system grants them.
+    """Memory for packed copies of `weights`, in one allocation, on huge pages where the system grants them.
 
-    Only their shapes and dtypes are looked at.
+    Only the shapes and dtypes of `weights` matter.
     """
-    sizes = [panels_shape(weight) for weight in weights]
+    sizes = [panels_shape(*weight.shape, weight.dtype) for weight in weights]
     lengths = [math.prod(size) for size in sizes]
     memory = torch.empty(sum(lengths), dtype=torch.int32)
     _library().gemm_ask_for_large_pages(memory.data_ptr(), memory.nbytes)
     return [part.view(size) for part, size in zip(memory.split(lengths), sizes, strict=True)]
 
 
-def panels_shape(weight: Tensor) -> tuple[int, int, int]:
-    """Shape of the panels of `weight` [N, K]."""
-    return panels_shape_of(*weight.shape, weight.dtype)
-
-
-def panels_shape_of(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def panels_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Shape of the panels of a weight [out_features, in_features]."""
-    return -(-out_features // PANEL), _units(in_features, dtype), PANEL
+    units = -(-in_features // 2) if dtype == torch.bfloat16 else in_features
+    return -(-out_features // PANEL), -(-units // _UNIT_BLOCK) * _UNIT_BLOCK, PANEL
 
 
 def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
-    """`weight` [N, K], float32 or bfloat16, in the kernel's layout; as many bytes, up to padding.
+    """Pack `weight` [N, K], float32 or bfloat16, into the kernel's layout, of the same size up to padding.
 
-    `panels`: where to, of `empty_panels`; None: fresh memory. Raises `ValueError` for what it cannot read.
+    `panels`: memory from `empty_panels` to pack into; None allocates it. Raises `ValueError` for unreadable tensors.
     """
     check_floats("weight", weight, num_dims=2)
     weight = weight.contiguous()
@@ -87,32 +83,32 @@ def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
     if panels is None:
         (panels,) = empty_panels([weight])
     is_bf16 = weight.dtype == torch.bfloat16
-    place = address("panels", panels, torch.int32, panels_shape(weight))
+    place = address("panels", panels, torch.int32, panels_shape(*weight.shape, weight.dtype))
     _library().gemm_pack(weight.data_ptr(), out_features, in_features, is_bf16, place, torch.get_num_threads())
     return PackedWeight(panels, out_features, in_features, weight.dtype)
 
 
 def pack_in_place(panels: Tensor, like: Tensor) -> PackedWeight:
-    """Pack the weight of the shape [N, K] and dtype of `like` that lies in `rows_of(panels, like.dtype)[:N, :K]`.
+    """Pack a weight with the shape [N, K] and dtype of `like` that is stored in `rows_of(panels, like.dtype)[:N, :K]`.
 
-    Raises `ValueError` for what it cannot read.
+    Raises `ValueError` for unreadable tensors.
     """
     if like.dim() != 2 or like.dtype not in DTYPES:
-        raise refused("like", like, "float32 or bfloat16 [N, K]")
+        raise argument_error("like", like, "float32 or bfloat16 [N, K]")
     out_features, in_features = like.shape
     is_bf16 = like.dtype == torch.bfloat16
-    place = address("panels", panels, torch.int32, panels_shape(like))
+    place = address("panels", panels, torch.int32, panels_shape(*like.shape, like.dtype))
     _library().gemm_pack_in_place(place, out_features, in_features, is_bf16, torch.get_num_threads())
     return PackedWeight(panels, out_features, in_features, like.dtype)
 
 
 def rows_of(panels: Tensor, dtype: torch.dtype) -> Tensor:
-    """The memory of panels as rows of `dtype` [N rounded up to 32, K rounded up to 64 bytes]: a panel is 32 of them."""
+    """View of panels as rows of `dtype` [N rounded up to 32, K rounded up to 64 bytes], 32 rows per panel."""
     return panels.view(-1, panels.shape[1]).view(dtype)
 
 
 def unpack(packed: PackedWeight, out: Tensor | None = None) -> Tensor:
-    """The weight [N, K] that was packed, bit for bit. `out`: other panels, whose `rows_of` it shall be."""
+    """The weight [N, K] that was packed, bit for bit, as a view of `out`: other panels, allocated if None."""
     if out is None:
         out = torch.empty_like(packed.panels)
     out.view(-1, PANEL, packed.panels.shape[1]).copy_(packed.panels.transpose(1, 2))
@@ -120,9 +116,9 @@ def unpack(packed: PackedWeight, out: Tensor | None = None) -> Tensor:
 
 
 def select_rows(packed: PackedWeight, indices: Tensor) -> Tensor:
-    """Rows `indices`, integers [...], of the weight: [..., K]. Raises `ValueError` for an index it does not have."""
+    """Rows `indices`, integers [...], of the weight -> [..., K]. Raises `ValueError` for an index out of range."""
     if not is_integral(indices) or not indices.is_cpu:
-        raise refused("indices", indices, "a tensor of integers on the CPU")
+        raise argument_error("indices", indices, "a tensor of integers on the CPU")
     indices = indices.long()
     check_ids("indices", indices, packed.out_features, of="rows of the weight")
     units = packed.panels[indices // PANEL, :, indices % PANEL]
@@ -130,19 +126,18 @@ def select_rows(packed: PackedWeight, indices: Tensor) -> Tensor:
 
 
 def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
-    """x [R, K] @ weight.T + bias [N] -> [R, N] in `x.dtype`; sums in float32, rounded once.
+    """x [R, K] @ weight.T + bias [N] -> [R, N] in `x.dtype`, accumulated in float32 and rounded once.
 
-    `float32_out`: the result is float32, the sums as they are. Raises `ValueError` for what it cannot read.
+    `float32_out` returns the float32 sums unrounded. Raises `ValueError` for unreadable tensors.
     """
     check_floats("x", x, num_dims=2)
     x = x.contiguous()
     rows, in_features = x.shape
     if in_features != weight.in_features or x.dtype is not weight.dtype:
-        raise refused("x", x, f"{weight.dtype} [R, {weight.in_features}] like the weight")
-    panels = address("weight.panels", weight.panels, torch.int32, panels_shape_of(*weight[1:]))
+        raise argument_error("x", x, f"{weight.dtype} [R, {weight.in_features}] like the weight")
+    panels = address("weight.panels", weight.panels, torch.int32, panels_shape(*weight[1:]))
     out = torch.empty(rows, weight.out_features, dtype=torch.float32 if float32_out else x.dtype)
     is_bf16 = x.dtype == torch.bfloat16
-    # Rows as the kernel reads them best.
     staging = torch.empty(_library().gemm_staging(rows, in_features, is_bf16), dtype=torch.uint8)
     call = _Call(
         x.data_ptr(),
@@ -161,21 +156,13 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out:
     return out
 
 
-def _units(in_features: int, dtype: torch.dtype) -> int:
-    units = -(-in_features // 2) if dtype == torch.bfloat16 else in_features
-    return -(-units // _UNIT_BLOCK) * _UNIT_BLOCK
-
-
 @cache
 def _library() -> ctypes.CDLL:
-    library = build.load_kernels()
-    assert library is not None, "ask `serves` first"
-    library.gemm_level.argtypes, library.gemm_level.restype = (c_int32,), c_int32
-    library.gemm_pack.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32)
-    library.gemm_pack_in_place.argtypes = (c_void_p, c_int64, c_int64, c_int32, c_int32)
-    library.gemm_ask_for_large_pages.argtypes = (c_void_p, c_int64)
-    library.gemm_staging.argtypes, library.gemm_staging.restype = (c_int64, c_int64, c_int32), c_int64
-    library.gemm_run.argtypes = (c_void_p,)
-    for name in ("pack", "pack_in_place", "run", "ask_for_large_pages"):
-        getattr(library, f"gemm_{name}").restype = None
-    return library
+    return build.declared(
+        gemm_level=(c_int32, c_int32),
+        gemm_pack=(None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
+        gemm_pack_in_place=(None, c_void_p, c_int64, c_int64, c_int32, c_int32),
+        gemm_ask_for_large_pages=(None, c_void_p, c_int64),
+        gemm_staging=(c_int64, c_int64, c_int64, c_int32),
+        gemm_run=(None, c_void_p),
+    )

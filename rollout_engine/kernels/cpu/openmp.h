@@ -1,4 +1,4 @@
-// OpenMP's numbers of threads. Where the compiler has no OpenMP its pragmas are ignored, and there is one thread.
+// OpenMP's thread numbers. Without OpenMP its pragmas are ignored, and there is one thread.
 #pragma once
 
 #ifdef _OPENMP

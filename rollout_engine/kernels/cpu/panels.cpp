@@ -1,4 +1,4 @@
-// Weights into panels, from where they lie or in place.
+// Packing of weights into panels, from a source or in place.
 #include "panels.h"
 
 #include <algorithm>
@@ -66,7 +66,7 @@ void pack_half(const char* weight, int64_t stride, int64_t row_bytes, int64_t co
 
 extern "C" {
 
-// Large pages, where the system gives them on request: fewer faults in packing, fewer misses in every product.
+// Request huge pages: fewer page faults in packing, fewer TLB misses in every product.
 void gemm_ask_for_large_pages(void* memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t LARGE = 2 << 20;
@@ -90,7 +90,7 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
     }
 }
 
-// The same where the weight lies in `packed` itself, its rows `units` apart: 32 of them are the bytes of one panel.
+// The same for a weight stored in `packed` itself, its rows `units` apart: 32 of them take the bytes of one panel.
 void gemm_pack_in_place(int32_t* packed, int64_t out_features, int64_t in_features, int32_t is_bf16,
                         int32_t num_threads) {
     const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);

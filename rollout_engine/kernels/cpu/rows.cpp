@@ -1,7 +1,7 @@
 // The operations of `rows.h` on tensors of rows.
 //
 // Rows are addressed by two indices, (token, head) for the norms of queries and keys, so that slices of a fused
-// projection are read in place; the elements of a row are neighbours. Outputs are contiguous.
+// projection are read in place; the elements of a row are contiguous, and so are outputs.
 #include "rows.h"
 
 namespace {

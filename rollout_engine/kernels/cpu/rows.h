@@ -21,7 +21,7 @@ VEC_INLINE F rounded(F x, const bf16*) {  // like to_bf16, without leaving the v
 
 #define LAMBDA_INLINE __attribute__((always_inline))
 
-// f(vector of a, vector of b) over a row; the last, shorter vector is computed like the others, with zeros behind it.
+// f(vector of a, vector of b) over a row; the last, shorter vector is padded with zeros and computed like the others.
 template <typename T, typename Function>
 VEC_INLINE void map(const T* a, const T* b, T* out, int64_t size, Function f) {
     int64_t i = 0;

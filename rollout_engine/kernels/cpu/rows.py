@@ -1,4 +1,4 @@
-"""ctypes face of `rows.cpp`. Callers ask `build.load_kernels()` first: here it is there."""
+"""ctypes wrapper of `rows.cpp`. Callers ask `supports` first."""
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
-from rollout_engine.kernels.cpu.arguments import address, check_floats, refused
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, check_floats
 
 _SMALL = 1 << 15
-"""Elements below which a second thread costs more than it brings."""
+"""Number of elements below which a second thread does not pay."""
 
 _Layout = tuple[int, int, int, int]
 """(outer, inner, outer stride, inner stride) of the rows of a tensor, in elements."""
@@ -35,14 +35,13 @@ class _Rows(ctypes.Structure):
 
 
 def supports(x: Tensor, other: Tensor | None = None) -> bool:
-    """Whether the kernels are there and read these: both float32, or both bfloat16, on the CPU."""
-    dtype = x.dtype
-    known = dtype is torch.float32 or dtype is torch.bfloat16
-    return known and (other is None or other.dtype is dtype) and x.is_cpu and build.load_kernels() is not None
+    """Whether the kernels are available for these tensors: both float32, or both bfloat16, on the CPU."""
+    same_dtype = other is None or other.dtype is x.dtype
+    return x.dtype in DTYPES and same_dtype and x.is_cpu and build.load_kernels() is not None
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """`kernels.norm.rms_norm` of x [..., D] with `weight` [D]. Raises `ValueError` for what it cannot read."""
+    """C++ side of `kernels.norm.rms_norm`: x [..., D], `weight` [D]. Raises `ValueError` for unreadable tensors."""
     check_floats("x", x)
     weight = weight.contiguous()
     address("weight", weight, x.dtype, x.shape[-1:] or (1,))
@@ -51,15 +50,12 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def activate(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """SiLU of `gate` [..., D], rounded; times `up` of the same shape where given.
-
-    Raises `ValueError` for what it cannot read.
-    """
+    """silu(gate) rounded, times `up` of the same shape [..., D] where given. Raises `ValueError` as `norm` does."""
     check_floats("gate", gate)
     if up is not None:
         check_floats("up", up)
         if up.shape != gate.shape or up.dtype is not gate.dtype:
-            raise refused("up", up, f"{gate.dtype} {list(gate.shape)} like gate")
+            raise argument_error("up", up, f"{gate.dtype} {list(gate.shape)} like gate")
     gate, layout = _readable(gate)
     if up is None:
         return _run("rows_activate", gate, layout, None, layout, 0.0)
@@ -92,7 +88,7 @@ def _run(name: str, x: Tensor, layout: _Layout, other: Tensor | None, other_layo
 
 
 def _readable(x: Tensor) -> tuple[Tensor, _Layout]:
-    """`x` [..., D] and how its rows lie; a contiguous copy of it where two strides do not say it."""
+    """`x` [..., D] and the layout of its rows; a contiguous copy of it where two strides cannot describe them."""
     size = x.size(-1) if x.dim() else 1
     if x.is_contiguous():
         return x, (x.numel() // max(size, 1), 1, size, 0)

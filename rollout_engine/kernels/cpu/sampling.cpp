@@ -1,4 +1,4 @@
-// Rows of logits: how likely a token is, which token a uniform number selects, and the uniform numbers themselves.
+// Rows of logits: log-probs of tokens, draws of a token by a uniform number, and the uniform numbers themselves.
 //
 //     weight  = exp((logit - max) * (1 / temperature))   float32, in chunks of 128 tokens
 //     total   = sum of chunk sums, left to right         float32 within a chunk, float64 across chunks
@@ -6,7 +6,7 @@
 //
 // Nothing of a row's size is stored but its chunk sums: a draw finds the chunk by them and weighs that chunk again.
 // `weigh_chunk` is the only place that computes weights, and is not inlined, so each time it gives the same bits.
-// Where truncation cuts, the same sums are taken once more with no weight for cut tokens.
+// With truncation the same sums are computed again without the weights of cut tokens.
 #include <algorithm>
 #include <cmath>
 
@@ -83,7 +83,7 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
     return vec::sum(sum);
 }
 
-// The largest logit; NaN is passed over, the total shows it.
+// The largest logit; NaN is ignored here and shows in the total.
 template <typename T>
 float largest(const T* logits, int64_t size) {
     const F lowest = vec::set1(-INFINITY);
@@ -109,7 +109,7 @@ struct Row {
           inverse_temperature(1.0f / temperature),
           maximum(largest(logits, size)) {}
 
-    // The total weight of what the edge leaves; `mass`, where given, receives that of all chunks up to and with each.
+    // The total weight of tokens kept by the edge; `mass`, where given, receives the cumulative weight of chunks.
     double total(const Edge& edge, double* mass) const {
         double total = 0.0;
         float weights[CHUNK];
@@ -126,7 +126,7 @@ struct Row {
         return weigh_chunk(logits + start, n, maximum, inverse_temperature, here, weights);
     }
 
-    // The figures of the whole row; returns whether it can be sampled.
+    // Statistics of the whole row; returns whether it can be sampled.
     bool finish(const Rows& a, int64_t i, double total) {
         if (!(total > 0.0)) maximum = NAN;
         a.maximum[i] = maximum;
@@ -162,7 +162,7 @@ struct Row {
         return chunk * CHUNK + std::min(token, last_with_weight);
     }
 
-    // (one-hot - softmax) / temperature * grad, from saved figures.
+    // (one-hot - softmax) / temperature * grad, from the saved row statistics.
     static void gradient(const Rows& a, int64_t i, T* out) {
         const T* logits = (const T*)a.logits + i * a.stride;
         const int64_t size = a.vocab_size, token = a.token[i];
@@ -185,7 +185,7 @@ struct Row {
     }
 };
 
-// Draws from what truncation leaves, which `mass` then describes.
+// Draws from the kept tokens, which `mass` then describes.
 template <typename T>
 Edge truncate(const Rows& a, int64_t i, const Row<T>& row, double* mass, float* candidate) {
     const truncation::Rules rules = {a.rule_temperature[i], a.top_k[i], a.top_p[i], a.min_p[i]};

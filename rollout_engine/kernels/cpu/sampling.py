@@ -1,58 +1,17 @@
-"""ctypes face of `sampling.cpp`. Callers ask `build.load_kernels()` first: here it is there."""
+"""ctypes wrapper of `sampling.cpp`. Callers check that `build.load_kernels()` is not None."""
 
 import ctypes
 from ctypes import c_int64, c_void_p
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
-from rollout_engine.kernels.cpu.arguments import address, check_ids, refused, rows_address
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, check_ids
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, Truncation
 
-CHUNK = 128
 _SMALL = 1 << 15
-"""Logits below which a second thread costs more than it brings."""
-
-
-class Figures(NamedTuple):
-    """What a row is normalised by, and one token of it."""
-
-    maximum: Tensor
-    """float32 [N]; NaN for a row that holds NaN or +inf, or nothing but -inf."""
-    log_total: Tensor
-    """float64 [N]."""
-    tokens: Tensor
-    """int64 [N]."""
-    logprobs: Tensor
-    """float32 [N], of `tokens`."""
-
-
-class Truncation(NamedTuple):
-    """Columns of N rows. Rules apply in this order, in float64, to tokens sorted by (logit, then id)."""
-
-    temperature: Tensor
-    """float64, > 0: every rule reads exp(logit / temperature)."""
-    top_k: Tensor
-    """int64: keep the k most likely tokens; 0 keeps all."""
-    top_p: Tensor
-    """float64: of these, the shortest sorted prefix whose share of their mass reaches it; 1 cuts none."""
-    min_p: Tensor
-    """float64: of these, tokens at least so many times as likely as the most likely one."""
-
-    def rows(self, index: slice | Tensor) -> "Truncation":
-        return Truncation(*(column[index] for column in self))
-
-
-class Kept(NamedTuple):
-    """What truncation leaves of N rows: tokens above `floor`, and those equal to it with ids up to `last_tie`."""
-
-    log_total: Tensor
-    """float64 [N], of the tokens that stay, under the row's own maximum."""
-    floor: Tensor
-    """float32 [N]."""
-    last_tie: Tensor
-    """int64 [N]."""
+"""Number of logits below which a second thread does not pay."""
 
 
 class _Rows(ctypes.Structure):
@@ -72,11 +31,11 @@ class _Rows(ctypes.Structure):
 
 def draw(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None
-) -> tuple[Figures, Kept | None]:
-    """`kernels.draw.draw`. Raises `ValueError` for what it cannot read."""
+) -> tuple[RowStats, KeptTokens | None]:
+    """C++ side of `kernels.draw.draw`. Raises `ValueError` for tensors it cannot read."""
     logits = _readable(logits)
     n, vocab_size = logits.shape
-    args, figures = _rows(logits, temperatures, torch.empty(n, dtype=torch.int64))
+    args, stats = _rows(logits, temperatures, torch.empty(n, dtype=torch.int64))
     mass = torch.empty(args.threads, -(-vocab_size // CHUNK), dtype=torch.float64)
     args.uniform = address("uniforms", uniforms, torch.float64, (n,))
     args.greedy = address("greedy", greedy, torch.bool, (n,))
@@ -86,42 +45,45 @@ def draw(
         rules = Truncation(*(column.contiguous() for column in rules))
         args.temperature64, args.top_k, args.top_p, args.min_p = _rule_addresses(rules, n)
         candidate = torch.empty(args.threads, vocab_size)
-        kept = Kept(torch.empty_like(figures.log_total), torch.empty(n), torch.empty(n, dtype=torch.int64))
+        kept = KeptTokens.empty(n)
         args.candidate = candidate.data_ptr()
         args.kept_log_total, args.floor, args.last_tie = (column.data_ptr() for column in kept)
     build.load_kernels().sampling_draw(ctypes.byref(args))
-    return figures, kept
+    return stats, kept
 
 
-def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Figures:
-    """Figures of given `tokens`, int64 [N]. Raises `ValueError` for what it cannot read."""
+def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
+    """Statistics of every row, with the log-prob of its given token; `tokens` int64 [N].
+
+    Raises `ValueError` for tensors it cannot read.
+    """
     logits = _readable(logits)
-    args, figures = _rows(logits, temperatures, tokens.contiguous())
+    args, stats = _rows(logits, temperatures, tokens.contiguous())
     check_ids("token_ids", tokens, logits.shape[1], of="the vocabulary of these logits")
     build.load_kernels().sampling_score(ctypes.byref(args))
-    return figures
+    return stats
 
 
-def gradient(logits: Tensor, temperatures: Tensor, figures: Figures, grad: Tensor) -> Tensor:
+def gradient(logits: Tensor, temperatures: Tensor, stats: RowStats, grad: Tensor) -> Tensor:
     """Gradient [N, V] of the log-probs with respect to `logits`, in their dtype, times `grad` float32 [N].
 
-    Raises `ValueError` for what it cannot read.
+    Raises `ValueError` for tensors it cannot read.
     """
     readable = _readable(logits)
-    args, _ = _rows(readable, temperatures, figures.tokens)
+    args, _ = _rows(readable, temperatures, stats.tokens)
     grad, result = grad.contiguous(), torch.empty(readable.shape, dtype=readable.dtype)
     rows = readable.shape[:1]
-    args.maximum = address("figures.maximum", figures.maximum, torch.float32, rows)
-    args.log_total = address("figures.log_total", figures.log_total, torch.float64, rows)
+    args.maximum = address("stats.maximum", stats.maximum, torch.float32, rows)
+    args.log_total = address("stats.log_total", stats.log_total, torch.float64, rows)
     args.grad, args.grad_logits = address("grad", grad, torch.float32, rows), result.data_ptr()
     build.load_kernels().sampling_gradient(ctypes.byref(args))
     return result.to(logits.dtype)
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """`kernels.rng.uniforms`. Raises `ValueError` for what it cannot read."""
+    """C++ side of `kernels.rng.uniforms`. Raises `ValueError` for tensors it cannot read."""
     if not isinstance(seeds, Tensor) or seeds.dim() != 1:
-        raise refused("seeds", seeds, "a tensor of one dimension")
+        raise argument_error("seeds", seeds, "a tensor of one dimension")
     seeds, positions = seeds.contiguous(), positions.contiguous()
     result = torch.empty(len(seeds), dtype=torch.float64)
     named = (("seeds", seeds), ("positions", positions))
@@ -130,13 +92,13 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return result
 
 
-def _rows(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[_Rows, Figures]:
+def _rows(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[_Rows, RowStats]:
     n, vocab_size = logits.shape
     if vocab_size == 0:
-        raise refused("logits", logits, "of at least one token")
+        raise argument_error("logits", logits, "of at least one token")
     maximum, logprobs, log_total = torch.empty(n), torch.empty(n), torch.empty(n, dtype=torch.float64)
     args = _Rows(
-        rows_address("logits", logits, logits.dtype, logits.shape),
+        address("logits", logits, logits.dtype, logits.shape, strided_rows=True),
         logits.dtype == torch.bfloat16,
         n,
         vocab_size,
@@ -146,28 +108,24 @@ def _rows(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> tuple[_Rows, 
         maximum.data_ptr(),
         log_total.data_ptr(),
         logprobs.data_ptr(),
-        threads=_threads(n, vocab_size),
+        threads=1 if n * vocab_size < _SMALL else min(n, torch.get_num_threads()),
     )
-    return args, Figures(maximum, log_total, tokens, logprobs)
+    return args, RowStats(maximum, log_total, tokens, logprobs)
 
 
 def _rule_addresses(rules: Truncation, n: int) -> list[int]:
     named = zip(("temperature", "top_k", "top_p", "min_p"), rules, strict=True)
     dtypes = {"top_k": torch.int64}
     addresses = [address(f"rules.{name}", x, dtypes.get(name, torch.float64), (n,)) for name, x in named]
-    if not bool((rules.temperature > 0).all()):  # tokens are sorted into bins by it
+    if not bool((rules.temperature > 0).all()):  # it scales the bins that tokens are sorted into
         raise ValueError(f"rules.temperature should be above 0, and its lowest is {float(rules.temperature.min())}.")
     return addresses
 
 
 def _readable(logits: Tensor) -> Tensor:
-    """float32 or bfloat16 [N, V], neighbours in a row side by side."""
+    """`logits` as float32 or bfloat16 [N, V] with contiguous rows."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
-        raise refused("logits", logits, "a tensor of floats [N, V]")
-    if logits.dtype not in (torch.float32, torch.bfloat16):
+        raise argument_error("logits", logits, "a tensor of floats [N, V]")
+    if logits.dtype not in DTYPES:
         logits = logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
-def _threads(n: int, vocab_size: int) -> int:
-    return 1 if n * vocab_size < _SMALL else min(n, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""ctypes face of `stream.cpp`."""
+"""ctypes wrapper of `stream.cpp`."""
 
 from collections.abc import Callable
 from ctypes import c_int64, c_void_p
@@ -9,17 +9,15 @@ from rollout_engine.kernels.cpu import build
 
 @cache
 def streaming_copy() -> Callable[[int, int, int, int], int] | None:
-    """`copy(out, source, num_bytes, width)` between two addresses that do not overlap; None where there are no kernels.
+    """`copy(out, source, num_bytes, width)` between two addresses, bypassing the CPU caches; None without the kernels.
 
-    For what is not read again soon: it leaves the caches as they are. The elements are `width` bytes wide (1, 2, 4 or
-    8). Returns the largest of their bits without the sign: of floats, those of the largest magnitude. Raises
-    `ValueError` where the numbers cannot be right; whether the memory is there, only its caller knows.
+    The two ranges must be valid memory, which is not checked, and must not overlap. Elements are `width` bytes wide
+    (1, 2, 4 or 8). `copy` returns the largest of their bit patterns without the sign bit: of floats, those of the
+    largest magnitude. It raises `ValueError` for other widths, partial elements and null addresses.
     """
-    kernels = build.load_kernels()
-    if kernels is None:
+    if build.load_kernels() is None:
         return None
-    stream_copy = kernels.stream_copy
-    stream_copy.argtypes, stream_copy.restype = [c_void_p, c_void_p, c_int64, c_int64], c_int64
+    stream_copy = build.declared(stream_copy=(c_int64, c_void_p, c_void_p, c_int64, c_int64)).stream_copy
 
     def copy(out: int, source: int, num_bytes: int, width: int) -> int:
         if width not in (1, 2, 4, 8) or num_bytes < 0 or num_bytes % width or not (out and source or not num_bytes):

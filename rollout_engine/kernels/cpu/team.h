@@ -1,4 +1,4 @@
-// A team of threads that meets many times in one parallel region.
+// A team of threads with many barriers in one parallel region.
 #pragma once
 
 #include <sched.h>
@@ -7,8 +7,8 @@
 
 #include "openmp.h"
 
-// OpenMP's own barriers spin for milliseconds. Where other processes want the cores, the thread that all wait for may not
-// have one, and every barrier of a step costs a slice of the scheduler's time: here who waits soon gives its core away.
+// OpenMP's own barriers spin for milliseconds. On a busy machine the last thread may then wait for a core, and every
+// barrier of a step costs a scheduler time slice. These barriers yield the core after a short spin.
 class Team {
   public:
     // Runs work(team) on at most `threads` threads.
@@ -19,7 +19,7 @@ class Team {
         work(team);
     }
 
-    // Returns once every thread of the team is here.
+    // Barrier: returns once every thread of the team has called it.
     void meet() {
         const int size = omp_get_num_threads();
         if (size == 1) return;

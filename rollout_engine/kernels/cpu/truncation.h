@@ -1,8 +1,8 @@
 // Top-k, top-p and min-p without sorting the vocabulary. All three keep a prefix of the tokens sorted by (logit, then
-// id), so each row needs one thing: where that prefix ends.
+// id), so a row needs only the end of that prefix.
 //
-// Tokens go into bins by their distance from the largest logit; a bin knows how many it holds and, in float64, their
-// mass. A walk from the first bin on counts, or gathers, enough; only the tokens of the bin where it ends are sorted.
+// Tokens go into bins by their distance from the largest logit; a bin records their number and, in float64, their mass.
+// A walk from the first bin stops where a limit is reached; only the tokens of that bin are sorted.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct Rules {
     bool keep_all() const { return top_k == 0 && top_p >= 1.0 && min_p <= 0.0; }
 };
 
-// Tokens above `floor` stay, and those equal to it with ids up to `last_tie`.
+// Tokens above `floor` are kept, and those equal to it with ids up to `last_tie`.
 struct Edge {
     float floor;
     int64_t last_tie;
@@ -40,7 +40,7 @@ constexpr Edge EVERYTHING = {-INFINITY, INT64_MAX};
 typedef double D __attribute__((vector_size(64)));
 typedef uint64_t Bits __attribute__((vector_size(64)));
 
-// e^x for x <= 0; below -708 it stays at e^-708, which is nothing beside the largest weight, 1.
+// e^x for x <= 0; below -708 it is e^-708, negligible beside the largest weight, 1.
 // 2^n p(r) with |r| <= ln2 / 2, p the Taylor polynomial of degree 11: relative error below 1e-14.
 VEC_INLINE D exp_nonpositive(D x) {
     const double round = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves the nearest integer in the low bits
@@ -62,7 +62,7 @@ VEC_INLINE D exp_nonpositive(D x) {
     return (D)((Bits)p + ((Bits)shifted << 52));
 }
 
-// Where a walk ended: of the `ties` tokens equal to `logit` the first `kept` stay; `mass` is that of all that stay.
+// End of a walk: the first `kept` of the `ties` tokens equal to `logit` are kept; `mass` is that of all kept tokens.
 struct End {
     float logit;
     int64_t kept, ties;
@@ -102,7 +102,7 @@ struct Row {
         return sum;
     }
 
-    // From the most likely token down, until `max_count` tokens stay or their mass reaches `max_mass`.
+    // From the most likely token down, until `max_count` tokens are kept or their mass reaches `max_mass`.
     End walk(int64_t max_count, double max_mass) const {
         int64_t counted = 0;
         double gathered = 0.0;
@@ -244,7 +244,7 @@ struct Row {
     }
 };
 
-// What the rules leave of a row without NaN. `candidate` [size] is scratch. The most likely token always stays.
+// The edge of what the rules keep of a row without NaN, at least one token. `candidate` [size] is scratch.
 template <typename T>
 Edge find_edge(const T* logits, int64_t size, const Rules& rules, float* candidate) {
     const bool by_mass = rules.top_p < 1.0;

@@ -1,8 +1,8 @@
 // Vectors of sixteen floats: AVX-512 where the CPU has it, else GCC's generic vectors, which become AVX2, NEON or SSE.
 //
-// Every function is element-wise or reduces in one fixed order, so bits never depend on where in a row, block or thread
-// a value stands. One rule keeps it so: a product that feeds a sum is written `fma`, or `product`. The compiler may
-// otherwise join them in one place and not in another.
+// Every function is element-wise or reduces in one fixed order, so bits never depend on a value's place in a row, block
+// or thread. Therefore write a product that feeds a sum as `fma` or `product`: otherwise the compiler may fuse the two in
+// one place and not in another.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ VEC_INLINE F product(F a, F b) {
     return result;
 }
 
-// Where either is NaN, the second.
+// The second operand where either is NaN.
 VEC_INLINE F max(F a, F b) {
 #ifdef __AVX512F__
     return _mm512_max_ps(a, b);
@@ -102,7 +102,7 @@ VEC_INLINE void store(bf16* p, F x) {
     memcpy(p, &rounded, sizeof rounded);
 }
 
-// The same for values that are 0, normal or NaN.
+// The same, for values that are 0, normal or NaN only.
 VEC_INLINE void store_normal(float* p, F x) { store(p, x); }
 VEC_INLINE void store_normal(bf16* p, F x) {
 #ifdef __AVX512BF16__

@@ -1,5 +1,4 @@
-"""Kernels in Triton for one CUDA device. Each has an eager twin; `availability` says where the twin has to serve.
+"""Triton kernels for one CUDA device. Each has an eager twin; `availability` says where only the twin can run.
 
-Nothing outside this package imports Triton, but for the kernel that both ends of a weight transport need
-(`sync.digest_kernel`); and nothing but the file that runs on a device imports this package.
+Besides this package only `sync.digest_kernel` imports Triton. Import this package only where `availability` allows.
 """

@@ -1,4 +1,4 @@
-"""Activation of a gate times a second operand, in one pass. Twins: `kernels.activation` and `kernels.gelu`."""
+"""Gated activation, activation(gate) * up, in one pass. Twin: `kernels.activation`."""
 
 import math
 from typing import Literal
@@ -17,14 +17,13 @@ _CUBE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi) * 0.044715)
 
 
 def gated(gate: Tensor, up: Tensor, out: Tensor, activation: Activation = "silu") -> Tensor:
-    """activation(gate) * up, float32 inside and rounded after each of the two, into `out`; all [R, D], rows contiguous.
+    """Write activation(gate) * up into `out`, in float32, rounded after each of the two; all [R, D], rows contiguous.
 
-    Every element is computed alone, so its bits do not depend on its place. `gate` and `up` may be halves of one
-    buffer; `out` may be either.
+    Bits do not depend on an element's place. `gate` and `up` may be halves of one buffer; `out` may be either.
     """
     rows, size = gate.shape
     if not gate.stride(1) == up.stride(1) == out.stride(1) == 1:
-        raise ValueError("expected rows whose elements lie side by side")
+        raise ValueError(f"Rows should be contiguous, got strides {gate.stride()}, {up.stride()}, {out.stride()}.")
     if rows:
         grid = (rows, triton.cdiv(size, _COLUMNS))
         strides = gate.stride(0), up.stride(0), out.stride(0)

@@ -1,23 +1,23 @@
-"""The attention kernel: programs walk through their shares of a work list. `attention` tells how the two kernels meet.
+"""The attention kernel: each program processes its share of a work list. `attention` describes both kernels.
 
-Within it a row is one token and one of the query heads that read the KV head: `rows` are (token, query head, position,
-whether there is such a row).
+A row is one token and one of the query heads that read the KV head; `rows` is (token, query head, position, whether the
+row exists).
 """
 
 import triton
 import triton.language as tl
 
+from rollout_engine.kernels.triton.output import store_parts, write
 from rollout_engine.kernels.triton.rounding import narrow
-from rollout_engine.kernels.triton.softmax import LOG2_E, LOWEST, dot, joined, tanh
+from rollout_engine.kernels.triton.softmax import LOG2_E, LOWEST, dot, merge_factors, tanh
 from rollout_engine.kernels.triton.work import COLUMNS
-from rollout_engine.kernels.triton.writing import store_parts, write
 
 _COLUMNS = tl.constexpr(COLUMNS)
 
 
 @triton.jit
 def attention_kernel(q, pool, work, parts, output, sinks, initial, numbers, SHAPE: tl.constexpr):
-    """Types of the arguments: `attention_shape`."""
+    """The types of the arguments are in `attention_shape`."""
     program = tl.program_id(0)
     index = tl.load(work.shares + program * 2)
     start = tl.load(work.shares + program * 2 + 1)
@@ -39,7 +39,7 @@ def attention_kernel(q, pool, work, parts, output, sinks, initial, numbers, SHAP
         query = _load_query(q, rows, SHAPE)
         context = _context_of(item, head, pool)
         acc, top, total = _initial_state(item, rows, begins, first_unit, sinks, initial, SHAPE)
-        if SHAPE.is_ordered:
+        if SHAPE.deterministic:
             own_parts = (parts, slot + 1)
             acc, top, total = _attend_units(
                 query, acc, top, total, rows, first, last, begins, context, numbers, own_parts, SHAPE
@@ -51,7 +51,7 @@ def attention_kernel(q, pool, work, parts, output, sinks, initial, numbers, SHAP
             write(output, token, q_head, real, acc, top, total, SHAPE)
         else:
             part = (slot + tl.where(begins, 0, 1)) * SHAPE.rows + tl.arange(0, SHAPE.block_m)
-            stored = real & begins if SHAPE.is_ordered else real
+            stored = real & begins if SHAPE.deterministic else real
             store_parts(parts, part, stored, acc, top, total, SHAPE)
         start += last - first
         index += tl.where((last == end_unit) & (head == SHAPE.num_kv_heads - 1), 1, 0)
@@ -75,7 +75,7 @@ def _load_query(q, rows, SHAPE: tl.constexpr):
 
 @triton.jit
 def _context_of(item, head, pool):
-    """Block table, keys and values of the head, and the end of what may be read."""
+    """Block table, keys and values of the head, their strides, and the end of the context."""
     table = pool.tables + tl.load(item).to(tl.int64) * pool.table_stride
     keys = pool.key_data + head.to(tl.int64) * pool.key_strides[1]
     values = pool.value_data + head.to(tl.int64) * pool.value_strides[1]
@@ -85,7 +85,7 @@ def _context_of(item, head, pool):
 
 @triton.jit
 def _initial_state(item, rows, begins, first_unit, sinks, initial, SHAPE: tl.constexpr):
-    """What the rows have seen before the share's first key of them: nothing, sinks, or a prefix."""
+    """The rows' softmax before the first key of this share: empty, sinks, or a prefix."""
     token, q_head, position, real = rows
     top = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     total = tl.full([SHAPE.block_m], 0.0, tl.float32)
@@ -110,7 +110,7 @@ def _initial_state(item, rows, begins, first_unit, sinks, initial, SHAPE: tl.con
 def _attend_units(
     query, acc, top, total, rows, first, last, begins, context, numbers, own_parts, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Units one by one: joined from the item's first on, or left as parts where another program has that."""
+    """Units one by one: merged from the item's first on, or stored as parts where another program has the first."""
     token, q_head, position, real = rows
     table, keys, values, steps, limit = context
     parts, slot = own_parts
@@ -124,7 +124,7 @@ def _attend_units(
             query, unit_acc, unit_top, unit_total, position, tile, end_tile, context, numbers, True, SHAPE
         )
         if begins:
-            top, share, unit_share = joined(top, unit_top)
+            top, share, unit_share = merge_factors(top, unit_top)
             total = total * share + unit_total * unit_share
             acc = acc * share[:, None] + unit_acc * unit_share[:, None]
         else:
@@ -137,7 +137,7 @@ def _attend_units(
 def _attend_share(
     query, acc, top, total, rows, first, last, item, context, numbers, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """All units, which are tiles here, as one softmax."""
+    """All units, which are single tiles here, as one softmax."""
     token, q_head, position, real = rows
     masked_from = first
     if SHAPE.skips_masks:
@@ -160,7 +160,7 @@ def _attend_share(
 def _attend_tiles(
     query, acc, top, total, position, first, last, context, numbers, IS_MASKED: tl.constexpr, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """The softmax after tiles [first, last); unless `IS_MASKED`, every row sees all of them."""
+    """The softmax continued over tiles [first, last); unless `IS_MASKED`, every row sees all of them."""
     limit = context[4]
     for tile in tl.range(first, last):
         key = tile * SHAPE.tile + tl.arange(0, SHAPE.tile)
@@ -184,7 +184,7 @@ def _attend_tiles(
 
 @triton.jit
 def _load_tile(tile, key, context, IS_MASKED: tl.constexpr, SHAPE: tl.constexpr):
-    """K [TILE, BLOCK_K] and V [TILE, BLOCK_V]; V is zeros past the end, where it could hold no numbers at all."""
+    """K [TILE, BLOCK_K] and V [TILE, BLOCK_V]; V is zero past the end, where memory may hold NaN."""
     table, keys, values, steps, limit = context
     if SHAPE.block_size % SHAPE.tile == 0:
         block = tl.load(table + tile * SHAPE.tile // SHAPE.block_size).to(tl.int64)

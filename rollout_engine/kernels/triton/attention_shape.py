@@ -1,4 +1,4 @@
-"""What attention's kernels are compiled for, and how their arguments are grouped."""
+"""Compile-time constants and grouped arguments of the attention kernels."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Shape(NamedTuple):
     dim_k: int
     dim_v: int
     block_k: int
-    """`dim_k` in a tile: the next power of two."""
+    """`dim_k` rounded up to a power of two."""
     block_v: int
     block_size: int
     block_m: int
@@ -23,10 +23,10 @@ class Shape(NamedTuple):
     """KV positions of one product."""
     tiles_per_unit: int
     rows: int
-    """Of a slot of the workspace."""
+    """Rows of one workspace slot."""
     slots: int
-    """Of a program."""
-    is_ordered: bool
+    """Workspace slots of one program."""
+    deterministic: bool
     skips_masks: bool
     has_window: bool
     has_softcap: bool
@@ -37,12 +37,12 @@ class Shape(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """KV and who reads what of it."""
+    """A KV pool and the block tables."""
 
     key_data: Tensor
     value_data: Tensor
     key_strides: tuple[int, ...]
-    """Block, head, position."""
+    """Strides of the keys over blocks, heads and positions, in elements."""
     value_strides: tuple[int, ...]
     tables: Tensor
     """int32 [N, max_blocks]."""
@@ -50,7 +50,7 @@ class Pool(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """[T, H, Dk]."""
+    """Query tensor [T, H, Dk] and its strides."""
 
     data: Tensor
     token_stride: int
@@ -58,7 +58,7 @@ class Queries(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Of a `WorkList`."""
+    """Tensors of a `WorkList`."""
 
     items: Tensor
     shares: Tensor
@@ -66,7 +66,7 @@ class Lists(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Either `parts` or the others are written."""
+    """Output tensors: either `parts`, or the others are written."""
 
     data: Tensor
     token_stride: int
@@ -76,7 +76,7 @@ class Output(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Parts of softmaxes, unnormalised (see `softmax`), contiguous float32."""
+    """Partial softmaxes, unnormalised (see `softmax`), contiguous float32."""
 
     accs: Tensor
     """[..., Dv]."""
@@ -84,8 +84,8 @@ class Parts(NamedTuple):
     totals: Tensor
 
 
-class Numbers(NamedTuple):
-    """Scores are product * inner, or tanh(product * inner) * outer, in units of log2."""
+class ScoreFactors(NamedTuple):
+    """Scores are product * inner, or tanh(product * inner) * outer, in units of log2; and the sliding window."""
 
     inner: float
     outer: float

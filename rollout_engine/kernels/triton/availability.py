@@ -1,15 +1,15 @@
-"""Whether the Triton kernels can serve a device, and if not, why."""
+"""Whether the Triton kernels support a device, and if not, why."""
 
 import importlib.util
 
 import torch
 
 _OLDEST = (9, 0)
-"""Compute capability: what comes before has not run these kernels."""
+"""Oldest compute capability on which these kernels were run."""
 
 
-def why_not(device: torch.device) -> str | None:
-    """What keeps the Triton kernels from serving `device`, as half a sentence for its user; None where they serve."""
+def unsupported_reason(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on `device`, as a clause for an error text; None where they can."""
     if device.type != "cuda":
         return f"the device is {device.type}, and the Triton kernels need CUDA"
     if importlib.util.find_spec("triton") is None:

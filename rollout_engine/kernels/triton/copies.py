@@ -1,4 +1,4 @@
-"""Many tensors copied in one launch: the commit of staged weights into live ones. Twin: `torch._foreach_copy_`."""
+"""Copies of many tensors in one launch, to commit staged weights. Twin: `torch._foreach_copy_`."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,20 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-"""Words per program: 32 KiB where words have 8 bytes, 16 bytes at a time for each thread."""
+"""Words per program: 32 KiB of 8-byte words, 16 bytes per thread and load."""
 _ALIGNMENT = 16
 _WORDS = {8: tl.int64, 1: tl.int8}
 
 
 class FusedCopy:
-    """Copies every source into its destination. What it needs to know is put on the device once, when it is made.
+    """Copies every source into its destination; the table of addresses is put on the device once, at construction.
 
-    Tensors keep their addresses for as long as this is used; it holds them. Pairs are of equal shape and dtype, both
-    contiguous, on one device; neither destinations nor a destination and a source may overlap.
+    It keeps the tensors alive; their addresses must not change. Pairs are contiguous, of equal shape and dtype, on one
+    device; neither destinations nor a destination and a source may overlap.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """`pairs` of (source, destination). Raises ValueError where two do not match."""
+        """`pairs` of (source, destination). Raises `ValueError` where two do not match."""
         for source, destination in pairs:
             _check(source, destination)
         self._pairs = [pair for pair in pairs if pair[0].numel()]
@@ -32,17 +32,17 @@ class FusedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Copied at every run."""
+        """Bytes copied by every run."""
         return sum(source.nbytes for source, _ in self._pairs)
 
     def run(self) -> None:
-        """Copy; on the current stream, without waiting."""
+        """Copy on the current stream, without synchronising."""
         for part in self._parts:
             part.run()
 
 
 class _Part:
-    """Pairs that are copied in words of `width` bytes, by one launch."""
+    """Pairs copied by one launch, in words of `width` bytes."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], width: int) -> None:
         sizes = np.array([source.nbytes for source, _ in pairs], np.int64)
@@ -63,11 +63,13 @@ class _Part:
 def _check(source: Tensor, destination: Tensor) -> None:
     if source.shape != destination.shape or source.dtype != destination.dtype or source.device != destination.device:
         raise ValueError(
-            f"expected a source like its destination, {destination.dtype} {list(destination.shape)} on "
-            f"{destination.device}, got {source.dtype} {list(source.shape)} on {source.device}"
+            f"A source should be {destination.dtype} {list(destination.shape)} on {destination.device} like its "
+            f"destination, and is {source.dtype} {list(source.shape)} on {source.device}."
         )
     if not (source.is_contiguous() and destination.is_contiguous()):
-        raise ValueError("expected contiguous sources and destinations")
+        raise ValueError(
+            f"Sources and destinations should be contiguous, got strides {source.stride()}, {destination.stride()}."
+        )
 
 
 def _is_aligned(source: Tensor, destination: Tensor) -> bool:

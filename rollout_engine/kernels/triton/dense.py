@@ -1,12 +1,12 @@
-"""The trainer's side on a device: whole sequences through the engine's ordered kernel, so both are the same bits."""
+"""Attention of a trainer on a device: whole sequences through the engine's deterministic kernel, so the bits agree."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.dense_attention import Apart
-from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.dense_attention import UnpackedSequences
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention
 
@@ -17,28 +17,27 @@ def attend_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scoring: Scoring,
+    params: AttentionParams,
     sinks: Tensor | None = None,
     lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv], log-sum-exp float32 [B, T, H].
-
-    The twin of `kernels.cpu.attention.attend_dense`.
-    """
+    """Device kernel of `kernels.dense_attention.DenseAttention`."""
     batch, num_heads, length, _ = q.shape
     heads = Heads(num_heads, k.shape[1], k.shape[3], v.shape[3], q.dtype)
-    apart = Apart.of(q, lengths, heads.num_kv_heads)
+    sequences = UnpackedSequences.of(q, lengths, heads.num_kv_heads)
     tokens = batch * length
-    attention = PagedAttention(heads, Limits(tokens, apart.num_sequences, apart.length), q.device, is_ordered=True)
-    starts = torch.nn.functional.pad(apart.sizes.cumsum(0), (1, 0)).int()
-    num_blocks = -(-apart.length // _BLOCK_SIZE)
-    tables = apart.rank[:, None] * num_blocks + torch.arange(num_blocks, device=q.device)
-    attention.plan(Batch(starts, apart.sizes.int(), tables.int(), num_decodes=0), {scoring.sliding_window})
+    attention = PagedAttention(
+        heads, Limits(tokens, sequences.num_sequences, sequences.length), q.device, deterministic=True
+    )
+    starts = torch.nn.functional.pad(sequences.sizes.cumsum(0), (1, 0)).int()
+    num_blocks = -(-sequences.length // _BLOCK_SIZE)
+    tables = sequences.rank[:, None] * num_blocks + torch.arange(num_blocks, device=q.device)
+    attention.plan(Batch(starts, sequences.sizes.int(), tables.int(), num_decodes=0), {params.sliding_window})
     out = q.new_empty(tokens, num_heads, heads.dim_v)
     lse = q.new_empty(tokens, num_heads, dtype=torch.float32)
     flat = q.transpose(1, 2).reshape(tokens, num_heads, -1)
-    layer = KVLayer(_blocks(apart.spread(k)), _blocks(apart.spread(v)))
-    attention.attend(flat, layer, scoring, out, sinks=sinks, lse=lse)
+    layer = KVLayer(_blocks(sequences.unpack(k)), _blocks(sequences.unpack(v)))
+    attention.attend(flat, layer, params, out, sinks=sinks, lse=lse)
     shape = batch, length, num_heads
     return out.view(*shape, -1), lse.view(shape)
 

@@ -1,11 +1,11 @@
-"""Edits of logits on the device: what `model.logit_edits` does to a row, with the same bits.
+"""Edits of logits on the device, bit for bit as the CPU's logits processors do them.
 
-    copy kernel      (row, 4096 tokens)   float32 of the model's logits, -inf where a token is not among the allowed
-    edit kernel      (row)                notes the token drawn last; penalties, bias, masks of the tokens they name
+    copy kernel      (row, 4096 tokens)   the model's logits as float32, -inf for tokens that are not allowed
+    edit kernel      (row)                counts the token drawn last; applies penalties, biases and masks
 
-Each sequence has a *record* in device memory: what it asks for, and what its tokens have come to. It is updated where
-tokens are drawn, so the next step is edited by a token that the host does not know yet. Lists hold the tokens that are
-named and no others: 8 bytes for each distinct token of a sequence, where counts of a whole vocabulary take 300 KB.
+Each sequence has a *record* in device memory: its settings, and the counts of its tokens. The device updates it, so the
+next step's edits include a token that the host does not know yet. Its lists hold only the tokens concerned: 8 bytes for
+each distinct token of a sequence, where counts over a whole vocabulary would take 300 KB.
 """
 
 from collections.abc import Sequence
@@ -21,31 +21,31 @@ _COPIED = 4096
 _NAMED = 1024
 """Tokens edited together."""
 ALWAYS = 2**31 - 1
-"""A position that no token has."""
+"""A position past every token: masked until it means always masked."""
 
 
 class Field(IntEnum):
-    """Words of a record before its lists, which follow one another in this order."""
+    """32-bit words in a record's header. Its lists follow the header in this order."""
 
     NUM_NOTED = 0
-    """Tokens of the sequence that `SEEN` and `RECENT` know."""
+    """Tokens of the sequence that the lists SEEN and RECENT include."""
     NUM_PROMPT = 1
     NUM_SEEN = 2
-    """Places taken of `MAX_SEEN`: ids, then how often each is in the output."""
+    """Used entries of `MAX_SEEN`: ids, then the number of times each is in the output."""
     MAX_SEEN = 3
     NUM_BIASES = 4
-    """Ids, then float32."""
+    """Ids, then float32 values."""
     NUM_MASKED = 5
     """Ids, then the positions before which they are masked."""
     NUM_WORDS = 6
-    """Where each bad word of several tokens begins among `NUM_WORD_TOKENS`, then its length."""
+    """Bad words of several tokens: start of each among `NUM_WORD_TOKENS`, then its length."""
     NUM_WORD_TOKENS = 7
     NUM_RECENT = 8
-    """A ring of the last tokens: that at position p has place p modulo this, one less than the longest word."""
+    """Size of a ring buffer of the last tokens, indexed by position modulo this: one less than the longest word."""
     NUM_ALLOWED = 9
-    """Words of 32 bits, one for each token of the vocabulary; 0 where all are allowed."""
+    """32-bit words of a bitmap over the vocabulary; 0 where all tokens are allowed."""
     REPETITION = 10
-    """Float32, as the next two."""
+    """float32, like the next two."""
     FREQUENCY = 11
     PRESENCE = 12
 
@@ -75,9 +75,9 @@ def record(
 ) -> np.ndarray:
     """The record, int32 [words], of a sequence with `token_ids`, prompt first.
 
-    `penalties`: repetition, frequency, presence, of `seen`: distinct ids and their times in the output, which grow to
-    `max_seen`. `biases`: ids and float32. `masked`: (id, position before which it is masked). `words`: of two tokens
-    or more, whose last must not complete the rest. `allowed`: ids below `vocab_size`; None: all.
+    `penalties`: repetition, frequency, presence; they apply to `seen`, (distinct ids, counts in the output), which may
+    grow to `max_seen` entries. `biases`: ids and float32 values. `masked`: (id, position before which it is masked).
+    `words`: bad words of two tokens or more. `allowed`: ids below `vocab_size`; None allows all.
     """
     header = np.zeros(_HEADER.value, np.int32)
     header[[Field.NUM_NOTED, Field.NUM_PROMPT]] = len(token_ids), num_prompt_tokens
@@ -121,8 +121,8 @@ def edit(
 ) -> None:
     """Fill `edited` float32 [E, V] with the edited `rows` int64 [E] of `logits` [N, V].
 
-    `records` int64 [E]: addresses of records, each of one row alone. The token at `positions` int64 [E] is the next to
-    draw; the one before it, if a record does not know it yet, is `last_tokens[places]`, int64.
+    `records` int64 [E]: addresses of distinct records. `positions` int64 [E]: position of the token to draw next; the
+    token before it is `last_tokens[places]`, int64, and is counted where a record does not include it yet.
     """
     num_rows, vocab_size = edited.shape
     _copy_edited_kernel[(num_rows, triton.cdiv(vocab_size, _COPIED))](
@@ -172,7 +172,7 @@ def _edit_kernel(
 
 @triton.jit
 def _note(record, position, last_token_ptr, BLOCK: tl.constexpr):
-    """The token before `position`, where the record does not know it."""
+    """Count the token before `position`, where the record does not include it yet."""
     num_noted, count = tl.load(record + _NUM_NOTED), tl.load(record + _NUM_SEEN)
     size = tl.load(record + _MAX_SEEN)
     token = tl.load(last_token_ptr).to(tl.int32)
@@ -182,7 +182,7 @@ def _note(record, position, last_token_ptr, BLOCK: tl.constexpr):
         ids = tl.load(record + _HEADER + index, mask=index < count, other=-1)
         place = tl.minimum(place, tl.min(tl.where(ids == token, index, count)))
     times = tl.load(record + _HEADER + size + place, mask=place < count, other=0)
-    tl.debug_barrier()  # every thread has read what one now writes
+    tl.debug_barrier()  # all threads have read before one writes
     if num_noted < position:
         seen = record + _HEADER
         tl.store(seen + place, token, mask=place < size)
@@ -197,7 +197,7 @@ def _note(record, position, last_token_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _penalise(record, edited_ptr, BLOCK: tl.constexpr):
-    """In float32, each operation rounded, as on the host."""
+    """Penalties in float32, each operation rounded, as on the CPU."""
     count, size = tl.load(record + _NUM_SEEN), tl.load(record + _MAX_SEEN)
     repetition = tl.load(record + _REPETITION).to(tl.float32, bitcast=True)
     frequency = tl.load(record + _FREQUENCY).to(tl.float32, bitcast=True)
@@ -240,7 +240,7 @@ def _mask(record, edited_ptr, position, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mask_words(record, edited_ptr, position, BLOCK: tl.constexpr):
-    """Tokens that would complete a word of which the output's end is all the rest."""
+    """Mask tokens that would complete a bad word."""
     count, words = tl.load(record + _NUM_WORDS), _words(record)
     num_recent, recent = tl.load(record + _NUM_RECENT), _recent(record)
     num_output = position - tl.load(record + _NUM_PROMPT)

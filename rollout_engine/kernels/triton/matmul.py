@@ -1,8 +1,8 @@
-"""Products with a weight whose every row is the same bits, whatever else is in the batch (deterministic mode).
+"""Batch-invariant matrix products with a weight, for deterministic mode.
 
-One tile for all row counts, chosen by the weight's shape and dtype alone; each output is one chain over K, BLOCK_K at a
-time and in order, in float32, rounded once after the bias. A row's place in a tile does not matter to the tensor cores,
-and what lies past the last row is zeros. Twin: `torch.nn.functional.linear`, which promises neither.
+The tile depends on the weight's shape and dtype alone, not on the number of rows; each output is accumulated over K in
+order, BLOCK_K at a time, in float32, and rounded once after the bias. A row's place in a tile does not change its bits.
+Twin: `torch.nn.functional.linear`, which is not batch-invariant.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from torch import Tensor
 from rollout_engine.kernels.triton.rounding import INTERPRETED, narrow
 
 _GROUP = 8
-"""Row tiles that share the weight tiles they read: neighbours in launch order find them in the L2 cache."""
+"""Row tiles launched next to each other, so that they find the same weight tiles in the L2 cache."""
 _FILLED = 132
-"""Multiprocessors of an H200: column tiles of the few rows of a decode step should be about as many."""
+"""Multiprocessors of an H200: a decode step of few rows should have about as many column tiles."""
 
 
 class Tile(NamedTuple):
-    """How a product is cut. BLOCK_K is part of the numerics; another tile may give other bits."""
+    """Tile sizes of a product. They are part of the numerics: another tile may give other bits."""
 
     block_m: int
     block_n: int
@@ -42,16 +42,16 @@ def tile_for(out_features: int, in_features: int, dtype: torch.dtype) -> Tile:
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> Tensor:
-    """x [M, K] @ weight.T + bias into `out` [M, N], all of one dtype, bfloat16, float16 or float32 (not TF32).
+    """Write x [M, K] @ weight.T + bias into `out` [M, N], all of one dtype: bfloat16, float16 or float32 (not TF32).
 
-    `weight` [N, K], `bias` [N]; any stride between rows. `tile`: that of another shape. A part of a weight's rows with
-    the tile of the whole gives the same bits.
+    `weight` [N, K], `bias` [N]; any stride between rows. `tile` replaces `tile_for`'s: a slice of a weight's rows with
+    the tile of the whole weight gives the same bits.
     """
     (rows, in_features), out_features = x.shape, weight.shape[0]
     if not x.stride(1) == weight.stride(1) == out.stride(1) == 1:
-        raise ValueError("expected rows whose elements lie side by side")
+        raise ValueError(f"Rows should be contiguous, got strides {x.stride()}, {weight.stride()}, {out.stride()}.")
     if not x.dtype == weight.dtype == out.dtype:
-        raise ValueError(f"expected one dtype, got {x.dtype} @ {weight.dtype} -> {out.dtype}")
+        raise ValueError(f"Dtypes should be equal, got {x.dtype} @ {weight.dtype} -> {out.dtype}.")
     if rows == 0:
         return out
     tile = tile or tile_for(out_features, in_features, weight.dtype)
@@ -94,7 +94,7 @@ def _matmul_kernel(
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Past the end the last row or column is read again: loads need no mask there, and nothing of it is written.
+    # Past the end the last row or column is read again and not written, so loads need no mask.
     x_ptrs = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + tl.minimum(column, out_features - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -119,7 +119,7 @@ def _matmul_kernel(
 
 @triton.jit
 def _tile_of(program, num_rows, out_features, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Down GROUP row tiles, then to the next column of tiles."""
+    """Tile of a program: down GROUP row tiles, then to the next column of tiles."""
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N)
     first = program // (GROUP * tiles_n) * GROUP
     height = tl.minimum(tiles_m - first, GROUP)

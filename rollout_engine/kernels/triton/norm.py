@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after a residual addition, every row the same bits in any batch. Twin: `kernels.norm.rms_norm`."""
+"""RMSNorm, alone or after a residual addition; a row has the same bits in any batch. Twin: `kernels.norm.rms_norm`."""
 
 import triton
 import triton.language as tl
@@ -7,22 +7,19 @@ from torch import Tensor
 from rollout_engine.kernels.triton.rounding import narrow, rounded
 
 _TILE = 2048
-"""Elements per program where a row is shorter."""
+"""Elements per program, for rows shorter than this."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """weight * round(x / sqrt(mean(x^2) + epsilon)) of rows [..., D], at most two dimensions before, into `out`.
+    """Write weight * round(x / sqrt(mean(x^2) + epsilon)) into `out`, over the last of at most three dimensions.
 
-    Any strides but that of the row. `out` may be `x`.
+    Rows are contiguous, other strides are free. `out` may be `x`.
     """
     return _run(x, None, weight, epsilon, out)
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`residual` [R, D] becomes round(residual + delta), in place; the norm of that, bit for bit, goes into `out`.
-
-    `out` may be `delta`.
-    """
+    """Set `residual` [R, D] to round(residual + delta), and `out` to its `rms_norm`, bit for bit; it may be `delta`."""
     return _run(residual, delta, weight, epsilon, out)
 
 
@@ -50,10 +47,10 @@ def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: T
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """[A, B, D] of the same memory."""
+    """View as [A, B, D]."""
     x = x[None] if x.dim() == 2 else x[None, None] if x.dim() == 1 else x
     if x.dim() != 3 or x.stride(2) != 1:
-        raise ValueError(f"expected rows of contiguous elements in at most three dimensions, got {tuple(x.shape)}")
+        raise ValueError(f"Expected contiguous rows, at most 3 dimensions, got {list(x.shape)}, strides {x.stride()}.")
     return x
 
 

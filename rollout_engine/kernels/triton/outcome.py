@@ -1,31 +1,30 @@
-"""What draws came to, as the host reads it, and the tokens where the next step finds them.
+"""Outcomes of draws, for the host to read, and the drawn tokens, for the next step.
 
 outcome, float64 [N, 4]      token, log-prob, status, log of the mass that truncation kept
 """
 
 from enum import IntEnum
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import CHUNK, Figures, Kept
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats
 from rollout_engine.kernels.triton.sampling import SamplingWorkspace, logprob_of, num_chunks_of, weights_of
 
 _ROWS = 128
 _CHUNKS = 16
-"""Chunks looked at together."""
+"""Chunks read together."""
 _CHUNK = tl.constexpr(CHUNK)
 
 
 class Status(IntEnum):
-    """Of a row."""
+    """Status of a row's draw."""
 
     NONE_LEFT = -1
-    """Edits left no token with a finite logit."""
+    """The edits left no token with a finite logit."""
     UNUSABLE = 0
-    """The model's logits cannot be sampled."""
+    """The model's logits cannot be sampled (NaN or +inf)."""
     DRAWN = 1
 
 
@@ -33,17 +32,16 @@ _NONE_LEFT, _UNUSABLE = tl.constexpr(float(Status.NONE_LEFT)), tl.constexpr(floa
 _DRAWN = tl.constexpr(float(Status.DRAWN))
 
 
-def tell(
-    figures: Figures, kept: Kept | None, truncates: Tensor, outcome: Tensor, last_tokens: Tensor, places: Tensor
+def write_outcomes(
+    stats: RowStats, kept: KeptTokens | None, truncates: Tensor, outcome: Tensor, last_tokens: Tensor, places: Tensor
 ) -> None:
-    """Fill the first rows of `outcome` by `figures` [N], and `last_tokens`, int64, at `places` int64 [N].
+    """Write `stats` [N] to the first rows of `outcome`, and tokens to `last_tokens` int64 at `places` int64 [N].
 
-    Rows whose place is negative are padding: their token goes nowhere. `truncates` bool [N]: rows whose mass `kept`
-    may have lessened.
+    Rows with a negative place are padding; their token is not stored. `truncates` bool [N]: rows with truncation rules.
     """
-    num_rows = len(figures.tokens)
-    _tell_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        *(*figures, figures.log_total if kept is None else kept.log_total, truncates),
+    num_rows = len(stats.tokens)
+    _outcome_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        *(*stats, stats.log_total if kept is None else kept.log_total, truncates),
         *(outcome, last_tokens, places, num_rows),
         HAS_RULES=kept is not None,
         BLOCK=_ROWS,
@@ -51,30 +49,30 @@ def tell(
     )
 
 
-def tell_edited(
+def write_edited_outcomes(
     logits: Tensor,
     temperatures: Tensor,
-    figures: Figures,
+    stats: RowStats,
     rows: Tensor,
     edited: Tensor,
-    edited_figures: Figures,
+    edited_stats: RowStats,
     workspace: SamplingWorkspace,
-    kept: Kept | None,
+    kept: KeptTokens | None,
     truncates: Tensor,
     outcome: Tensor,
     last_tokens: Tensor,
     places: Tensor,
 ) -> None:
-    """Put what was drawn from `edited` [E, V], the `rows` int64 [E] of `logits` [N, V], in the place of what was not.
+    """Overwrite the outcomes of `rows` int64 [E] of `logits` [N, V] with the draws from their `edited` logits [E, V].
 
-    `edited_figures`, `workspace`, `kept`, `truncates`, `places` are of the edited rows; log-probs and masses are those
-    of `logits` at `temperatures` float32 [N], of which `figures` [N] tell, and which get the tokens too.
+    `edited_stats`, `workspace`, `kept`, `truncates` and `places` belong to the edited rows. Log-probs and masses are
+    those of `logits` at `temperatures` float32 [N], with `stats` [N], whose tokens are overwritten too.
     """
     num_rows, vocab_size = edited.shape
-    edges = (edited_figures.maximum, edited_figures.tokens) if kept is None else (kept.floor, kept.last_tie)
-    _tell_edited_kernel[(num_rows,)](
-        *(logits, temperatures, figures.maximum, figures.log_total, figures.tokens, rows, edited),
-        *(edited_figures.maximum, edited_figures.tokens, workspace.active, workspace.num_active, *edges, truncates),
+    edges = (edited_stats.maximum, edited_stats.tokens) if kept is None else (kept.floor, kept.last_tie)
+    _edited_outcome_kernel[(num_rows,)](
+        *(logits, temperatures, stats.maximum, stats.log_total, stats.tokens, rows, edited),
+        *(edited_stats.maximum, edited_stats.tokens, workspace.active, workspace.num_active, *edges, truncates),
         *(outcome, last_tokens, places),
         *(logits.stride(0), edited.stride(0), workspace.active.stride(0)),
         *(vocab_size, num_chunks_of(vocab_size)),
@@ -84,14 +82,8 @@ def tell_edited(
     )
 
 
-def empty_kept(num_rows: int, device: torch.device | str) -> Kept:
-    """Where `truncation.truncate` puts what it finds."""
-    dtypes = torch.float64, torch.float32, torch.int64
-    return Kept(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes))
-
-
 @triton.jit
-def _tell_kernel(
+def _outcome_kernel(
     maximum_ptr,
     log_total_ptr,
     tokens_ptr,
@@ -127,7 +119,7 @@ def _tell_kernel(
 
 
 @triton.jit
-def _tell_edited_kernel(
+def _edited_outcome_kernel(
     logits_ptr,
     temperatures_ptr,
     maximum_ptr,
@@ -180,7 +172,7 @@ def _tell_edited_kernel(
 
 @triton.jit
 def _kept_mass(logits_ptr, edited_ptr, lists, edges, inverse, CHUNKS: tl.constexpr):
-    """(largest logit, float64 sum of weights under it) of the tokens whose edited logits lie within the edges."""
+    """(largest logit, float64 sum of weights under it) of the tokens whose edited logits the edges keep."""
     num_active, num_chunks = lists[1], lists[2]
     count = tl.where(num_active > 0, num_active, num_chunks)
     top = float("-inf") + inverse * 0
@@ -195,7 +187,7 @@ def _kept_mass(logits_ptr, edited_ptr, lists, edges, inverse, CHUNKS: tl.constex
 
 @triton.jit
 def _kept_logits(logits_ptr, edited_ptr, lists, edges, start, count, CHUNKS: tl.constexpr):
-    """float32 [CHUNKS, CHUNK] of listed chunks, or of all where none is listed; -inf where a token is cut."""
+    """float32 [CHUNKS, CHUNK] logits of listed chunks, or of all where none is listed; -inf where a token is cut."""
     active_ptr, num_active, _, vocab_size = lists
     place = start + tl.arange(0, CHUNKS)
     listed = tl.load(active_ptr + place, mask=place < num_active, other=0)

@@ -1,9 +1,9 @@
-"""Attention of whole batches on a device: decoding sequences first, then chunks of prompts, over one paged cache.
+"""Attention of whole batches on a device over one paged cache: decoding sequences first, then chunks of prompts.
 
-    plan      once per step and sliding window: work lists, made on the device from context lengths
-    attend    once per layer: what decodes together reads shared prefixes, then each sequence its own; then the chunks
+    plan      once per step: a work list for each sliding window, made on the device from context lengths
+    attend    once per layer: shared prefixes of decoding sequences, the rest of these sequences, then the chunks
 
-Where `is_ordered`, a token's bits depend on its position and context alone; otherwise also on what the batch is.
+With `deterministic` a token's bits depend on its position and context alone, otherwise also on the batch.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton import tiling as tilings
 from rollout_engine.kernels.triton.attention import Result, attend, empty_parts
 from rollout_engine.kernels.triton.attention_shape import Parts
@@ -21,7 +21,7 @@ from rollout_engine.kernels.triton.work import WorkList
 
 
 class Heads(NamedTuple):
-    """Of the layers that share a plan."""
+    """Head counts, head sizes and dtype of the layers that share a plan."""
 
     num_heads: int
     num_kv_heads: int
@@ -35,13 +35,13 @@ class Heads(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     def tiling(self, kind: str) -> Tiling:
-        """One of `tilings`, for these heads."""
+        """The tiling of this kind, a function's name in `tiling`, for these heads."""
         chosen: Tiling = getattr(tilings, kind)(self.group, self.dim_k, self.dim_v, self.dtype.itemsize)
         return chosen
 
 
 class Limits(NamedTuple):
-    """The most that a batch may hold."""
+    """Limits of a batch: tokens, sequences, and tokens of one context."""
 
     num_tokens: int
     num_sequences: int
@@ -49,31 +49,31 @@ class Limits(NamedTuple):
 
 
 class Prefixes(NamedTuple):
-    """`shared_prefix.SharedPrefixes` on the device."""
+    """`shared_prefix.SharedPrefixes` as tensors on the device."""
 
     items: Tensor
     units: Tensor
     num_items: Tensor
-    """int32 [1]: so many of `items` mean something."""
+    """int32 [1]: number of valid `items`."""
 
 
 class Batch(NamedTuple):
-    """One flat batch, on the device but for what is an int."""
+    """One flat batch; tensors are on the device."""
 
     token_starts: Tensor
-    """int32 [N + 1]: where the tokens of each sequence lie, and the end."""
+    """int32 [N + 1]: start of each sequence's tokens, then the end."""
     context_lens: Tensor
-    """int32 [N], these tokens counted; 0 where a sequence pads a captured batch."""
+    """int32 [N], these tokens included; 0 for padding sequences of a captured batch."""
     block_tables: Tensor
     """int32 [N, max_blocks]."""
     num_decodes: int
-    """The first so many sequences have one token each."""
+    """The first `num_decodes` sequences have one token each."""
     prefixes: Prefixes | None = None
-    """Of the sequences that decode."""
+    """Prefixes that decoding sequences share."""
 
 
 class PagedAttention:
-    """Static memory for the plans and partial results of batches up to `limits`; graphs may capture its addresses."""
+    """Attention of batches up to `limits`. Its memory is static, so that CUDA graphs may capture it."""
 
     def __init__(
         self,
@@ -81,26 +81,26 @@ class PagedAttention:
         limits: Limits,
         device: torch.device | str,
         *,
-        is_ordered: bool = False,
+        deterministic: bool = False,
         num_processors: int | None = None,
     ) -> None:
-        """`num_processors` is the device's own number where it is not given."""
+        """`num_processors` defaults to the device's own number."""
         self._heads = heads
         processors = num_processors or _num_processors(torch.device(device))
-        ordered = "ordered" if is_ordered else None
-        decode = heads.tiling(ordered or "decode")
-        prefix = heads.tiling(ordered or "shared_prefix")
-        chunk = heads.tiling(ordered or "prefill")
+        only = "deterministic" if deterministic else None
+        decode = heads.tiling(only or "decode")
+        prefix = heads.tiling(only or "shared_prefix")
+        chunk = heads.tiling(only or "prefill")
         self.decode = _Stage(heads, limits, decode, 1, processors, device)
         self.prefix = _Stage(heads, limits, prefix, prefix.block_m // heads.group, processors, device)
-        self.chunk = _Stage(heads, limits, chunk, chunk.block_m // heads.group, processors, device, is_ordered)
+        self.chunk = _Stage(heads, limits, chunk, chunk.block_m // heads.group, processors, device, deterministic)
         self._prefix_parts = empty_parts(limits.num_sequences, heads.num_heads, dim_v=heads.dim_v, device=device)
         self._batch: Batch | None = None
 
     def plan(self, batch: Batch, sliding_windows: set[int]) -> None:
-        """Share out the work of `batch`; `attend` serves its layers next. Their windows, 0 for none, are all given.
+        """Plan the work of `batch` for `attend`, for all the layers' `sliding_windows`, 0 for none.
 
-        Layers with a window read their prefixes alone: a window seldom reaches back to one.
+        Layers with a window do not share the reading of prefixes, which a window seldom includes.
         """
         self._batch = batch
         starts, lens, count = batch.token_starts, batch.context_lens, batch.num_decodes
@@ -119,34 +119,38 @@ class PagedAttention:
         self,
         q: Tensor,
         layer: KVLayer,
-        scoring: Scoring,
+        params: AttentionParams,
         out: Tensor,
         *,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> None:
-        """q [T, H, Dk] -> out [T, H, Dv], over keys and values already written. `lse` float32 [T, H]: see `Result`."""
+        """Attend with q [T, H, Dk] -> out [T, H, Dv]; KV is already written. `lse` float32 [T, H]: see `Result`."""
         batch = self._batch
-        assert batch is not None, "plan comes first"
-        tables, count, window = batch.block_tables, batch.num_decodes, scoring.sliding_window
-        result = Result(out, lse)
-        if count:
-            initial = None
-            if batch.prefixes is not None and not window:
-                initial = self._prefix_parts
-                self.prefix.attend(q, layer, tables, scoring, Result(out, parts=initial), sinks)
-            self.decode.attend(q, layer, tables, scoring, result, sinks, initial)
+        assert batch is not None, "call plan first"
+        count, window = batch.num_decodes, params.sliding_window
+
+        def run(stage: _Stage, result: Result, initial: Parts | None = None) -> None:
+            work, memory = stage.list_of(window), stage.workspace
+            tables = batch.block_tables
+            attend(q, layer, tables, work, stage.tiling, params, result, memory, sinks=sinks, initial=initial)
+
+        if count and batch.prefixes is not None and not window:
+            run(self.prefix, Result(out, parts=self._prefix_parts))
+            run(self.decode, Result(out, lse), self._prefix_parts)
+        elif count:
+            run(self.decode, Result(out, lse))
         if count < len(batch.context_lens):
-            self.chunk.attend(q, layer, tables, scoring, result, sinks)
+            run(self.chunk, Result(out, lse))
 
 
 def _num_processors(device: torch.device) -> int:
-    """The interpreter walks through a grid one program after the other."""
+    """Multiprocessors; 1 on the CPU, where Triton's interpreter runs one program at a time."""
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Stage:
-    """One kind of work list, for every sliding window, and the workspace they take turns in."""
+    """Work lists of one kind, one per sliding window, and the workspace that they share."""
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class _Stage:
         self._num_programs = processors * tiling.programs_per_processor
         slots = tiling.slots(limits.context, self._max_items, heads.num_kv_heads, self._num_programs)
         shape = (1, 1, 1) if is_whole else (self._num_programs, slots, tokens_per_item * heads.group)
-        self._workspace = empty_parts(*shape, dim_v=heads.dim_v, device=device)
+        self.workspace = empty_parts(*shape, dim_v=heads.dim_v, device=device)
 
     def list_of(self, sliding_window: int) -> WorkList:
         """The work list of layers with this window."""
@@ -181,16 +185,3 @@ class _Stage:
                 device=self._device,
             )
         return self._lists[sliding_window]
-
-    def attend(
-        self,
-        q: Tensor,
-        layer: KVLayer,
-        tables: Tensor,
-        scoring: Scoring,
-        result: Result,
-        sinks: Tensor | None,
-        initial: Parts | None = None,
-    ) -> None:
-        work, memory = self.list_of(scoring.sliding_window), self._workspace
-        attend(q, layer, tables, work, self.tiling, scoring, result, memory, sinks=sinks, initial=initial)

@@ -1,4 +1,4 @@
-"""The uniform numbers of `kernels.rng`, bit for bit, inside a kernel."""
+"""The uniform numbers of `kernels.rng`, bit for bit, as a device function."""
 
 import triton
 import triton.language as tl

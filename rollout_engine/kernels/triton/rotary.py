@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al. 2021) and the KV write in one pass, with the head norms of Qwen3 where there are any.
+"""Rotary embedding (Su et al. 2021) and KV write in one pass, after the head norms of Qwen3 where there are any.
 
-Rounded where the Hugging Face modules round: after the norm, after each product, after the sum. Twin: those modules.
+Rounds where the Hugging Face modules round, which are the twin: after the norm, after each product, after the sum.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.rounding import narrow, rounded
 
 _HEADS = 8
-"""Heads per program, at most."""
+"""Maximum of heads per program."""
 
 
 class Rotary(NamedTuple):
-    """Tables of positions, and how a head is paired off."""
+    """Tables of cosines and sines, and how the elements of a head are paired."""
 
     cos: Tensor
     """[P, R] in the model's dtype: row p is for position p; R <= D elements of a head are rotated, the rest stay."""
@@ -28,7 +28,7 @@ class Rotary(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of every query and key head before the rotation. Squares are summed half by half: not `norm`'s bits."""
+    """RMSNorm of every query and key head before the rotation. Sums run by halves, so bits differ from `norm`'s."""
 
     q_weight: Tensor
     """[D]."""
@@ -48,15 +48,15 @@ def rotate_and_write(
     q_out: Tensor,
     norms: HeadNorms | None = None,
 ) -> None:
-    """Rotate q [T, H, D] into `q_out` (may be q); k [T, Hk, D], rotated, and v [T, Hk, Dv] go to their slots.
+    """Rotate q [T, H, D] into `q_out` (may be q), and write k [T, Hk, D], rotated, and v [T, Hk, Dv] to their slots.
 
-    `positions` and `slots` are int64 [T]; slot -1 writes no KV (padding of a captured batch). A head's elements lie
-    side by side, any other stride will do.
+    `positions` and `slots` are int64 [T]; slot -1 writes no KV (padding of a captured batch). Heads are contiguous,
+    other strides are free.
     """
     tokens, heads, size = q.shape
     kv_heads = layer.num_kv_heads
     if any(x.stride(-1) != 1 for x in (q, k, v, q_out, *layer, rotary.cos, rotary.sin)):
-        raise ValueError("expected heads whose elements lie side by side")
+        raise ValueError("The last dimension of q, k, v, q_out, the KV pool, cos and sin should be contiguous.")
     if tokens == 0:
         return
     at_once = min(_HEADS, triton.next_power_of_2(min(heads, kv_heads)))
@@ -141,10 +141,7 @@ def _rotary_kernel(
 def _rotate(
     source, target, here, table, weight_ptr, epsilon, HEAD: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
 ):
-    """Heads at `source` [HEADS] to `target`, normed and rotated.
-
-    Each element is read once, and written by who depends on that: source and target may be the same.
-    """
+    """Norm and rotate the heads at `source` [HEADS] into `target`, which may be the same: all reads precede writes."""
     SIZE: tl.constexpr = HEAD[0]
     ROTATED: tl.constexpr = HEAD[1]
     IS_INTERLEAVED: tl.constexpr = HEAD[2]

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Whether Triton's interpreter runs the kernels: it truncates to bfloat16, and multiplies bfloat16 matrices wrongly."""
+"""Whether Triton's interpreter runs the kernels: it truncates to bfloat16 and multiplies bfloat16 matrices wrongly."""
 
 
 @triton.jit

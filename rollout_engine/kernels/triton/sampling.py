@@ -1,14 +1,15 @@
-"""One token per row of logits by inverse CDF, and how likely it is. Twins: `kernels.draw`, `kernels.token_logprobs`.
+"""Sampling of one token per row of logits by inverse CDF, and its log-prob.
 
-    chunk kernel     (row, 32 chunks of 128 tokens)     top and mass of each chunk, the mass under its own top
+    chunk kernel     (row, 32 chunks of 128 tokens)     largest logit ("top") of each chunk, and its mass under that
     row kernel       (row)                              masses under the row's maximum -> total -> chunk -> token
 
-The logits are read once, in their own dtype; nothing of a row's size is stored but two float32 per chunk. A row's
-arithmetic is the same in any batch, and for drawn, greedy and given tokens: those are branches of one binary.
+The logits are read once, in their own dtype; only two float32 per chunk are stored. A row's arithmetic is the same in
+any batch, and for drawn, greedy and given tokens, which are branches of one binary.
 
-Contract beside the twins. Uniforms and greedy tokens are equal. Weights are float32 with another exp, so masses differ
-by relative 2^-20 at most: a drawn token differs only if its uniform lies within 2^-20 of an edge between two tokens.
-Log-probs differ by 2^-20 absolute and relative. A token of weight zero is never drawn.
+Compared with the twins (`kernels.draw`, `kernels.token_logprobs`): uniforms and greedy tokens are equal. Weights are
+float32 by another exp, so masses differ by relative 2^-20 at most: a drawn token differs only if its uniform lies
+within 2^-20 of an edge between two tokens. Log-probs differ by at most 2^-20, absolute or relative. A token of weight
+zero is never drawn.
 """
 
 from enum import IntEnum
@@ -19,86 +20,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import CHUNK, Figures
+from rollout_engine.kernels.row_stats import CHUNK, RowStats
 from rollout_engine.kernels.triton.philox import uniform
 
 _CHUNKS = 32
-"""Chunks per program. Fixed: another tile could sum in another order."""
+"""Chunks per program. It is fixed, as another tile could sum in another order."""
 _CHUNK = tl.constexpr(CHUNK)
 
 
 class Choice(IntEnum):
-    """How a row comes by its token."""
+    """How the token of a row is chosen."""
 
     DRAWN = 0
     GREEDY = 1
-    """The most likely, the first where several are."""
+    """The most likely token, the first of several."""
     GIVEN = 2
-    """Stays as it is in `Figures.tokens`."""
+    """The token already in `RowStats.tokens`."""
 
 
 _GREEDY, _GIVEN = tl.constexpr(Choice.GREEDY.value), tl.constexpr(Choice.GIVEN.value)
 
 
 class SamplingRows(NamedTuple):
-    """What is asked of N rows."""
+    """Sampling parameters of N rows."""
 
     temperatures: Tensor
-    """float32 [N], of `kernels.token_logprobs.row_temperatures`."""
+    """float32 [N], from `kernels.token_logprobs.row_temperatures`."""
     seeds: Tensor
-    """int64 [N], bit patterns of sequence seeds."""
+    """int64 [N]: bit patterns of sequence seeds."""
     positions: Tensor
-    """int64 [N], of the tokens to draw in their sequences."""
+    """int64 [N]: positions in their sequences of the tokens to draw."""
     choices: Tensor
-    """int32 [N] of `Choice`."""
+    """int32 [N]: values of `Choice`."""
 
 
 class SamplingWorkspace(NamedTuple):
-    """Memory of calls with up to N rows of V logits, K >= V / 128; one call at a time."""
+    """Memory for one call at a time with up to N rows of V logits; K >= V / 128."""
 
     tops: Tensor
     """float32 [N, K]: the largest logit of each chunk."""
     masses: Tensor
     """float32 [N, K]: sum of exp((logit - top) / temperature) of each chunk."""
     active: Tensor
-    """int32 [N, K]: chunks that may hold tokens which truncation leaves, ascending."""
+    """int32 [N, K]: chunks that may hold tokens kept by truncation, ascending."""
     num_active: Tensor
     """int32 [N]."""
     bounds: Tensor
-    """float32 [N]: no logit below stays."""
+    """float32 [N]: no logit below is kept."""
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> "SamplingWorkspace":
-        """For `num_rows` x `vocab_size` logits at most."""
+        """Uninitialised memory for up to `num_rows` x `vocab_size` logits."""
         shape = num_rows, num_chunks_of(vocab_size)
-        return cls(
-            torch.empty(shape, device=device),
-            torch.empty(shape, device=device),
-            torch.empty(shape, dtype=torch.int32, device=device),
-            torch.empty(num_rows, dtype=torch.int32, device=device),
-            torch.empty(num_rows, device=device),
-        )
+        tops, masses = torch.empty(shape, device=device), torch.empty(shape, device=device)
+        active = torch.empty(shape, dtype=torch.int32, device=device)
+        num_active = torch.empty(num_rows, dtype=torch.int32, device=device)
+        return cls(tops, masses, active, num_active, torch.empty(num_rows, device=device))
 
 
 def num_chunks_of(vocab_size: int) -> int:
-    """Chunks of a row, in sixteens: masks and strides allow wide loads. Those past the vocabulary weigh nothing."""
+    """Chunks of a row, rounded up to 16 so that loads can be wide. Those past the vocabulary have weight 0."""
     return triton.cdiv(vocab_size, 16 * CHUNK) * 16
 
 
-def empty_figures(num_rows: int, device: torch.device | str) -> Figures:
-    """Where `sample` puts what it finds."""
-    dtypes = torch.float32, torch.float64, torch.int64, torch.float32
-    return Figures(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes))
+def sample(logits: Tensor, rows: SamplingRows, workspace: SamplingWorkspace, stats: RowStats) -> None:
+    """Fill `stats` [N] from `logits` [N, V], bfloat16, float16 or float32, any stride between rows.
 
-
-def sample(logits: Tensor, rows: SamplingRows, workspace: SamplingWorkspace, figures: Figures) -> None:
-    """Fill `figures` [N] of `logits` [N, V], bfloat16, float16 or float32, any stride between rows.
-
-    A row with NaN or +inf, or nothing but -inf, gets figures NaN, and a token of no meaning within the vocabulary.
+    A row with NaN or +inf, or nothing but -inf, gets NaN statistics and an arbitrary token of the vocabulary.
     """
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
-        raise ValueError("expected rows whose logits lie side by side")
+        raise ValueError(f"Rows of logits should be contiguous, got strides {logits.stride()}.")
     num_chunks = num_chunks_of(vocab_size)
     if num_rows == 0:
         return
@@ -109,21 +101,21 @@ def sample(logits: Tensor, rows: SamplingRows, workspace: SamplingWorkspace, fig
         num_warps=4,
     )
     _row_kernel[(num_rows,)](
-        *(logits, *rows, workspace.tops, workspace.masses, *figures),
+        *(logits, *rows, workspace.tops, workspace.masses, *stats),
         *(logits.stride(0), workspace.tops.stride(0), vocab_size, num_chunks),
         BLOCK=triton.next_power_of_2(num_chunks),
         num_warps=8,
     )
 
 
-def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Figures:
-    """Figures of given `tokens`, int64 [N]. The twin of `kernels.cpu.sampling.score`."""
-    figures = empty_figures(len(tokens), logits.device)
-    figures.tokens.copy_(tokens)
+def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
+    """Statistics of every row, with the log-prob of its given token, int64 [N]. Twin: `token_logprobs.row_stats`."""
+    stats = RowStats.empty(len(tokens), logits.device)
+    stats.tokens.copy_(tokens)
     given = torch.full_like(tokens, Choice.GIVEN.value, dtype=torch.int32)
-    rows = SamplingRows(temperatures, tokens, tokens, given)  # seeds and positions are not looked at
-    sample(logits, rows, SamplingWorkspace.empty(*logits.shape, logits.device), figures)
-    return figures
+    rows = SamplingRows(temperatures, tokens, tokens, given)  # seeds and positions are not read
+    sample(logits, rows, SamplingWorkspace.empty(*logits.shape, logits.device), stats)
+    return stats
 
 
 @triton.jit
@@ -142,7 +134,7 @@ def _chunk_kernel(
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
     token = chunk[:, None] * _CHUNK + tl.arange(0, _CHUNK)[None, :]
     x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
-    top = tl.max(x, axis=1)  # passes over NaN; the mass shows it
+    top = tl.max(x, axis=1)  # ignores NaN, which the mass shows
     mass = tl.sum(weights_of(x, top[:, None], 1.0 / tl.load(temperatures_ptr + row)), axis=1)
     place = row * chunk_stride + chunk
     tl.store(tops_ptr + place, top, mask=chunk < num_chunks)
@@ -207,7 +199,7 @@ def weights_of(x, top, inverse_temperature):
 
 @triton.jit
 def chunk_weights(tops_ptr, masses_ptr, start, num_chunks, inverse_temperature, BLOCK: tl.constexpr):
-    """Tops, float32, and masses under the largest of them, float64: [BLOCK] of one row, -inf and 0 past its end."""
+    """Tops, float32, and masses under the largest top, float64, of one row: [BLOCK], -inf and 0 past its end."""
     chunk = tl.arange(0, BLOCK)
     tops = tl.load(tops_ptr + start + chunk, mask=chunk < num_chunks, other=-float("inf"))
     masses = tl.load(masses_ptr + start + chunk, mask=chunk < num_chunks, other=0.0)
@@ -224,8 +216,8 @@ def load_chunk(logits_ptr, chunk, vocab_size):
 
 @triton.jit
 def pick(weights, target):
-    """(index, sum of the weights before it, its weight): the first float64 weight above 0 whose running sum exceeds
-    `target`, else the last above 0. A running sum taken in parallel may fall by an ulp; zeros are still passed over."""
+    """(index, sum of the weights before it, its weight) of the first weight above 0 whose running sum exceeds `target`,
+    else of the last above 0. Weights are float64. A parallel running sum may fall by an ulp; zeros are never picked."""
     size: tl.constexpr = weights.shape[0]
     lane = tl.arange(0, size)
     first = tl.min(tl.where((tl.cumsum(weights) > target) & (weights > 0), lane, size))
@@ -236,5 +228,5 @@ def pick(weights, target):
 
 @triton.jit
 def logprob_of(x, maximum, temperature, log_total):
-    """float32 of (x - maximum) / temperature - log_total, the last step in float64."""
+    """(x - maximum) / temperature - log_total as float32, with the subtraction in float64."""
     return (tl.div_rn(x - maximum, temperature).to(tl.float64) - log_total).to(tl.float32)

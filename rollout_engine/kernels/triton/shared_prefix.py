@@ -1,36 +1,36 @@
-"""Which sequences of a batch read the same blocks first, so that those are read once for all of them.
+"""Prefixes that neighbouring sequences of a batch share, so that they are read once for all of them.
 
-Samples of one prompt stand side by side in a batch and begin with the same block ids. Their tokens become items over
-the prefix (`work.WorkList.put`); what `attend` leaves of these as parts, the sequences' own items go on from.
+Samples of one prompt are adjacent in a batch and begin with the same block ids. Their tokens become items over the
+prefix (`work.WorkList.put`), whose results are parts that the sequences' own items continue from.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from rollout_engine.kernels.triton.work import COLUMNS, EVERYWHERE
+from rollout_engine.kernels.triton.work import COLUMNS, FULL_CONTEXT
 
 
 class SharedPrefixes(NamedTuple):
-    """Of sequences that decode one token each: token i is sequence i's."""
+    """Shared prefixes of N sequences that decode one token each, token i of sequence i."""
 
     items: np.ndarray
-    """int32 [P, COLUMNS]: of neighbours, at most `tokens_per_item` to an item."""
+    """int32 [P, COLUMNS]: items of neighbouring sequences, at most `tokens_per_item` each."""
     units: np.ndarray
-    """int32 [N]: what of each sequence its neighbours read too; 0 where nobody does."""
+    """int32 [N]: units of each sequence that its group shares; 0 without a group."""
 
     @property
     def num_items(self) -> np.ndarray:
-        """int32 [1]."""
+        """Number of items, int32 [1]."""
         return np.array([len(self.items)], np.int32)
 
 
 def shared_prefixes(
     block_tables: np.ndarray, context_lens: np.ndarray, *, block_size: int, unit: int, tokens_per_item: int
 ) -> SharedPrefixes:
-    """block_tables [N, max_blocks] and context_lens [N], the token to come counted.
+    """Find groups of neighbours in block_tables [N, max_blocks] with context_lens [N], the token to decode included.
 
-    A group grows as long as that does not lessen what it saves: members beyond the first x units they share.
+    A group grows while that does not reduce its saving: (members - 1) x the units that they share.
     """
     count = len(context_lens)
     units = np.zeros(count, np.int32)
@@ -43,13 +43,13 @@ def shared_prefixes(
             units[first:end] = shared
             for start in range(first, end, tokens_per_item):
                 size = min(tokens_per_item, end - start)
-                items.append((start, start, size, EVERYWHERE, shared * unit, 0, shared, 0))
+                items.append((start, start, size, FULL_CONTEXT, shared * unit, 0, shared, 0))
         first = end
     return SharedPrefixes(np.array(items, np.int32).reshape(-1, COLUMNS), units)
 
 
 def _common_units(block_tables: np.ndarray, context_lens: np.ndarray, block_size: int, unit: int) -> list[int]:
-    """Of each neighbouring pair: whole units in blocks that both begin with, before either's last position."""
+    """Units of leading blocks that each pair of neighbours has in common, before either's last position."""
     same = block_tables[1:] == block_tables[:-1]
     num_blocks = np.where(same.all(1), same.shape[1], same.argmin(1)) if same.size else np.zeros(len(same), np.int64)
     positions = np.minimum(num_blocks * block_size, np.minimum(context_lens[1:], context_lens[:-1]) - 1)
@@ -57,10 +57,10 @@ def _common_units(block_tables: np.ndarray, context_lens: np.ndarray, block_size
 
 
 def _group(common: list[int], first: int) -> tuple[int, int]:
-    """The end of the group that begins with sequence `first`, and its units; a group of one shares nothing."""
+    """End of the group that begins with sequence `first`, and its shared units; 0 for a group of one."""
     shared = common[first]
     following = common[first + 1] if first + 1 < len(common) else 0
-    if not shared or following > shared:  # the next one has closer neighbours
+    if not shared or following > shared:  # the next sequence shares more with the one after it
         return first + 1, 0
     end = first + 2
     while end - 1 < len(common):

@@ -1,7 +1,7 @@
-"""What every attention kernel computes alike: products, soft caps, and how two parts of one softmax become one.
+"""Device functions of all attention kernels: products, soft caps, and merging two parts of one softmax.
 
 Scores are in units of log2, so that a weight is one exp2. A part of a softmax is (top, total, acc): its largest score,
-the sum of 2^(score - top), and the values weighted so (Milakov and Gimelshein 2018).
+the sum of 2^(score - top), and the sum of values with these weights (Milakov and Gimelshein 2018).
 """
 
 import triton
@@ -12,13 +12,13 @@ from rollout_engine.kernels.triton.rounding import INTERPRETED
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e30)
-"""`top` of an empty part. Finite, so that differences are numbers, and an empty part changes no bit of another."""
+"""`top` of an empty part. It is finite so that differences are numbers; merging an empty part changes no bit."""
 
 
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b in float32."""
-    if INTERPRETED:  # it keeps bfloat16 as integers, and multiplies those
+    if INTERPRETED:  # the interpreter multiplies bfloat16 as integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -26,14 +26,14 @@ def dot(a, b, acc):
 
 @triton.jit
 def tanh(x):
-    """Without overflow."""
+    """tanh without overflow."""
     power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     magnitude = (1.0 - power) / (1.0 + power)
     return tl.where(x < 0, -magnitude, magnitude)
 
 
 @triton.jit
-def joined(top, other_top):
-    """The top of two parts together, and what each part's `total` and `acc` are to be multiplied with."""
+def merge_factors(top, other_top):
+    """The top of two merged parts, and the factor for each part's `total` and `acc`."""
     both = tl.maximum(top, other_top)
     return both, tl.exp2(top - both), tl.exp2(other_top - both)

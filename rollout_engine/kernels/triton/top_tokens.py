@@ -1,14 +1,14 @@
 """The most likely tokens of each row, sorted, without sorting the rest. Twin: `kernels.truncation.most_likely`.
 
-A tournament: the chunk with the largest top gives its first such token, and its top becomes the largest of its tokens
-that come later in the order (logit, then id). After `sampling.sample`, whose chunk tops it reads.
+A tournament: the chunk with the largest top yields its first such token, and its top becomes the largest of its tokens
+that come later in the order (logit, then id). It reads the chunk tops that `sampling.sample` has written.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import CHUNK, Figures, Kept
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats
 from rollout_engine.kernels.triton.sampling import SamplingWorkspace, load_chunk, logprob_of, num_chunks_of
 
 _CHUNK = tl.constexpr(CHUNK)
@@ -18,26 +18,29 @@ def top_tokens(
     logits: Tensor,
     temperatures: Tensor,
     workspace: SamplingWorkspace,
-    figures: Figures,
+    stats: RowStats,
     ids: Tensor,
     logprobs: Tensor,
-    kept: Kept | None = None,
+    kept: KeptTokens | None = None,
 ) -> None:
-    """Fill `ids` int32 [N, k] and `logprobs` float32 [N, k], k <= V, as `sampling.sample` left workspace and figures.
+    """Fill `ids` int32 [N, k] and `logprobs` float32 [N, k], k <= V. Call it after `sampling.sample` of the same rows.
 
-    Equal to the twin, ties by id. With `kept` the log-probs are of what truncation leaves, -inf where it cuts. A row
+    Equal to the twin, ties by id. With `kept` the log-probs are those after truncation, -inf for tokens it cuts. A row
     that cannot be sampled gets ids -1 and log-probs NaN.
     """
     (num_rows, vocab_size), width = logits.shape, ids.shape[1]
     if not 0 < width <= vocab_size or ids.shape != logprobs.shape:
-        raise ValueError(f"expected between 1 and {vocab_size} places for ids and log-probs, got {tuple(ids.shape)}")
+        raise ValueError(
+            f"ids and logprobs should be [{num_rows}, k] with k in [1, {vocab_size}], got {list(ids.shape)} and "
+            f"{list(logprobs.shape)}."
+        )
     if num_rows == 0:
         return
     num_chunks = num_chunks_of(vocab_size)
-    log_totals = figures.log_total if kept is None else kept.log_total
-    edges = (figures.maximum, figures.tokens) if kept is None else (kept.floor, kept.last_tie)
+    log_totals = stats.log_total if kept is None else kept.log_total
+    edges = (stats.maximum, stats.tokens) if kept is None else (kept.floor, kept.last_tie)
     _top_kernel[(num_rows,)](
-        *(logits, temperatures, workspace.tops, figures.maximum, log_totals, *edges, ids, logprobs),
+        *(logits, temperatures, workspace.tops, stats.maximum, log_totals, *edges, ids, logprobs),
         *(logits.stride(0), workspace.tops.stride(0), ids.stride(0), logprobs.stride(0), vocab_size, num_chunks, width),
         HAS_EDGES=kept is not None,
         BLOCK=triton.next_power_of_2(num_chunks),
@@ -72,7 +75,7 @@ def _top_kernel(
     log_total = tl.load(log_total_ptr + row)
     chunk, lane = tl.arange(0, BLOCK), tl.arange(0, _CHUNK)
     tops = tl.load(tops_ptr + row * chunk_stride + chunk, mask=chunk < num_chunks, other=-float("inf"))
-    last_of_chunk = tl.full((BLOCK,), -1, tl.int32)  # the last taken of those equal to its top; CHUNK: all are
+    last_of_chunk = tl.full((BLOCK,), -1, tl.int32)  # last taken of the tokens equal to its top; CHUNK: all
     for i in range(0, width):
         top = tl.max(tops)
         first = tl.min(tl.where((tops == top) & (last_of_chunk < _CHUNK), chunk, BLOCK - 1))

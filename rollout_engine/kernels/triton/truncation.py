@@ -1,17 +1,17 @@
-"""Top-k, top-p and min-p without sorting: draws again, from what truncation leaves. Twin: `kernels.truncation`.
+"""Top-k, top-p and min-p without sorting, and a new draw from the kept tokens. Twin: `kernels.truncation`.
 
-In the order (logit, then id) each rule keeps a prefix, so each row needs one thing: the logit and the id where the
-shortest one ends.
+In the order (logit, then id) each rule keeps a prefix, so a row needs only its edges: the logit and the id where the
+shortest prefix ends.
 
-    active kernel    (row)   the k-th largest top of a chunk bounds the k-th largest logit from below; chunks with a
-                             smaller top are out. By mass likewise. Lists the few chunks that are left.
+    active kernel    (row)   the k-th largest top of a chunk bounds the k-th largest logit from below, so chunks with a
+                             smaller top are dropped. Masses give a bound likewise. Lists the few chunks left.
     edge kernel      (row)   bisects the float32 keys between that bound and the maximum, counting and weighing the
                              tokens of listed chunks above the middle, until one logit is left; then draws.
 
-After `sampling.sample`, whose chunk figures it reads. A flat row lists all chunks, so it is never wrong, but slow.
+It reads the chunk tops and masses that `sampling.sample` has written. A flat row lists all chunks, which is slow.
 
-Contract beside the twin. Counts are exact and ties stay in order of ids: top-k is equal. Masses are sums of float32
-weights: top-p and min-p differ only where the share of mass, or the ratio to the most likely token, lies within
+Compared with the twin: counts are exact and ties are ordered by id, so top-k is equal. Masses are sums of float32
+weights, so top-p and min-p differ only where the share of mass, or the ratio to the most likely token, lies within
 relative 2^-20 of the limit.
 """
 
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_engine.kernels.cpu.sampling import CHUNK, Figures, Kept, Truncation
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.philox import uniform
 from rollout_engine.kernels.triton.sampling import (
     Choice,
@@ -35,19 +35,24 @@ from rollout_engine.kernels.triton.sampling import (
 )
 
 _CHUNKS = 32
-"""Chunks looked at together."""
+"""Chunks read together."""
 _CHUNK = tl.constexpr(CHUNK)
 _DRAWN = tl.constexpr(Choice.DRAWN.value)
 _NO_TIE = tl.constexpr(2**63 - 1)
 
 
 def truncate(
-    logits: Tensor, rows: SamplingRows, rules: Truncation, workspace: SamplingWorkspace, figures: Figures, kept: Kept
+    logits: Tensor,
+    rows: SamplingRows,
+    rules: Truncation,
+    workspace: SamplingWorkspace,
+    stats: RowStats,
+    kept: KeptTokens,
 ) -> None:
-    """Fill `kept` [N], and draw the tokens of rows that `rules` cut again: `figures.tokens` and their log-probs.
+    """Fill `kept` [N], and redraw tokens (and log-probs) in `stats` for rows that `rules` truncate.
 
-    As `sampling.sample` left `workspace` and `figures` of the same logits and rows. `rules.temperature` is not read:
-    `rows.temperatures` serve. Rows whose token is greedy or given keep it; in rows without a rule everything stays.
+    Call it after `sampling.sample` of the same logits, rows, workspace and stats. `rules.temperature` is not read but
+    `rows.temperatures`. Greedy and given tokens are left as they are; rows without a rule keep all tokens.
     """
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
@@ -56,14 +61,14 @@ def truncate(
     limits = rules.top_k, rules.top_p, rules.min_p
     shift = 16 if logits.dtype == torch.bfloat16 else 0
     _active_kernel[(num_rows,)](
-        *(rows.temperatures, *limits, figures.maximum, *workspace),
+        *(rows.temperatures, *limits, stats.maximum, *workspace),
         *(workspace.tops.stride(0), vocab_size, num_chunks),
         SHIFT=shift,
         BLOCK=triton.next_power_of_2(num_chunks),
         num_warps=8,
     )
     _edge_kernel[(num_rows,)](
-        *(logits, *rows, *limits, workspace.active, workspace.num_active, workspace.bounds, *figures, *kept),
+        *(logits, *rows, *limits, workspace.active, workspace.num_active, workspace.bounds, *stats, *kept),
         *(logits.stride(0), workspace.active.stride(0), vocab_size),
         SHIFT=shift,
         CHUNKS=_CHUNKS,
@@ -175,7 +180,7 @@ def _edge_kernel(
 
 @triton.jit
 def _edge(row, limits, bound, total, SHIFT: tl.constexpr, CHUNKS: tl.constexpr):
-    """(floor, last tie) of what the limits leave of a row, see `Kept`; no rule's edge is below `bound` but min-p's."""
+    """Edges (floor, last tie) of a row, see `KeptTokens`; only min-p's may lie below `bound`."""
     top_k, top_p, min_p = limits
     vocab_size, maximum, inverse = row[3], row[4], row[5]
     by_count, by_mass = (top_k > 0) & (top_k < vocab_size), top_p < 1
@@ -183,7 +188,7 @@ def _edge(row, limits, bound, total, SHIFT: tl.constexpr, CHUNKS: tl.constexpr):
     max_mass = tl.where(by_count, float("inf"), top_p * total)
     low, num_ties = _key(bound, SHIFT), max_count * 0
     num_walks = by_count.to(tl.int32) + by_mass.to(tl.int32)
-    for _ in range(0, num_walks):  # the second reaches a share of the mass that the first left
+    for _ in range(0, num_walks):  # top-p applies to the mass that top-k keeps
         low, above, mass = _walk(row, low, max_count, max_mass, SHIFT, CHUNKS)
         each = weights_of(_logit(low, SHIFT), maximum, inverse).to(tl.float64)
         missing = tl.where(each > 0, tl.ceil((max_mass - mass) / tl.where(each > 0, each, 1.0)), float("inf"))
@@ -202,9 +207,9 @@ def _edge(row, limits, bound, total, SHIFT: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _walk(row, low, max_count, max_mass, SHIFT: tl.constexpr, CHUNKS: tl.constexpr):
-    """(key, count, mass): the highest key that with all above it reaches a limit, and what is strictly above it.
+    """(key, count, mass): the highest key that reaches a limit with all above it; count and mass strictly above it.
 
-    `low` is a key that reaches one.
+    `low` is a key that reaches a limit.
     """
     high = _key(row[4], SHIFT) + 1
     count, mass = max_count * 0, max_mass * 0.0
@@ -226,7 +231,7 @@ def _walk(row, low, max_count, max_mass, SHIFT: tl.constexpr, CHUNKS: tl.constex
 
 @triton.jit
 def _last_tie(row, key, num_ties, SHIFT: tl.constexpr, CHUNKS: tl.constexpr):
-    """Id of tie number `num_ties` (from 1) of those whose key is `key`; no limit where there are no more than that."""
+    """Id of tie number `num_ties`, from 1, among tokens whose key is `key`; no limit where there are not more."""
     seen, last = num_ties * 0, _NO_TIE + num_ties * 0
     for start in range(0, row[2], CHUNKS):
         x, token = _candidates(row, start, CHUNKS)
@@ -241,7 +246,7 @@ def _last_tie(row, key, num_ties, SHIFT: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _lowest_likely(row, min_p, CHUNKS: tl.constexpr):
-    """The lowest logit at least `min_p` times as likely as the largest."""
+    """The lowest logit that is at least `min_p` times as likely as the largest."""
     lowest = row[4]
     for start in range(0, row[2], CHUNKS):
         x, _ = _candidates(row, start, CHUNKS)
@@ -289,7 +294,7 @@ def _kept_weights(row, x, token, floor, last_tie):
 
 @triton.jit
 def _candidates(row, start, CHUNKS: tl.constexpr):
-    """Logits, float32, and ids [CHUNKS, CHUNK] of listed chunks from `start`, in order; -inf and V past their end.
+    """Logits (float32) and ids [CHUNKS, CHUNK] of listed chunks from `start`, in order; -inf and V past their end.
 
     A row is (its logits, its listed chunks, how many, V, its maximum, 1 / its temperature).
     """
@@ -304,18 +309,18 @@ def _candidates(row, start, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """int32 in the order of the float32 `x`, 0.0 and -0.0 alike; without the lowest SHIFT bits, which are zeros."""
+    """int32 in the order of the float32 `x`, equal for 0.0 and -0.0, without the lowest SHIFT bits, which are zero."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True) >> SHIFT
     return bits ^ ((bits >> 31) & (0x7FFFFFFF >> SHIFT))
 
 
 @triton.jit
 def _logit(key, SHIFT: tl.constexpr):
-    """The float32 whose key this is."""
+    """The float32 with this key."""
     return ((key ^ ((key >> 31) & (0x7FFFFFFF >> SHIFT))) << SHIFT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _middle(low, high):
-    """Between two keys, rounded down, without overflow."""
+    """Mean of two keys, rounded down, without overflow."""
     return (low >> 1) + (high >> 1) + (low & high & 1)

@@ -1,17 +1,17 @@
-"""Attention's work of one step, cut into equal shares on the device: no host knows a context length in time.
+"""Attention's work of one step, divided into equal shares on the device: the host does not know the lengths in time.
 
-An *item* is up to `tokens_per_item` neighbouring tokens that read one block table; with their `group` query heads they
-are the rows of one product, so that a KV head is read once for all. Its context is counted in *units* of KV positions
-from position 0. Units of all items and KV heads stand in one line, item by item and in each head by head:
+An *item* is up to `tokens_per_item` adjacent tokens that read one block table; with their `group` query heads they are
+the rows of one product, so that a KV head is read once for all. Its context is counted in *units* of KV positions from
+position 0. The units of all items and KV heads form one line, item by item and in each head by head:
 
     item 0                      item 1
     head 0   head 1   head 2    head 0       head 1       head 2
     |--+--+- |--+--+- |--+--+-  |--+--+--+-- |--+--+--+-- |--+--+--+--
     |        program 0 |        program 1      |         program 2
 
-Each program of a fixed grid takes `chunk` units, so one long context among short ones keeps nobody waiting, and a
-captured graph fits every batch. A share may end inside a head of an item: a second kernel joins what was cut
-(`attention`). Of a list that is `whole`, shares are rounded to heads of items, and nothing has to be joined.
+Each program of a fixed grid takes `chunk` units, so the load stays balanced when one context is long, and a captured
+graph fits every batch. A share may end inside a head of an item, whose parts a second kernel then merges (`attention`).
+In a list with `is_whole`, shares are rounded to heads of items, and nothing has to be merged.
 """
 
 import torch
@@ -20,18 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 8
-"""Of an item: sequence, first token, number of tokens, first position, end of context, first unit, end unit, units
-before it."""
-EVERYWHERE = 1 << 30
-"""First position of an item that sees its whole context."""
+"""Columns of an item: sequence, first token, number of tokens, first position, end of context, first unit, end unit,
+units before it."""
+FULL_CONTEXT = 1 << 30
+"""First position of an item whose tokens all see its whole context."""
 _SEQUENCE_ITEMS_AT_ONCE = 32
 _ITEMS_AT_ONCE = 1024
 _SEQUENCES_AT_LEAST = 256
-"""So that batches of many sizes share one compiled kernel."""
+"""Minimum of a compile-time size, so that batches of many sizes share one compiled kernel."""
 
 
 class WorkList:
-    """Device memory of one list; its addresses stay, so captured graphs read what `fill` wrote last."""
+    """Device memory of one list, at constant addresses: a captured graph reads what `fill` wrote last."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class WorkList:
         is_whole: bool,
         device: torch.device | str,
     ) -> None:
-        """`unit` is in KV positions; `num_programs` is attention's grid."""
+        """`unit` is in KV positions; `num_programs` is the size of the attention kernel's grid."""
         self.tokens_per_item, self.unit = tokens_per_item, unit
         self.num_kv_heads, self.num_programs, self.is_whole = num_kv_heads, num_programs, is_whole
         self.items = torch.zeros(max_items, COLUMNS, dtype=torch.int32, device=device)
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         self.shares = torch.zeros(num_programs + 1, 2, dtype=torch.int32, device=device)
-        """Of each program, and of the end: item and place in the line where its share begins."""
+        """int32 [programs + 1, 2]: item and place in the line where each program's share begins, then the end."""
         self.line = torch.zeros(2, dtype=torch.int32, device=device)
-        """Units in all, and `chunk`."""
+        """int32 [2]: total units, and `chunk`."""
 
     @staticmethod
     def items_needed(num_tokens: int, num_sequences: int, tokens_per_item: int) -> int:
-        """The most items that a batch can come to."""
+        """The maximum number of items of a batch."""
         return min(num_tokens, num_tokens // tokens_per_item + num_sequences)
 
     def fill(
@@ -68,13 +68,13 @@ class WorkList:
         sliding_window: int = 0,
         prefix_units: Tensor | None = None,
     ) -> None:
-        """List the items of N sequences, of which the first has row `first_sequence` of the block tables.
+        """List the items of N sequences, the first of which has row `first_sequence` of the block tables.
 
-        token_starts int32 [N + 1]: where their tokens lie in the flat batch, and the end. context_lens int32 [N]: with
-        these tokens; 0 where a sequence is padding. Units that no token sees through `sliding_window` are left out,
-        and the first `prefix_units` int32 [N], which others read for it.
+        token_starts int32 [N + 1]: start of each sequence's tokens in the flat batch, then the end. context_lens int32
+        [N]: tokens with these included; 0 for padding sequences. Units outside the `sliding_window` of all tokens are
+        left out, and so are the first `prefix_units` int32 [N], which items of shared prefixes read.
         """
-        assert not (sliding_window and prefix_units is not None), "what windows see of a prefix is not shared"
+        assert not (sliding_window and prefix_units is not None), "prefixes are not shared under a sliding window"
         num_sequences = len(context_lens)
         _list_items[(num_sequences,)](
             self.items,
@@ -96,7 +96,7 @@ class WorkList:
         self._share_out()
 
     def put(self, items: Tensor, num_items: Tensor) -> None:
-        """List the first `num_items`, int32 [1], of `items` int32 [P, COLUMNS], the last column free."""
+        """List the first `num_items`, int32 [1], of `items` int32 [P, COLUMNS]; the last column is ignored."""
         self.items[: len(items)].copy_(items[: len(self.items)])
         self.num_items.copy_(num_items)
         self._share_out()
@@ -133,7 +133,7 @@ def _list_items(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program lists the items of one sequence, after counting those of the sequences before it."""
+    """Each program lists the items of one sequence, after counting those of the sequences before it."""
     sequence = tl.program_id(0)
     others = tl.arange(0, BLOCK_N)
     before = others < sequence
@@ -180,7 +180,7 @@ def _share_out(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program finds where one share begins."""
+    """Each program finds where one share begins."""
     program = tl.program_id(0)
     count = tl.load(num_items)
     total = 0
@@ -214,7 +214,7 @@ def _share_out(
 
 @triton.jit
 def _units(items, base, count, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the items from `base` on, zeros past the last."""
+    """Units of the items from `base` on, 0 past the last."""
     index = base + tl.arange(0, BLOCK)
     item = items + index * COLUMNS
     return tl.load(item + 6, mask=index < count, other=0) - tl.load(item + 5, mask=index < count, other=0)

@@ -96,11 +96,11 @@ async def _collect(engine, prompt, params, request_id=None):
 
 
 async def _assert_empty(engine):
-    await asyncio.wrap_future(engine.remote.call("check_integrity"))
+    await engine.check_integrity()
     deadline = time.monotonic() + 60
     while (await engine.check_health()).num_unfinished_requests and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
-    assert len(engine.remote.streams) == 0
+    assert len(engine.frontend.streams) == 0
     assert await engine.get_num_unfinished_requests() == 0
     assert await engine.get_cache_usage() == 0.0
     assert not await engine.is_paused()

@@ -2,11 +2,11 @@
 
 import asyncio
 import os
-import traceback
 
 import pytest
 
 from rollout_engine import LifecycleError, RolloutPolicy, SamplingParams
+from tests.forking import in_fork
 
 SHORT = SamplingParams(max_tokens=4)
 
@@ -22,20 +22,14 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(engine, last_of):
         "pause": policy.pause_generation,
         "update": lambda: policy.update_weights({}),
     }
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            for name, touch in touches.items():
-                with pytest.raises(LifecycleError, match=f"belongs to process {os.getppid()}; this is process"):
-                    touch()
-                    pytest.fail(name)
-            engine.shutdown()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "see the child's traceback"
+
+    def check():
+        for name, touch in touches.items():
+            with pytest.raises(LifecycleError, match=f"belongs to process {os.getppid()}; this is process"):
+                touch()
+                pytest.fail(name)
+        engine.shutdown()
+
+    in_fork(check)
     assert os.path.exists(engine.address)
     assert asyncio.run(last_of(engine, "hello", SHORT)).finished

@@ -182,7 +182,7 @@ def test_an_engine_made_inside_one_loop_serves_another_and_draws_as_in_process(
     assert_same(second, expected[1])
     with pytest.raises(LifecycleError, match="skip_tokenizer_init"):
         asyncio.run(engine.get_tokenizer())
-    address, pid = engine.address, engine.remote.ready.pid
+    address, pid = engine.address, engine.frontend.client.pid
     del engine  # garbage: its core ends with it
     gc.collect()
     assert_gone(address, pid)
@@ -244,7 +244,7 @@ def test_it_leaves_nothing_behind(checkpoint, last_of, assert_gone, options):
     asyncio.run(last_of(engine, "hello", SamplingParams(max_tokens=5, ignore_eos=True)))
     asyncio.run(engine.do_log_stats())
     assert log.read().core.counters.num_tokens_sampled == log.last.core.counters.num_tokens_sampled == 5
-    address, pid = engine.address, engine.remote.ready.pid
+    address, pid = engine.address, engine.frontend.client.pid
     assert os.stat(address).st_mode & 0o777 == 0o700
     engine.shutdown()
     engine.shutdown()

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from rollout_engine import AsyncLLM, EngineDeadError, SamplingParams, errors
-from rollout_engine.outputs import UpdateReport
 from rollout_engine.testing import tiny_model
 from sync import make_sender, publish
 
@@ -31,27 +30,33 @@ def traces(engine):
     return [path for parent in (SHARED, Path(engine.address)) for path in parent.glob(f"{name}-weights-*")]
 
 
-async def begin_without_sending(client, version, meeting, **options):
+async def ask(engine, name, **arguments):
+    """Call a verb that no face has."""
+    return await asyncio.wrap_future(engine.frontend.client.call(name, arguments))
+
+
+async def begin_without_sending(engine, version, rendezvous, **options):
     """Open an update that waits for a sender that never comes."""
-    manifest = make_sender("inproc").offer(tiny_weights(1), version, await client.get_model_metadata())
-    await client._call("begin_weight_update", bool, manifest=manifest, meeting=meeting, options=options)
+    manifest = make_sender("inproc").offer(tiny_weights(1), version, await engine.get_model_metadata())
+    accepted = await ask(engine, "begin_weight_update", manifest=manifest, rendezvous=rendezvous, options=options)
+    assert accepted is True
 
 
 def test_an_update_whose_sender_never_comes_keeps_others_out_and_ends_by_its_deadline(engine):
     """The core gives up, and the next update is taken."""
-    meeting = {"transport": "gloo", "directory": engine.address}
+    rendezvous = {"transport": "gloo", "directory": engine.address}
 
     async def run():
         with AsyncLLM.connect(engine.address) as other:
-            await begin_without_sending(other, 10**6, meeting | {"timeout": 3600.0, "number": 96}, timeout=3600.0)
+            await begin_without_sending(other, 10**6, rendezvous | {"timeout": 3600.0, "number": 96}, timeout=3600.0)
             with pytest.raises(errors.LifecycleError, match="UPDATING"):
                 await engine.update_weights(tiny_weights(1))
-            await other._call("abort_weight_update")
+            await ask(other, "abort_weight_update")
             with pytest.raises(errors.WeightUpdateError):
-                await other._call("end_weight_update", UpdateReport)
-            await begin_without_sending(other, 10**6, meeting | {"timeout": 1.0, "number": 99}, timeout=1.0)
+                await ask(other, "end_weight_update")
+            await begin_without_sending(other, 10**6, rendezvous | {"timeout": 1.0, "number": 99}, timeout=1.0)
             with pytest.raises(errors.TransferTimeoutError, match="did not form within 1 s"):
-                await other._call("end_weight_update", UpdateReport)
+                await ask(other, "end_weight_update")
         assert (await engine.update_weights(tiny_weights(0))).version == engine.policy_version
 
     asyncio.run(run())
@@ -73,9 +78,9 @@ def test_what_receives_an_update_gives_way_to_steps(engine, how):
         before = priorities(pid)
         with AsyncLLM.connect(engine.address) as other:
             if how == "in one call":
-                meeting = {"transport": "gloo", "directory": engine.address, "timeout": 3600.0, "number": 97}
-                await begin_without_sending(other, version + 1, meeting)
-                waiting = other._call("end_weight_update", UpdateReport)
+                rendezvous = {"transport": "gloo", "directory": engine.address, "timeout": 3600.0, "number": 97}
+                await begin_without_sending(other, version + 1, rendezvous)
+                waiting = ask(other, "end_weight_update")
             else:
                 manifest = make_sender("inproc").offer(tiny_weights(1), version + 1, await other.get_model_metadata())
                 await other.collective_rpc("begin_weight_update", None, [manifest])
@@ -97,7 +102,7 @@ def test_what_receives_an_update_gives_way_to_steps(engine, how):
 @pytest.mark.parametrize("transport", ["gloo", "store"])
 def test_an_update_ends_with_the_client_that_began_it(engine, last_of, until_computing, transport):
     """Where it waits for a sender that never comes, or for requests to finish: nobody waits for its deadline."""
-    meeting = {"transport": transport, "directory": engine.address, "timeout": 3600.0, "number": 98}
+    rendezvous = {"transport": transport, "directory": engine.address, "timeout": 3600.0, "number": 98}
     mode = "keep" if transport == "gloo" else "wait"
 
     async def run(store):
@@ -105,7 +110,7 @@ def test_an_update_ends_with_the_client_that_began_it(engine, last_of, until_com
         await until_computing(engine)
         with AsyncLLM.connect(engine.address) as other:
             if transport == "gloo":
-                await begin_without_sending(other, 10**6, meeting, timeout=3600.0, mode=mode)
+                await begin_without_sending(other, 10**6, rendezvous, timeout=3600.0, mode=mode)
             else:
                 publish(store, tiny_weights(1), engine.policy_version + 1)
                 update = asyncio.create_task(other.update_weights(store, mode=mode, timeout=3600.0))

@@ -1,6 +1,7 @@
 """What `AsyncLLM` does besides generating: scores, pauses, sleeps, takes weights, serves a policy."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from rollout_engine import (
     StaleVersionError,
     WeightUpdateError,
 )
+from rollout_engine.process.call_values import pack
 from rollout_engine.testing import tiny_model
 
 PROMPTS = ["hello", "ab", "the quick brown fox jumps over the lazy dog", [5, 6, 7]]
@@ -230,19 +232,26 @@ def test_refused_weights_change_nothing_and_the_next_ones_are_taken(engine, last
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", ["nothing", "__init__", "_core", "run", "shutdown", "check_health.__globals__"])
+def ask_unchecked(engine, name, **arguments):
+    """Call a verb of the core without the checks of the client."""
+    return engine.frontend.client._socket.call(name, pack(arguments), Any).result(60)
+
+
+@pytest.mark.parametrize(
+    "name", ["apply_model", "nothing", "__init__", "_core", "run", "shutdown", "check_health.__globals__"]
+)
 def test_only_registered_names_can_be_called(engine, name):
-    with pytest.raises(RequestError, match="Unknown utility"):
-        asyncio.run(engine._call(name))
+    with pytest.raises(RequestError, match="Unknown verb"):
+        ask_unchecked(engine, name)
 
 
 def test_arguments_of_calls_are_checked_on_both_sides(engine):
-    with pytest.raises(TypeError, match="no place in a message"):
-        asyncio.run(engine._call("sleep", level=print, mode="abort"))
+    with pytest.raises(RequestError, match="sleep: an argument cannot be sent"):
+        asyncio.run(engine.sleep(level=print, mode="abort"))
     with pytest.raises(RequestError, match="level"):
-        asyncio.run(engine._call("sleep", level="deep", mode="abort"))
+        ask_unchecked(engine, "sleep", level="deep", mode="abort")
     with pytest.raises(RequestError, match="more"):
-        asyncio.run(engine._call("check_health", more=1))
+        ask_unchecked(engine, "check_health", more=1)
     asyncio.run(engine.check_health())
 
 

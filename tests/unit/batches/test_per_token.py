@@ -1,4 +1,4 @@
-"""A value per sequence stands at every token of it, in both layouts."""
+"""A value per sequence is repeated for its tokens, in both layouts."""
 
 import pytest
 import torch

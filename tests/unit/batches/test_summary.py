@@ -39,7 +39,7 @@ def test_keys_of_the_users_own_are_printed_up_to_a_limit(make_batch):
     assert f"advantage          {list(batch['next', 'reward'].shape)} float32" in repr(batch)
     for i in range(100):
         batch[f"extra_{i}"] = torch.zeros(*batch.batch_size)
-    assert len(repr(batch).splitlines()) <= 32 and repr(batch).endswith("keys more")
+    assert len(repr(batch).splitlines()) <= 32 and repr(batch).endswith("more keys")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A core on a fake executor, and the slow truth beside it."""
+"""A core on a fake executor, and what each sequence computed alone would give."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from rollout_engine.core.door import CoreConfig
+from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError, fake_next_token
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
@@ -20,7 +20,7 @@ Key = tuple[str, int]
 
 @dataclass
 class Said:
-    """What one `EngineCoreOutputs` says of one sequence."""
+    """One sequence in one `EngineCoreOutputs`."""
 
     request_id: str
     index: int
@@ -28,7 +28,7 @@ class Said:
     new_token_ids: list[int] = field(default_factory=list)
     kv_min_version: int | None = None
     num_cached_tokens: int = 0
-    """Of its request, as far as told."""
+    """Of its request, as far as reported."""
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
@@ -38,15 +38,15 @@ class Failed:
     """The result of a step that ran at once, and failed."""
 
     def __init__(self, error: Exception) -> None:
-        self.error, self.told = error, False
+        self.error, self.raised = error, False
 
     def __call__(self) -> NoReturn:
-        self.told = True
+        self.raised = True
         raise self.error
 
 
 class Rig:
-    """Drives an EngineCore, checks every output as it comes, and knows what each sequence should have said."""
+    """Drives an EngineCore, checks every output as it comes, and knows the tokens that each sequence should have."""
 
     def __init__(self, *, policy_version: int = 0, eager: bool = False, **config: Any) -> None:
         """`eager`: a step runs when it is submitted, as on an idle device, not when its result is asked for."""
@@ -86,7 +86,7 @@ class Rig:
         if not self.eager:
             return run
         outcome: Future[Any] = Future()
-        if self.failed is not None and not self.failed.told:
+        if self.failed is not None and not self.failed.raised:
             outcome.set_exception(AssertionError("the result of a step behind a failed one was asked for"))
             return outcome.result
         try:
@@ -105,12 +105,12 @@ class Rig:
 
     def execute(self, work: SchedulerOutput) -> Any:
         assert len(work.scheduled) <= self.config.max_num_seqs
-        assert work.num_tokens <= self.config.max_num_batched_tokens
+        assert work.num_scheduled_tokens <= self.config.max_num_batched_tokens
         assert work.policy_version == self.core.policy_version
         self.works.append(work)
         before = {name: state.num_scored for name, state in self.executor.sequences.items()}
         result = self.executor.execute(work)
-        scored = {row.sequence_id for row in work.scheduled if row.num_tokens > 1}
+        scored = {row.sequence_id for row in work.scheduled if row.num_scheduled_tokens > 1}
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
         assert num_scored <= self.config.max_scored_tokens
@@ -138,7 +138,7 @@ class Rig:
             params=SamplingParams(**params),
             max_tokens=max_tokens,
             seed=seed,
-            first_sequence=(first := len(self.keys)),
+            first_sequence_id=(first := len(self.keys)),
             eos_token_ids=list(eos),
             priority=priority,
             cache_salt=salt,
@@ -161,11 +161,11 @@ class Rig:
         return f"{index}_{request_id}" if self.requests[request_id].params.n > 1 else request_id
 
     def ids(self, name: str) -> list[int]:
-        """Sequence ids that a request's or sequence's name has or had, the newest last; none for a stranger's."""
-        return [number for number, (request_id, _) in self.keys.items() if name in (request_id, self.label(number))]
+        """Sequence ids that a request's or sequence's name has or had, the newest last; none for an unknown name."""
+        return [id for id, (request_id, _) in self.keys.items() if name in (request_id, self.label(id))]
 
     def abort(self, *names: str) -> list[Said]:
-        return self._take_ends(self.core.abort_sequences(number for name in names for number in self.ids(name)))
+        return self._take_ends(self.core.abort_sequences(id for name in names for id in self.ids(name)))
 
     def pause(self, mode: str, **options: Any) -> list[Said]:
         return self._take_ends(self.core.pause(mode, **options))
@@ -213,7 +213,7 @@ class Rig:
         for key in self.tokens:
             self.assert_true(key)
         for request_id, request in self.requests.items():
-            self.assert_prompt_told(request_id, request)
+            self.assert_prompt_scored(request_id, request)
         assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == 0.0
@@ -228,14 +228,14 @@ class Rig:
         else:
             assert (self.tokens[key], end.finish_reason, end.stop_reason) == (truth, reason, stop_reason), key
 
-    def assert_prompt_told(self, request_id: str, request: EngineCoreRequest) -> None:
+    def assert_prompt_scored(self, request_id: str, request: EngineCoreRequest) -> None:
         """Log-probs of the whole prompt came, if it asked for them and got as far as a token."""
         started = any(self.tokens[request_id, index] for index in range(request.params.n))
         if request.params.prompt_logprobs is None:
             assert request_id not in self.prompt_logprobs
         elif started:
-            _, *told = self.prompt_logprobs[request_id]
-            assert told == pytest.approx([-1 - t / self.config.vocab_size for t in request.prompt_token_ids[1:]])
+            _, *scored = self.prompt_logprobs[request_id]
+            assert scored == pytest.approx([-1 - t / self.config.vocab_size for t in request.prompt_token_ids[1:]])
 
     def truth(self, key: Key) -> tuple[list[int], tuple[str, int | None]]:
         request = self.requests[key[0]]
@@ -259,22 +259,23 @@ class Rig:
 
     def _record(self, outputs: EngineCoreOutputs) -> list[Said]:
         assert outputs.policy_version == self.core.policy_version or self.config.async_scheduling
-        assert len(outputs.sequences) == len(outputs.token_ids) == len(outputs.kv_min_versions)
+        assert len(outputs.sequence_ids) == len(outputs.token_ids) == len(outputs.kv_min_versions)
         for first, count in outputs.num_cached_tokens.items():
             self.num_cached_tokens[self.keys[first][0]] = count
         for first, found in outputs.prompt_logprobs.items():
             assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
             self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
         said: dict[int, Said] = {}
-        for sequence in dict.fromkeys([*outputs.sequences, *(end.sequence for end in outputs.ended)]):
+        for sequence in dict.fromkeys([*outputs.sequence_ids, *(end.sequence_id for end in outputs.ended)]):
             request_id, index = self.keys[sequence]
             found = self.num_cached_tokens.get(request_id, 0)
             said[sequence] = Said(request_id, index, outputs.policy_version, num_cached_tokens=found)
-        for sequence, token_id, kv in zip(outputs.sequences, outputs.token_ids, outputs.kv_min_versions, strict=True):
+        columns = outputs.sequence_ids, outputs.token_ids, outputs.kv_min_versions
+        for sequence, token_id, kv in zip(*columns, strict=True):
             said[sequence].new_token_ids.append(token_id)
             said[sequence].kv_min_version = kv
         for end in outputs.ended:
-            each = said[end.sequence]
+            each = said[end.sequence_id]
             assert each.finish_reason is None, f"{each} ended twice"
             each.finish_reason, each.stop_reason, each.error = end.finish_reason, end.stop_reason, end.error
         for sequence, each in said.items():

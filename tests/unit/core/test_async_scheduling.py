@@ -1,10 +1,10 @@
-"""The next step is submitted before the result of the last one is in; what is told stays the same."""
+"""The next step is submitted before the result of the last one is in; outputs stay the same."""
 
 from functools import partial
 
 import pytest
 
-from rollout_engine.core import door
+from rollout_engine.core import config
 
 
 @pytest.fixture(params=[False, True], ids=["ahead", "ahead at once"])
@@ -14,7 +14,8 @@ def rig(request, make_rig_in_turn):
 
 def computed(rig, name):
     """Tokens computed for a sequence, step by step."""
-    return [row.num_tokens for work in rig.works for row in work.scheduled if rig.label(row.sequence_id) == name]
+    rows = (row for work in rig.works for row in work.scheduled)
+    return [row.num_scheduled_tokens for row in rows if rig.label(row.sequence_id) == name]
 
 
 def test_the_next_step_is_submitted_before_the_last_one_is_waited_for(make_rig_in_turn):
@@ -47,7 +48,7 @@ def test_in_turn_nothing_is_in_flight_between_two_steps(make_rig_in_turn):
     assert rig.core.stats.num_surplus_tokens == 0
 
 
-def test_an_end_found_late_costs_one_token_that_nobody_is_told_of(rig):
+def test_an_end_found_late_costs_one_token_that_is_not_returned(rig):
     rig.executor.scripts = {0: [50, 51, 41]}
     rig.add("a", eos=[41], max_tokens=20)
     rig.run()
@@ -77,7 +78,7 @@ def test_a_sequence_that_cannot_be_sampled_ends_alone(rig):
     rig.assert_clean()
 
 
-def test_a_token_in_flight_is_not_told_after_an_abort_nor_to_the_next_of_that_name(rig):
+def test_a_token_in_flight_is_not_returned_after_an_abort_nor_for_the_next_request_of_that_name(rig):
     rig.add("a")
     rig.step()
     assert rig.core._steps
@@ -116,18 +117,18 @@ def test_a_commit_lets_the_step_in_flight_end_under_its_own_version(rig):
     rig.assert_clean()
 
 
-def test_a_pause_tells_what_was_in_flight_and_leaves_nothing_there(rig):
+def test_a_pause_returns_what_was_in_flight_and_leaves_nothing_there(rig):
     rig.add("a")
     rig.step()
-    (told,) = rig.pause("keep")
-    assert (told.new_token_ids, told.finish_reason) == (rig.truth(("a", 0))[0][1:2], None)
+    (returned,) = rig.pause("keep")
+    assert (returned.new_token_ids, returned.finish_reason) == (rig.truth(("a", 0))[0][1:2], None)
     assert not rig.core._steps and rig.step() == [] and not rig.core.can_progress()
     rig.resume()
     rig.run()
     rig.assert_clean()
 
 
-def test_tokens_that_landed_are_told_before_an_abort_ends_their_sequence(rig):
+def test_tokens_that_landed_are_returned_before_an_abort_ends_their_sequence(rig):
     rig.add("a")
     rig.step()
     rig.commit(3)
@@ -176,7 +177,7 @@ def interrupt():
 
 
 def test_prompts_are_scored_once_whatever_is_in_flight(make_rig_in_turn, monkeypatch):
-    monkeypatch.setattr(door, "_MAX_PROMPT_LOGITS", 5 * 97)
+    monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 97)
     rig = make_rig_in_turn(async_scheduling=True)
     rig.add("a", range(17), prompt_logprobs=2, n=2)
     rig.add("b", range(3, 12), prompt_logprobs=0)

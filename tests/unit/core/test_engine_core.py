@@ -84,7 +84,7 @@ def test_the_runners_columns_arrive_whole_and_in_order(make_rig):
     rig.add("cut", max_tokens=1, logprobs=4, top_p=0.5, n=2)
     rig.add("top", max_tokens=1, logprobs=2)
     outputs = rig.core.step()
-    assert outputs.sequences == [0, 1, 2, 3]
+    assert outputs.sequence_ids == [0, 1, 2, 3]
     assert outputs.logprobs == [-1.0 - token_id / 97 for token_id in outputs.token_ids]
     assert outputs.kept_logprob_mass == [0.0, -0.125, -0.125, 0.0]
     ids, values = outputs.top_logprobs
@@ -104,10 +104,11 @@ def test_a_row_that_failed_is_left_out_of_every_column(make_rig):
     rig.errors[1] = "NaN logits"
     rig.add("a", n=3, max_tokens=1, logprobs=2, top_p=0.5)
     outputs = rig.core.step()
-    assert outputs.sequences == [0, 2] and -1 not in outputs.token_ids
+    assert outputs.sequence_ids == [0, 2] and -1 not in outputs.token_ids
     assert [len(column) for column in (outputs.kv_min_versions, outputs.logprobs, outputs.kept_logprob_mass)] == [2] * 3
     assert outputs.top_logprobs[0][:, 0].tolist() == outputs.token_ids
-    assert [(end.sequence, end.finish_reason) for end in outputs.ended] == [(1, "error"), (0, "length"), (2, "length")]
+    ends = [(end.sequence_id, end.finish_reason) for end in outputs.ended]
+    assert ends == [(1, "error"), (0, "length"), (2, "length")]
 
 
 # Abort
@@ -158,7 +159,7 @@ def test_aborting_all_samples_one_by_one_ends_the_request(make_rig):
 def test_numbers_that_name_no_live_sequence_abort_nothing(make_rig):
     rig = make_rig()
     rig.add("a", n=2)
-    ended = [end.sequence for end in rig.core.abort_sequences([2, -1, 1, 1 << 70, 1]).ended]
+    ended = [end.sequence_id for end in rig.core.abort_sequences([2, -1, 1, 1 << 70, 1]).ended]
     assert ended == [1] and rig.core.unfinished_sequences == [0]
     assert rig.core.abort_sequences([0]).ended and rig.core.unfinished_sequences == []
 

@@ -33,7 +33,7 @@ def updating():
 def asleep(level=1):
     lifecycle = running()
     lifecycle.sleep(level, "abort", in_flight=False)
-    lifecycle.drained()
+    lifecycle.finish_draining()
     return lifecycle
 
 
@@ -63,7 +63,7 @@ def updating_dirty():
 
 def dead():
     lifecycle = running()
-    lifecycle.die()
+    lifecycle.shut_down()
     return lifecycle
 
 
@@ -83,7 +83,7 @@ STATES = {
 
 def fall_asleep(lifecycle):
     lifecycle.sleep(1, "keep", in_flight=False)
-    lifecycle.drained()
+    lifecycle.finish_draining()
 
 
 VERBS = {
@@ -168,7 +168,7 @@ def test_sleeping_deeper_forgets_the_weights_and_sleeping_lighter_does_not_bring
     lifecycle = asleep(level=1)
     for level in (2, 1):
         lifecycle.sleep(level, "abort", in_flight=False)
-        lifecycle.drained()
+        lifecycle.finish_draining()
     lifecycle.wake_up(None)
     assert lifecycle.state == "DIRTY"
 

@@ -34,14 +34,14 @@ def test_abort_ends_what_is_in_flight_with_the_tokens_it_has(rig):
 def test_keep_freezes_at_a_step_boundary_and_goes_on_to_the_same_tokens(rig):
     add_and_step(rig)
     rig.pause("keep")
-    computed, told = rig.executor.num_tokens_computed, num_tokens(rig)
+    computed, returned = rig.executor.num_tokens_computed, num_tokens(rig)
     for _ in range(5):
         assert rig.step() == []
     assert not rig.core.can_progress() and rig.core.has_unfinished_requests()
     rig.resume()
     rig.run()
     assert num_tokens(rig) == 4 * 10
-    assert rig.executor.num_tokens_computed == computed + 4 * 10 - told, "nothing is computed twice"
+    assert rig.executor.num_tokens_computed == computed + 4 * 10 - returned, "nothing is computed twice"
     rig.assert_clean()
 
 
@@ -385,7 +385,7 @@ def test_every_verb_of_a_dead_engine_says_so(rig):
         rig.add("a")
 
 
-def test_a_pause_that_waits_is_complete_once_the_ends_that_a_reset_came_upon_are_told(make_rig):
+def test_a_pause_that_waits_is_complete_once_the_ends_that_a_reset_came_upon_are_returned(make_rig):
     rig = make_rig()
     rig.add("a", max_tokens=6)
     rig.step()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rollout_engine.core import door
+from rollout_engine.core import config
 
 NUM_OPERATIONS = 1_500
 SALTS = ("", "", "", "tenant")
@@ -90,13 +90,13 @@ class Monkey:
         live = [key for key in self.rig.tokens if key not in self.rig.ends]
         if live:
             request_id, index = self.random.choice(live)
-            self.rig.errors[self.rig.requests[request_id].first_sequence + index] = "spoilt"
+            self.rig.errors[self.rig.requests[request_id].first_sequence_id + index] = "spoilt"
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_operations_give_every_sequence_its_own_tokens_and_leak_nothing(make_rig, monkeypatch, shape, seed):
-    monkeypatch.setattr(door, "_MAX_PROMPT_LOGITS", 5 * 23)
+    monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
     rig = make_rig(vocab_size=23, policy_version=100, **SHAPES[shape])
     monkey = Monkey(rig, seed=f"{shape} {seed}")
     for _ in range(NUM_OPERATIONS):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from rollout_engine.core import door
+from rollout_engine.core import config
 
 
 def rows(rig):
     """Per step: sequence -> number of tokens."""
-    return [{rig.label(row.sequence_id): row.num_tokens for row in work.scheduled} for work in rig.works]
+    return [{rig.label(row.sequence_id): row.num_scheduled_tokens for row in work.scheduled} for work in rig.works]
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences(make_rig_in_turn):
@@ -67,7 +67,7 @@ def test_preemption_takes_the_last_by_priority_and_arrival_and_keeps_its_tokens(
     rig.add("older", range(7), max_tokens=10, seed=2)
     rig.add("younger", range(7), max_tokens=10, seed=3)
     rig.run()
-    lost = [number for work in rig.works for number in work.finished]
+    lost = [sequence_id for work in rig.works for sequence_id in work.finished_sequence_ids]
     assert rig.label(lost[0]) == "unimportant"
     assert rig.core.stats.num_preemptions > 0
     back = next(new for work in rig.works[1:] for new in work.new)
@@ -81,7 +81,7 @@ def test_the_first_running_sequence_is_never_preempted(make_rig):
     for i in range(4):
         rig.add(f"r{i}", [i] * 4, max_tokens=12)
     rig.run()
-    assert "r0" not in [rig.label(number) for work in rig.works[:12] for number in work.finished]
+    assert "r0" not in [rig.label(sequence_id) for work in rig.works[:12] for sequence_id in work.finished_sequence_ids]
     assert rig.core.stats.num_preemptions > 0
     rig.assert_clean()
 
@@ -161,7 +161,7 @@ def test_references_of_parked_samples_are_dropped_before_anything_running_is_pre
     rig.add("a", range(6), n=4, max_tokens=9)
     while not rig.core.stats.num_references_dropped:
         rig.step()
-    assert rig.works[-1].finished == [3, 2]
+    assert rig.works[-1].finished_sequence_ids == [3, 2]
     assert set(rows(rig)[-1]) == {"0_a", "1_a"} and rig.core.stats.num_preemptions == 0
     rig.run()
     rig.assert_clean()
@@ -205,7 +205,7 @@ def test_every_step_with_work_computes_something_in_the_smallest_pool(make_rig):
         rig.add(f"r{i}", [i, i], max_tokens=3, n=2)
     while rig.core.has_unfinished_requests():
         rig.step()
-        assert rig.works[-1].num_tokens >= 1
+        assert rig.works[-1].num_scheduled_tokens >= 1
     rig.assert_clean()
 
 
@@ -220,7 +220,7 @@ def test_a_preempted_sequence_returns_on_the_blocks_that_are_still_cached(make_r
 
 
 def test_prompts_to_score_share_a_limit_that_others_do_not_wait_for(make_rig_in_turn, monkeypatch):
-    monkeypatch.setattr(door, "_MAX_PROMPT_LOGITS", 6 * 97 + 96)
+    monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 6 * 97 + 96)
     rig = make_rig_in_turn(max_num_batched_tokens=32)
     rig.add("plain", [50] * 4)
     rig.add("a", range(10), prompt_logprobs=0, max_tokens=2)

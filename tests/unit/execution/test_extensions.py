@@ -145,7 +145,7 @@ def test_methods_say_whether_they_run_beside_steps():
 
     made = Extensions(ExtensionTable([Calculator, Patient]), FakeWorker())
     assert made.call("wait") == 1
-    assert [made.run_beside_steps(name) for name in ("wait", "add", "absent")] == [True, False, False]
+    assert [made.runs_beside_steps(name) for name in ("wait", "add", "absent")] == [True, False, False]
 
 
 def test_two_methods_of_one_name_clash():

@@ -23,13 +23,13 @@ def test_steps_run_in_order_beside_their_submitter(thread):
     first()
 
 
-def test_rest_waits_for_what_nobody_asks_for(thread):
+def test_waiting_until_idle_includes_steps_whose_result_nobody_asks_for(thread):
     ran = []
     for number in range(3):
         thread.submit(lambda number=number: ran.append(number))
-    thread.rest()
+    thread.wait_until_idle()
     assert ran == [0, 1, 2]
-    thread.rest()
+    thread.wait_until_idle()
 
 
 def test_nothing_runs_when_a_step_has_failed(thread):

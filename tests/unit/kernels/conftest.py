@@ -5,7 +5,7 @@ from rollout_engine.kernels.cpu import build
 
 @pytest.fixture(params=["kernel", "twin"])
 def side(request, monkeypatch):
-    """The C++ kernel, or torch where no compiler is."""
+    """Run with the C++ kernel, and with its eager twin."""
     if request.param == "twin":
         monkeypatch.setattr(build, "load_kernels", lambda: None)
     elif build.load_kernels() is None:

@@ -1,4 +1,4 @@
-"""How the kernels are compiled: by platform, with word of it, and to the same bits without OpenMP."""
+"""Compilation of the kernels: by platform, with a log line, and to the same bits without OpenMP."""
 
 import ctypes
 import shutil
@@ -54,7 +54,7 @@ def test_every_platform_has_its_native_flag_and_its_openmp(tmp_path):
 def test_compiling_is_announced_once(empty_cache, quick_compiler, caplog):
     assert build.open_kernels().answer() == 42
     assert build.open_kernels().answer() == 42
-    assert caplog.messages == [f"Compiling the C++ kernels with {build.COMPILER}. It takes about 10 s, once."]
+    assert caplog.messages == [f"Compiling the C++ kernels with {build.COMPILER}. This takes about 10 s, once."]
     assert len(list((empty_cache / "kernels").iterdir())) == 1
 
 
@@ -65,7 +65,7 @@ def test_what_does_not_compile_with_openmp_is_compiled_without_and_kept(
     ways = [build.Recipe(("-DBROKEN",), True), build.Recipe((), False)]
     monkeypatch.setattr(build, "recipes", lambda *platform: ways)
     assert build.open_kernels().answer() == 42
-    assert caplog.messages[1].endswith(", without OpenMP: they will run on one thread. It takes about 10 s, once.")
+    assert caplog.messages[1].endswith(", without OpenMP: they will use one thread. This takes about 10 s, once.")
     build.open_kernels()
     assert len(caplog.messages) == 2
 
@@ -74,7 +74,7 @@ def test_what_does_not_compile_with_openmp_is_compiled_without_and_kept(
 def test_what_never_compiles_says_what_the_compiler_said(empty_cache, quick_compiler, caplog, monkeypatch):
     monkeypatch.setattr(build, "recipes", lambda *platform: [build.Recipe(("-DBROKEN",), True)])
     assert build.load_kernels.__wrapped__() is None
-    assert caplog.messages[-1] == "The C++ kernels are off, torch serves in their place, more slowly: broken\n"
+    assert caplog.messages[-1] == "The C++ kernels are not available; slower torch code runs instead: broken\n"
     assert not list((empty_cache / "kernels").iterdir())
 
 

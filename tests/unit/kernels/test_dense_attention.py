@@ -6,32 +6,32 @@ import pytest
 import torch
 
 from rollout_engine.kernels import dense_attention
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.kernels.dense_attention import DenseAttention
-from rollout_engine.kernels.scoring import Scoring
 
 
 @pytest.fixture(params=["kernel", "twin"], autouse=True)
 def implementation(request, monkeypatch):
-    """Which of them serves."""
+    """Run with the C++ kernel, and with its eager twin."""
     if request.param == "twin":
-        monkeypatch.setattr(dense_attention.compiled, "serves", lambda dtype: False)
+        monkeypatch.setattr(dense_attention.compiled, "supports", lambda dtype: False)
     elif load_kernels() is None:
         pytest.skip("no C++ compiler here")
 
 
-def reference(q, k, v, scoring, sinks=None):
+def reference(q, k, v, params, sinks=None):
     """Plain attention in the inputs' dtype: q [B, H, T, Dk] -> [B, T, H, Dv]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * scoring.scale
-    if scoring.softcap:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = q @ k.transpose(-1, -2) * params.scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     position = torch.arange(q.shape[2])
     distance = position[:, None] - position
     hidden = distance < 0
-    if scoring.sliding_window:
-        hidden = hidden | (distance >= scoring.sliding_window)
+    if params.sliding_window:
+        hidden = hidden | (distance >= params.sliding_window)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
@@ -39,22 +39,22 @@ def reference(q, k, v, scoring, sinks=None):
 
 
 CASES = [
-    pytest.param(4, 4, 150, 16, 16, Scoring(0.25), id="multi-head"),
-    pytest.param(6, 2, 65, 24, 24, Scoring(0.3), id="grouped"),
-    pytest.param(4, 1, 64, 16, 8, Scoring(0.25), id="multi-query, narrower values"),
-    pytest.param(4, 2, 200, 16, 16, Scoring(0.25, sliding_window=70), id="window over tiles"),
-    pytest.param(4, 2, 90, 16, 16, Scoring(0.25, sliding_window=5), id="window within a tile"),
-    pytest.param(4, 2, 90, 16, 16, Scoring(0.5, softcap=3.0), id="soft cap"),
-    pytest.param(2, 2, 1, 16, 16, Scoring(0.25), id="one token"),
+    pytest.param(4, 4, 150, 16, 16, AttentionParams(0.25), id="multi-head"),
+    pytest.param(6, 2, 65, 24, 24, AttentionParams(0.3), id="grouped"),
+    pytest.param(4, 1, 64, 16, 8, AttentionParams(0.25), id="multi-query, narrower values"),
+    pytest.param(4, 2, 200, 16, 16, AttentionParams(0.25, sliding_window=70), id="window over tiles"),
+    pytest.param(4, 2, 90, 16, 16, AttentionParams(0.25, sliding_window=5), id="window within a tile"),
+    pytest.param(4, 2, 90, 16, 16, AttentionParams(0.5, softcap=3.0), id="soft cap"),
+    pytest.param(2, 2, 1, 16, 16, AttentionParams(0.25), id="one token"),
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "length", "dk", "dv", "scoring"), CASES)
-def test_values_and_gradients_are_attentions(heads, kv_heads, length, dk, dv, scoring):
+@pytest.mark.parametrize(("heads", "kv_heads", "length", "dk", "dv", "params"), CASES)
+def test_values_and_gradients_are_attentions(heads, kv_heads, length, dk, dv, params):
     shapes = [(3, heads, length, dk), (3, kv_heads, length, dk), (3, kv_heads, length, dv)]
     ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
     theirs = [t.detach().double().requires_grad_() for t in ours]
-    out, expected = DenseAttention.apply(*ours, scoring), reference(*theirs, scoring)
+    out, expected = DenseAttention.apply(*ours, params), reference(*theirs, params)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
     grad = torch.randn_like(out)
     out.backward(grad)
@@ -67,9 +67,9 @@ def test_sinks_take_their_share_and_get_their_gradient():
     shapes = [(2, 6, 90, 16), (2, 2, 90, 16), (2, 2, 90, 24), (6,)]
     ours = [torch.randn(shape, requires_grad=True) for shape in shapes]
     theirs = [t.detach().double().requires_grad_() for t in ours]
-    scoring = Scoring(0.3, sliding_window=20)
-    out = DenseAttention.apply(*ours[:3], scoring, ours[3])
-    expected = reference(*theirs[:3], scoring, theirs[3])
+    params = AttentionParams(0.3, sliding_window=20)
+    out = DenseAttention.apply(*ours[:3], params, ours[3])
+    expected = reference(*theirs[:3], params, theirs[3])
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
     grad = torch.randn_like(out)
     out.backward(grad)
@@ -80,13 +80,13 @@ def test_sinks_take_their_share_and_get_their_gradient():
 
 def test_a_token_does_not_depend_on_what_follows_or_stands_beside_it(thread_count):
     q, k, v = (torch.randn(5, heads, 200, 16) for heads in (6, 2, 2))
-    scoring = Scoring(0.25)
+    params = AttentionParams(0.25)
     thread_count(2)
-    whole = DenseAttention.apply(q, k, v, scoring)
+    whole = DenseAttention.apply(q, k, v, params)
     for threads in (1, 2):
         thread_count(threads)
         for length in (1, 2, 63, 64, 65, 131, 199):
-            part = DenseAttention.apply(q[1:3, :, :length], k[1:3, :, :length], v[1:3, :, :length], scoring)
+            part = DenseAttention.apply(q[1:3, :, :length], k[1:3, :, :length], v[1:3, :, :length], params)
             assert torch.equal(part, whole[1:3, :length])
 
 
@@ -94,13 +94,15 @@ LENGTHS = [65, 1, 200, 1, 34, 99]
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("scoring", [Scoring(0.25), Scoring(0.25, sliding_window=20), Scoring(0.5, softcap=3.0)])
-def test_packed_sequences_are_computed_as_if_each_were_alone(rows, scoring):
+@pytest.mark.parametrize(
+    "params", [AttentionParams(0.25), AttentionParams(0.25, sliding_window=20), AttentionParams(0.5, softcap=3.0)]
+)
+def test_packed_sequences_are_computed_as_if_each_were_alone(rows, params):
     total = sum(LENGTHS)
     packed = [torch.randn(rows, heads, total // rows, 16, requires_grad=True) for heads in (6, 2, 2)]
     sinks = torch.randn(6, requires_grad=True)
     alone_sinks = sinks.detach().clone().requires_grad_()
-    out = DenseAttention.apply(*packed, scoring, sinks, None, LENGTHS)
+    out = DenseAttention.apply(*packed, params, sinks, None, LENGTHS)
     grad = torch.randn_like(out)
     out.backward(grad)
     flat = [x.detach().transpose(1, 2).flatten(0, 1) for x in packed]
@@ -109,7 +111,7 @@ def test_packed_sequences_are_computed_as_if_each_were_alone(rows, scoring):
     for length in LENGTHS:
         part = slice(start, start + length)
         alone = [x[part].transpose(0, 1)[None].requires_grad_() for x in flat]
-        expected = DenseAttention.apply(*alone, scoring, alone_sinks)
+        expected = DenseAttention.apply(*alone, params, alone_sinks)
         assert torch.equal(out.flatten(0, 1)[part], expected[0])
         expected.backward(grad.flatten(0, 1)[part][None])
         for mine, right in zip(grads, alone, strict=True):

@@ -1,4 +1,4 @@
-"""Draws: the kernel beside its twin, and rows that do not see one another. Distributions: model/test_sampler.py."""
+"""Draws: the kernel against its twin, and independence of rows. Distributions: model/test_sampler.py."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def _case(n, vocab_size, dtype, *, seed=0):
 @pytest.mark.parametrize("vocab_size", [1, 16, 127, 128, 129, 1000, 6001])
 def test_the_kernel_does_what_its_twin_does(monkeypatch, vocab_size, dtype):
     case = _case(200, vocab_size, dtype)
-    figures, kept = draw(*case)
+    stats, kept = draw(*case)
     monkeypatch.setattr(build, "load_kernels", lambda: None)
     twin, twin_kept = draw(*case)
-    assert torch.equal(figures.maximum, twin.maximum)
-    torch.testing.assert_close(figures.log_total, twin.log_total, rtol=1e-6, atol=1e-6)
-    assert (figures.tokens == twin.tokens).float().mean() > 0.995  # a uniform may fall between two roundings of a sum
-    same = figures.tokens == twin.tokens
-    torch.testing.assert_close(figures.logprobs[same], twin.logprobs[same], rtol=1e-6, atol=2e-6)
+    assert torch.equal(stats.maximum, twin.maximum)
+    torch.testing.assert_close(stats.log_total, twin.log_total, rtol=1e-6, atol=1e-6)
+    assert (stats.tokens == twin.tokens).float().mean() > 0.995  # a uniform may fall between two roundings of a sum
+    same = stats.tokens == twin.tokens
+    torch.testing.assert_close(stats.logprobs[same], twin.logprobs[same], rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(kept.log_total, twin_kept.log_total, rtol=1e-6, atol=1e-6)
 
 
@@ -45,18 +45,18 @@ def test_the_kernel_does_what_its_twin_does(monkeypatch, vocab_size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_drawn_alike_alone_in_company_and_by_any_threads(thread_count, dtype):
     logits, temperatures, u, greedy, rules = _case(90, 3001, dtype)
-    figures, kept = draw(logits, temperatures, u, greedy, rules)
+    stats, kept = draw(logits, temperatures, u, greedy, rules)
     thread_count(2)
     for rows in (slice(0, 1), slice(89, 90), slice(10, 60)):
         again, again_kept = draw(logits[rows], temperatures[rows], u[rows], greedy[rows], rules.rows(rows))
-        assert all(torch.equal(x, y[rows]) for x, y in zip((*again, *again_kept), (*figures, *kept), strict=True))
+        assert all(torch.equal(x, y[rows]) for x, y in zip((*again, *again_kept), (*stats, *kept), strict=True))
 
 
 @needs_kernel
 def test_the_log_prob_has_the_bits_of_token_logprobs():
     logits, temperatures, u, greedy, rules = _case(90, 3001, torch.bfloat16)
-    figures, _ = draw(logits, temperatures, u, greedy, rules)
-    assert torch.equal(figures.logprobs, token_logprobs(logits, figures.tokens, temperatures))
+    stats, _ = draw(logits, temperatures, u, greedy, rules)
+    assert torch.equal(stats.logprobs, token_logprobs(logits, stats.tokens, temperatures))
 
 
 @needs_kernel
@@ -64,9 +64,9 @@ def test_an_idle_rule_changes_no_bit():
     logits, temperatures, u, greedy, rules = _case(60, 700, torch.float32)
     plain, nothing = draw(logits, temperatures, u, greedy)
     idle = Truncation(*(torch.full_like(c, x) for x, c in zip((1.0, 0, 1.0, 0.0), rules, strict=True)))
-    figures, kept = draw(logits, temperatures, u, greedy, idle)
+    stats, kept = draw(logits, temperatures, u, greedy, idle)
     assert nothing is None
-    assert all(torch.equal(x, y) for x, y in zip(figures, plain, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(stats, plain, strict=True))
     assert torch.equal(kept.log_total, plain.log_total)
 
 

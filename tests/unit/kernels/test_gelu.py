@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_engine.kernels.gelu import gelu_tanh
+from rollout_engine.kernels.activation import gelu_tanh
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

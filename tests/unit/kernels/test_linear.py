@@ -42,7 +42,6 @@ def test_no_rows_give_no_rows():
 
 def test_a_shape_that_nothing_makes_invariant_is_refused(monkeypatch):
     monkeypatch.setattr(linear, "_proven", lambda *args: False)
-    linear._own_holds.cache_clear()
     with pytest.raises(linear.NotInvariant, match=r"\[61, 67\]"):
         linear.plan_for(torch.randn(61, 67))
 
@@ -59,6 +58,5 @@ def test_the_proof_notices_a_library_that_depends_on_the_batch(monkeypatch):
 
 def test_the_proof_leaves_the_number_of_threads_as_it_was(thread_count):
     thread_count(2)
-    linear._plans.pop((45, 67, torch.float32), None)
-    linear.plan_for(torch.randn(45, 67))
+    linear._plan.__wrapped__(45, 67, torch.float32, False)
     assert torch.get_num_threads() == 2

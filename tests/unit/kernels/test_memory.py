@@ -1,10 +1,10 @@
-"""Lazily provided zeros."""
+"""Lazily committed zeros, and releasing their pages."""
 
 import psutil
 import pytest
 import torch
 
-from rollout_engine.kernels.memory import give_back, lazy_zeros, resident_bytes
+from rollout_engine.kernels.memory import lazy_zeros, release_pages, resident_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,7 +32,7 @@ def test_what_is_given_back_is_free_keeps_its_address_and_can_be_written_again(m
     tensor.fill_(7)
     view, address = tensor[1 << 20 :].view(-1, 1 << 20), tensor.data_ptr()
     full = process.memory_info().rss
-    give_back([tensor, view])
+    release_pages([tensor, view])
     assert full - process.memory_info().rss > 250 << 20
     assert tensor.data_ptr() == address
     pages = tensor[4096:-4096]
@@ -43,11 +43,11 @@ def test_what_is_given_back_is_free_keeps_its_address_and_can_be_written_again(m
 
 def test_neighbours_of_what_is_given_back_keep_their_values():
     small = [torch.full((700,), float(i)) for i in range(64)]
-    give_back(small[::2])
+    release_pages(small[::2])
     assert all((tensor == i).all() for i, tensor in enumerate(small) if i % 2)
 
 
-@pytest.mark.parametrize("function", [give_back, resident_bytes])
+@pytest.mark.parametrize("function", [release_pages, resident_bytes])
 def test_tensors_elsewhere_are_refused(function):
     with pytest.raises(ValueError, match="on the CPU, and one is on meta"):
         function([torch.zeros(9), torch.zeros(9, device="meta")])

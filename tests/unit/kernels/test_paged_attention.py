@@ -1,4 +1,4 @@
-"""Products of the eager twin are proven at start-up, where the C++ kernel does not serve."""
+"""The eager twin's products are checked at start-up where there is no C++ kernel."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from rollout_engine.kernels.linear import NotInvariant
 
 def test_a_cpu_whose_products_depend_on_their_height_is_refused(monkeypatch):
     monkeypatch.setattr(paged_attention, "_rows_are_independent", lambda dim: False)
-    monkeypatch.setattr(paged_attention.compiled, "serves", lambda dtype: False)
+    monkeypatch.setattr(paged_attention.compiled, "supports", lambda dtype: False)
     with pytest.raises(NotInvariant, match="head size 20"):
         paged_attention.prove_row_invariance({20}, torch.float32)
 
 
 def test_the_kernel_needs_no_such_proof(monkeypatch):
     monkeypatch.setattr(paged_attention, "_rows_are_independent", lambda dim: False)
-    monkeypatch.setattr(paged_attention.compiled, "serves", lambda dtype: True)
+    monkeypatch.setattr(paged_attention.compiled, "supports", lambda dtype: True)
     paged_attention.prove_row_invariance({20}, torch.float32)

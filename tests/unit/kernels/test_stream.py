@@ -1,4 +1,4 @@
-"""The copy past the caches moves every byte, no other, and finds the largest bits wherever they are."""
+"""The streaming copy moves exactly the given bytes, and finds the largest bit pattern anywhere."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from rollout_engine.kernels.cpu.stream import streaming_copy
 
 WIDTHS = {torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.int64: 8}
 SIZES = [0, 1, 31, 64, 65, 1000, 70_001]
-"""Elements, around the borders of a line."""
+"""Numbers of elements around the ends of a cache line."""
 
 pytestmark = pytest.mark.skipif(streaming_copy() is None, reason="the C++ kernels cannot be built here")
 

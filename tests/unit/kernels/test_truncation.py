@@ -3,16 +3,16 @@ import pytest
 import torch
 
 from rollout_engine.kernels.draw import Truncation, draw
-from rollout_engine.kernels.truncation import most_likely, stays
+from rollout_engine.kernels.truncation import is_kept, most_likely
 
 
 def cut_tail(logits, truncation):
-    """-inf in place where the edges of a draw cut."""
+    """Set tokens cut by the edges of a draw to -inf, in place."""
     n = len(logits)
     ones, u, sampled = torch.ones(n), torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool)
     _, kept = draw(logits, ones, u, sampled, truncation)
     ids = torch.arange(logits.shape[1]).expand_as(logits)
-    logits[~stays(logits, ids, kept.floor, kept.last_tie)] = -torch.inf
+    logits[~is_kept(logits, ids, kept.floor, kept.last_tie)] = -torch.inf
 
 
 def _kept_by_sorting(logits, temperature, top_k, top_p, min_p):

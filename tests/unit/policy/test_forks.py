@@ -1,39 +1,23 @@
 """A forked child that touches an engine gets an error at once, and takes nothing of its parent's."""
 
 import asyncio
-import os
-import sys
 import threading
-import traceback
+import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from rollout_engine.errors import LifecycleError
-from rollout_engine.frontend.llm import LLM
+from rollout_engine.faces.llm import LLM
 from rollout_engine.sampling_params import SamplingParams
 from sync.errors import SyncError
 from sync.published import open_current
 from sync.store import StoreSender
+from tests.forking import in_fork
 
 SHORT = SamplingParams(max_tokens=3)
 MESSAGE = r"belongs to process \d+; this is process \d+, forked from it"
-
-
-def in_fork(check):
-    """Run `check` in a forked child; what it raises fails the test."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            check()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "see the child's traceback"
 
 
 async def first_group(policy):
@@ -51,6 +35,8 @@ TOUCHES = {
     "pause": lambda rig: rig.policy.pause_generation(),
     "sleep": lambda rig: rig.policy.sleep(),
     "update": lambda rig: rig.policy.update_weights({}),
+    "is_paused": lambda rig: rig.policy.is_paused(),
+    "metrics": lambda rig: rig.policy.get_metrics(),
     "rpc": lambda rig: rig.policy.collective_rpc("get_weight_norms"),
 }
 
@@ -84,14 +70,16 @@ def test_a_forked_child_gets_an_error_at_once_even_while_a_step_runs(rig):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_end_of_a_forked_child_frees_nothing_of_its_parent(rig):
-    def check():
+    def check(end):
         ended = []
         rig.executor.shutdown = lambda: ended.append("the executor")
-        rig.policy.shutdown()
-        rig.engine._release()  # as when it is garbage, or the interpreter ends
+        end()
         assert ended == []
 
-    in_fork(check)
+    frontend = rig.engine.frontend
+    assert isinstance(frontend.shutdown, weakref.finalize)  # so it also runs when the engine is garbage
+    for end in (rig.policy.shutdown, frontend.shutdown, frontend.client.shutdown):
+        in_fork(partial(check, end))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

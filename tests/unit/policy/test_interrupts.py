@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import rollout_engine
+from rollout_engine.engine import interrupts
 from rollout_engine.errors import LifecycleError
-from rollout_engine.frontend import interrupts
-from rollout_engine.frontend.llm import LLM
+from rollout_engine.faces.llm import LLM
 from rollout_engine.sampling_params import SamplingParams
 
 OURS = str(Path(rollout_engine.__file__).parent)

@@ -62,13 +62,14 @@ CUT = r"prompts\[0\], sample 0 was aborted after [1-9] tokens by a pause, .* cal
 
 
 def test_a_rollout_cut_by_an_abort_raises_and_returns_no_group(rig, monkeypatch):
-    steps = iter(range(5))
+    steps, turn = iter(range(100)), rig.engine.frontend.client.turn
 
-    def pause_before_the_last_step(timeout):
+    def pause_before_the_last_step(has_news):
         if next(steps) == 4:
             rig.policy.pause_generation(mode="abort")
+        return turn(has_news)
 
-    monkeypatch.setattr(rig.engine, "wait_until_steppable", pause_before_the_last_step)
+    monkeypatch.setattr(rig.engine.frontend.client, "turn", pause_before_the_last_step)
     with pytest.raises(RetryableError, match=CUT):
         rig.rollout("one", PARAMS, num_samples=2)
     rig.policy.resume_generation()

@@ -11,7 +11,7 @@ import torch
 from rollout_engine.batches.jsonl import to_jsonl
 from rollout_engine.batches.layout import places
 from rollout_engine.errors import EngineGenerateError, RequestError, RewardError
-from rollout_engine.frontend.llm import LLM
+from rollout_engine.faces.llm import LLM
 from rollout_engine.policy import RolloutPolicy
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed, mix
@@ -238,15 +238,16 @@ def test_a_refused_rollout_queues_nothing(rig, prompts, options, message):
     assert rig.executor.num_steps == 0
 
 
-def test_results_taken_by_somebody_else_are_an_error_not_a_hang(rig):
-    def steal(*_):
-        while rig.engine.has_unfinished_requests():
-            rig.engine.step()
-        return [0.0]
+def test_a_reward_function_that_steps_the_engine_takes_no_result_of_the_rollout(rig):
+    stepped = []
+
+    def step_on(prompts, completions, completion_ids):
+        stepped.extend(rig.engine.step() for _ in range(3))
+        return [0.0] * len(completions)
 
     params = [SamplingParams(max_tokens=k, ignore_eos=True) for k in (1, 5, 5)]
-    with pytest.raises(EngineGenerateError, match="taken by another caller"):
-        rig.rollout(PROMPTS, params, reward_fn=steal)
+    batch = rig.rollout(PROMPTS, params, reward_fn=step_on)
+    assert batch["masks", "response"].sum(dim=1).tolist() == [1, 5, 5] and stepped == [[]] * 9
 
 
 def test_nothing_is_printed_without_a_progress_bar(rig, capfd):

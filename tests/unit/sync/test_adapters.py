@@ -11,8 +11,8 @@ from torch import nn
 
 import sync
 from rollout_engine.testing import tiny_model
-from sync.deferred import whole
 from sync.errors import ManifestMismatch
+from sync.lazy_tensor import materialized
 from sync.source import read_source
 
 ADAPTED = runpy.run_path(str(Path(__file__).parent / "adapted.py"))
@@ -20,7 +20,7 @@ build, merged = ADAPTED["build"], ADAPTED["merged"]
 
 
 def sent(source):
-    return {name: whole(tensor) for name, tensor in read_source(source)}
+    return {name: materialized(tensor) for name, tensor in read_source(source)}
 
 
 def assert_equal(found, expected):

@@ -21,7 +21,7 @@ def shards(directory, **weight_map):
 
 
 def same(source):
-    tensors = {name: tensor.make() for name, tensor in read_source(source)}
+    tensors = {name: tensor.materialize() for name, tensor in read_source(source)}
     return tensors.keys() == TENSORS.keys() and all(torch.equal(tensors[n], TENSORS[n]) for n in TENSORS)
 
 

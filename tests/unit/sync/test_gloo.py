@@ -89,10 +89,8 @@ def free_port():
 def test_a_rank_that_never_comes_is_a_timeout(tmp_path):
     sender = sync.make_sender("gloo", rendezvous=f"file://{tmp_path}/r", world_size=2, timeout=0.5)
     sender.offer(WEIGHTS, 1, {})
-    start = time.monotonic()
     with pytest.raises(TransferTimeout, match="weight group of 2 did not form within 0.5 s"):
         sender.send()
-    assert time.monotonic() - start < 30
     with pytest.raises(TransferTimeout):
         sender.ready()
     sender.close()
@@ -105,7 +103,7 @@ def test_a_receiver_that_does_not_listen_is_a_timeout_and_ends_the_group(ends):
     sender.offer(WEIGHTS, 1, {})
     with pytest.raises((TransferTimeout, SyncError)):
         sender.send()
-    with pytest.raises(SyncError, match="make new ends with a new rendezvous"):
+    with pytest.raises(SyncError, match="Make a new sender and new receivers with a new rendezvous"):
         sender.send()
 
 

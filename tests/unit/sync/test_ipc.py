@@ -6,10 +6,9 @@ import msgspec
 import pytest
 import torch
 
-import sync
 from sync import shared_memory
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
-from sync.ipc import Filled, HandleReceiver, HandleSender, Lying, Taken, Want
+from sync.ipc import Filled, HandleReceiver, HandleSender, InPlaceTensor, Request, Taken
 from sync.shared_memory import CudaMemory
 from tests.unit.sync.host_memory import HostMemory, shared
 from tests.unit.sync.receiving import Receiving
@@ -80,7 +79,7 @@ def test_what_lies_in_shared_memory_in_its_form_is_read_there(ends):
     source = {"one": one, "two": two, "other": other, "nothing": torch.empty(0)}
     manifest = sender.offer(source, 1, {})
     placed = []
-    sender._held.get()[0].place = lambda i, out: placed.append(i)
+    sender._held[0].copy = lambda i, out: placed.append(i)
     receiving = Receiving(receiver, manifest)
     sender.send()
     receiving.join()
@@ -94,8 +93,8 @@ def test_what_lies_in_shared_memory_in_its_form_is_read_there(ends):
 
 def test_what_is_cast_strided_or_elsewhere_is_packed_beside_it(ends):
     sender, receiver = ends
-    lying, cast, strided = shared(sender._memory, torch.arange(600.0), torch.rand(300), torch.rand(20, 30))
-    source = {"lying": lying, "cast": cast, "strided": strided.t(), "elsewhere": torch.arange(300.0)}
+    whole, cast, strided = shared(sender._memory, torch.arange(600.0), torch.rand(300), torch.rand(20, 30))
+    source = {"whole": whole, "cast": cast, "strided": strided.t(), "elsewhere": torch.arange(300.0)}
     manifest = sender.offer(source, 1, {"cast": ("bfloat16", (300,))})
     receiving = Receiving(receiver, manifest)
     sender.send()
@@ -107,12 +106,12 @@ def test_what_is_cast_strided_or_elsewhere_is_packed_beside_it(ends):
 @pytest.mark.parametrize(
     "place",
     [
-        Lying("unknown", 2, 0),
-        Lying("w", 3, 0),
-        Lying("w", -1, 0),
-        Lying("w", 2, -4),
-        Lying("w", 2, 2),
-        Lying("w", 2, 4),
+        InPlaceTensor("unknown", 2, 0),
+        InPlaceTensor("w", 3, 0),
+        InPlaceTensor("w", -1, 0),
+        InPlaceTensor("w", 2, -4),
+        InPlaceTensor("w", 2, 2),
+        InPlaceTensor("w", 2, 4),
     ],
 )
 def test_a_place_where_nothing_can_lie_is_refused(ends, place):
@@ -120,13 +119,13 @@ def test_a_place_where_nothing_can_lie_is_refused(ends, place):
     source = dict(zip("w", shared(sender._memory, torch.arange(10.0)), strict=True))
     manifest = sender.offer(source, 1, {})
     make = sender._shared
-    sender._shared = lambda transfer, lying: msgspec.structs.replace(make(transfer, lying), lying=[place])
+    sender._shared = lambda transfer, in_place: msgspec.structs.replace(make(transfer, in_place), in_place=[place])
     receiving = Receiving(receiver, manifest)
     await_request(sender, 0.5)
     with pytest.raises(TransferTimeout):
         sender.send()
     receiving.join()
-    assert "The trainer says" in str(receiving.problem) and not receiving.tensors
+    assert "The trainer shares" in str(receiving.problem) and not receiving.tensors
 
 
 def test_a_bucket_is_taken_out_while_the_one_before_it_still_is(ends):
@@ -143,7 +142,7 @@ def test_a_bucket_is_taken_out_while_the_one_before_it_still_is(ends):
     )
     push(sender, receiver, {f"w{i}": torch.full((250,), float(i)) for i in range(3)})
     assert receiver._memory.trace == [
-        *[("Want", 0), ("mark", 0), ("mark", 1), ("wait", 0), ("Taken", 0), ("mark", 2), ("wait", 1), ("Taken", 1)],
+        *[("Request", 0), ("mark", 0), ("mark", 1), ("wait", 0), ("Taken", 0), ("mark", 2), ("wait", 1), ("Taken", 1)],
         *[("mark", 3), ("wait", 3), ("wait", 2), ("Taken", 2), ("Done", 0)],
     ]
     assert sender._memory.trace == [
@@ -229,9 +228,9 @@ def test_a_request_that_was_given_up_is_passed_over(ends):
     [
         b"",
         b"\x80\x04cos\nsystem\n(S'false'\ntR.",
-        msgspec.msgpack.encode(Want(1, 1, "digest", "memory")).replace(b"digest", b"dig\xffst"),
-        msgspec.msgpack.encode({"type": "Want", "transfer": 1, "version": "1", "digest": "", "memory": ""}),
-        msgspec.msgpack.encode({"type": "Want", "transfer": 1, "version": 1, "digest": "", "memory": "", "more": 1}),
+        msgspec.msgpack.encode(Request(1, 1, "digest", "memory")).replace(b"digest", b"dig\xffst"),
+        msgspec.msgpack.encode({"type": "Request", "transfer": 1, "version": "1", "digest": "", "memory": ""}),
+        msgspec.msgpack.encode({"type": "Request", "transfer": 1, "version": 1, "digest": "", "memory": "", "more": 1}),
         msgspec.msgpack.encode(Filled(1, 1)),
         msgspec.msgpack.encode(Taken(1, 1)),
     ],
@@ -252,9 +251,7 @@ def test_a_buffer_smaller_than_its_bucket_is_refused(ends, tmp_path):
     with pytest.raises(TransferTimeout):
         sender.send()
     receiving.join()
-    assert "The trainer says that 'w0' lies in its memory where it cannot: bytes 0 to 400 of 10" in str(
-        receiving.problem
-    )
+    assert "The trainer shares bytes 0 to 400 of 10 as 'w0'" in str(receiving.problem)
 
 
 def test_a_trainer_that_never_sends_is_a_timeout(ends):
@@ -287,12 +284,11 @@ def test_a_second_trainer_in_the_directory_is_refused(ends, tmp_path):
     push(*ends, WEIGHTS)
 
 
-def test_the_wire_says_want_before_anything_else(ends):
+def test_the_engine_first_sends_a_request(ends):
     sender, receiver = ends
     manifest = sender.offer(WEIGHTS, 7, {})
     receiver.channel._timeout = 0.01
     with pytest.raises(TransferTimeout):
         next(receiver.receive(manifest))
-    want = sender.channel.expect(Want)
-    assert (want.version, want.digest, want.memory) == (7, manifest.digest, "host")
-    assert sync.ipc.Want is Want
+    request = sender.channel.expect(Request)
+    assert (request.version, request.digest, request.memory) == (7, manifest.digest, "host")

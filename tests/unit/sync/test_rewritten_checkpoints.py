@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import sync
-from sync import checkpoint, held_files
+from sync import checkpoint, file_snapshot
 from sync.errors import ChecksumMismatch
 from sync.source import read_source
 
@@ -79,9 +79,9 @@ class AfterReads:
 
     def __init__(self, monkeypatch, count, act):
         self.left, self._act, self._is_open = count, act, False
-        self._read, self._open = os.preadv, checkpoint.open_settled
+        self._read, self._open = os.preadv, checkpoint.open_snapshot
         monkeypatch.setattr(os, "preadv", self.read)
-        monkeypatch.setattr(checkpoint, "open_settled", self.open)
+        monkeypatch.setattr(checkpoint, "open_snapshot", self.open)
 
     def open(self, *arguments):
         result = self._open(*arguments)
@@ -121,7 +121,7 @@ def test_what_is_read_is_what_is_there(old, monkeypatch):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_changes_at_any_point_of_the_reading_is_named(old, new, monkeypatch, change, name, count):
     AfterReads(monkeypatch, count, lambda: CHANGES[change](new / name, old / name))
-    with pytest.raises(ChecksumMismatch, match=f"{name} .* while it was read. Nothing was taken from it"):
+    with pytest.raises(ChecksumMismatch, match=f"{name} .* while it was read. Nothing of it was used"):
         offer(old)
 
 
@@ -135,7 +135,7 @@ def test_a_file_cut_while_a_sender_reads_it_is_an_error(old, tmp_path, monkeypat
 
 
 def test_shards_that_are_exchanged_while_they_are_opened_are_opened_again(old, new, monkeypatch):
-    real = held_files.HeldFile
+    real = file_snapshot.SnapshotFile
 
     def open_and_exchange(path):
         file = real(path)
@@ -145,19 +145,19 @@ def test_shards_that_are_exchanged_while_they_are_opened_are_opened_again(old, n
             new.rmdir()
         return file
 
-    monkeypatch.setattr(checkpoint, "HeldFile", open_and_exchange)
+    monkeypatch.setattr(checkpoint, "SnapshotFile", open_and_exchange)
     assert offer(old) == {2.0}
 
 
 def test_files_that_never_rest_are_refused(old, monkeypatch):
-    real = held_files.HeldFile
+    real = file_snapshot.SnapshotFile
 
     def open_and_touch(path):
         os.utime(path)
         return real(path)
 
-    monkeypatch.setattr(checkpoint, "HeldFile", open_and_touch)
-    monkeypatch.setattr(held_files, "_PATIENCE_NS", 50_000_000)
+    monkeypatch.setattr(checkpoint, "SnapshotFile", open_and_touch)
+    monkeypatch.setattr(file_snapshot, "_PATIENCE_NS", 50_000_000)
     with pytest.raises(ChecksumMismatch, match="is being rewritten: .* sync.publish is atomic"):
         read_source(old)
 

@@ -122,9 +122,9 @@ def test_a_tensor_that_fits_is_not_copied():
     assert cast_for("w", tensor, {"w": ("float32", (4,))}).data_ptr() == tensor.data_ptr()
 
 
-def test_a_placed_tensor_is_cast_nearest_even_wherever_it_goes():
+def test_a_copied_tensor_is_cast_nearest_even_wherever_it_goes():
     source = torch.randn(3, 4)
     offer = Offer({"w": source}, {"w": ("bfloat16", (3, 4))})
     for out in (torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(4, 3, dtype=torch.bfloat16).t()):
-        offer.place(0, out)
+        offer.copy(0, out)
         assert torch.equal(out, source.bfloat16())

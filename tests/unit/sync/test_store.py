@@ -174,9 +174,9 @@ def test_a_trainer_that_restarted_may_go_back(store):
 def test_two_trainers_at_once_are_refused(store):
     first = sync.make_sender("store", directory=store)
     first.offer(weights(1), 1, {})
-    with pytest.raises(SyncError, match="Another trainer publishes"):
+    with pytest.raises(SyncError, match="Another trainer sends weights"):
         sync.make_sender("store", directory=store)
-    with pytest.raises(SyncError, match="Another trainer publishes"):
+    with pytest.raises(SyncError, match="Another trainer sends weights"):
         sync.publish(store, weights(2), 2)
     first.offer(weights(2), 2, {})
     first.close()

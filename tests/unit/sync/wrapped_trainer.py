@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sync.deferred import whole
 from sync.errors import ManifestMismatch
+from sync.lazy_tensor import materialized
 from sync.source import read_source
 
 ADAPTED = runpy.run_path(str(Path(__file__).parent / "adapted.py"))
@@ -55,7 +55,7 @@ WRAPPERS = {
 def check(name, model, expected):
     for wrap in WRAPPERS[name]:
         model = wrap(model)
-    found = {key: whole(tensor) for key, tensor in read_source(model)}
+    found = {key: materialized(tensor) for key, tensor in read_source(model)}
     assert found.keys() == expected.keys(), (name, found.keys())
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name
 

@@ -21,27 +21,27 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rollout_engine.kernels.cpu.sampling import Kept, Truncation
+from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.copies import FusedCopy
-from rollout_engine.kernels.triton.inputs import prepare
+from rollout_engine.kernels.triton.decode_inputs import prepare
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.logit_edits import edit
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
-from rollout_engine.kernels.triton.outcome import tell, tell_edited
+from rollout_engine.kernels.triton.outcome import write_edited_outcomes, write_outcomes
 from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary, rotate_and_write
-from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, empty_figures, sample
+from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspace, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
-from sync.digest_kernel import DeviceLooks
+from sync.digest_kernel import DeviceCheck
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 VOCAB_SIZE = 151_936
 
 
 class Hopper:
-    """As much of a driver as compilation asks for."""
+    """A stub driver with what compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -75,9 +75,9 @@ def call_everything(dtype: torch.dtype) -> None:
     prepare(columns, columns, lens, (columns, lens, 9), columns, tables, tables, 16)
     call_sampling(dtype)
     FusedCopy([(hidden, hidden.clone()), (empty(9)[1:], empty(8))]).run()
-    looks = DeviceLooks()
-    looks.add(hidden)
-    looks.told()
+    check = DeviceCheck()
+    check.add(hidden)
+    check.results()
 
 
 def call_sampling(dtype: torch.dtype) -> None:
@@ -85,24 +85,22 @@ def call_sampling(dtype: torch.dtype) -> None:
     n = 4
     logits, floats, ints = empty(n, VOCAB_SIZE, dtype=dtype), empty(n), empty(n, dtype=torch.int64)
     rows = SamplingRows(floats, ints, ints, ints.int())
-    workspace, figures = SamplingWorkspace.empty(n, VOCAB_SIZE, "cpu"), empty_figures(n, "cpu")
-    kept = Kept(floats.double(), floats, ints)
-    sample(logits, rows, workspace, figures)
-    truncate(
-        logits, rows, Truncation(floats.double(), ints, floats.double(), floats.double()), workspace, figures, kept
-    )
+    workspace, stats = SamplingWorkspace.empty(n, VOCAB_SIZE, "cpu"), RowStats.empty(n, "cpu")
+    kept = KeptTokens(floats.double(), floats, ints)
+    sample(logits, rows, workspace, stats)
+    truncate(logits, rows, Truncation(floats.double(), ints, floats.double(), floats.double()), workspace, stats, kept)
     top_ids, top_logprobs = empty(n, 20, dtype=torch.int32), empty(n, 20)
-    top_tokens(logits, floats, workspace, figures, top_ids, top_logprobs, kept)
+    top_tokens(logits, floats, workspace, stats, top_ids, top_logprobs, kept)
     edited, truncates, outcome = empty(n, VOCAB_SIZE), empty(n, dtype=torch.bool), empty(4, n, dtype=torch.float64)
     edit(logits, ints, ints, ints, ints, ints, edited)
     for rules in (None, kept):
-        tell(figures, rules, truncates, outcome, ints, ints)
+        write_outcomes(stats, rules, truncates, outcome, ints, ints)
         told = rules, truncates, outcome, ints, ints
-        tell_edited(logits, floats, figures, ints, edited, figures, workspace, *told)
+        write_edited_outcomes(logits, floats, stats, ints, edited, stats, workspace, *told)
 
 
-def figures_of(kernel: Any) -> dict[str, int]:
-    """Registers, bytes of stack (spills) and of shared memory, and instructions that tell a good kernel."""
+def row_stats(kernel: Any) -> dict[str, int]:
+    """Registers, bytes of stack (spills) and of shared memory, and instructions that show a good kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -122,7 +120,7 @@ def main() -> None:
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         if not seen[kernel.hash]:
-            print(json.dumps({"kernel": self.__name__} | figures_of(kernel)))
+            print(json.dumps({"kernel": self.__name__} | row_stats(kernel)))
         seen[kernel.hash] += 1
         return kernel
 

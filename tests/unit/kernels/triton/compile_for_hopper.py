@@ -16,8 +16,8 @@ from triton.compiler import ASTSource
 from rollout_engine.kernels.triton import tiling as tilings
 from rollout_engine.kernels.triton import work
 from rollout_engine.kernels.triton.attention_kernel import attention_kernel
-from rollout_engine.kernels.triton.attention_shape import Lists, Numbers, Output, Parts, Pool, Queries, Shape
-from rollout_engine.kernels.triton.joining_kernel import joining_kernel
+from rollout_engine.kernels.triton.attention_shape import Lists, Output, Parts, Pool, Queries, ScoreFactors, Shape
+from rollout_engine.kernels.triton.merge_kernel import merge_kernel
 from rollout_engine.kernels.triton.tiling import Tiling
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -33,12 +33,12 @@ def attention(kind: str, heads: tuple[int, int], dim: int, block_size: int, **fl
     return compiled(attention_kernel, attention_arguments(), {"SHAPE": shape}, **options)
 
 
-def joining(is_ordered: bool) -> Any:
-    """The joining kernel."""
-    tiling = (tilings.ordered if is_ordered else tilings.decode)(2, 128, 128, 2)
+def merge(deterministic: bool) -> Any:
+    """The merge kernel."""
+    tiling = (tilings.deterministic if deterministic else tilings.decode)(2, 128, 128, 2)
     arguments = attention_arguments()
     shape = shape_of(tiling, (16, 8), 128, 16, writes_lse=True)
-    return compiled(joining_kernel, {name: arguments[name] for name in ("work", "parts", "output")}, {"SHAPE": shape})
+    return compiled(merge_kernel, {name: arguments[name] for name in ("work", "parts", "output")}, {"SHAPE": shape})
 
 
 def listing() -> Any:
@@ -51,7 +51,7 @@ def listing() -> Any:
 
 
 def sharing() -> Any:
-    """The kernel that cuts the line."""
+    """The kernel that divides the line of units."""
     arguments = dict.fromkeys(("items", "num_items", "shares", "line"), "*i32")
     constants = {"NUM_PROGRAMS": 264, "NUM_KV_HEADS": 8, "IS_WHOLE": True, "COLUMNS": work.COLUMNS, "BLOCK": 1024}
     return compiled(work._share_out, arguments, constants)
@@ -64,10 +64,10 @@ KERNELS = {
     "prefill": lambda: attention("prefill", (16, 8), 128, 16),
     "prefill, everything": lambda: attention("prefill", (14, 2), 80, 64, **EVERYTHING),
     "prefill, 256 channels": lambda: attention("prefill", (16, 8), 256, 16),
-    "ordered": lambda: attention("ordered", (16, 8), 128, 16),
-    "ordered, everything": lambda: attention("ordered", (14, 2), 64, 16, **EVERYTHING),
-    "joining": lambda: joining(False),
-    "joining, ordered": lambda: joining(True),
+    "deterministic": lambda: attention("deterministic", (16, 8), 128, 16),
+    "deterministic, everything": lambda: attention("deterministic", (14, 2), 64, 16, **EVERYTHING),
+    "merge": lambda: merge(False),
+    "merge, deterministic": lambda: merge(True),
     "listing": listing,
     "sharing": sharing,
 }
@@ -84,7 +84,7 @@ def attention_arguments() -> dict[str, Any]:
         "output": Output("*bf16", "i32", "i32", "*fp32", parts),
         "sinks": "*bf16",
         "initial": parts,
-        "numbers": Numbers("fp32", "fp32", "i32"),
+        "numbers": ScoreFactors("fp32", "fp32", "i32"),
     }
 
 
@@ -105,7 +105,7 @@ def shape_of(tiling: Tiling, heads: tuple[int, int], dim: int, block_size: int, 
         tiles_per_unit=tiling.unit // tiling.tile,
         rows=tiling.block_m,
         slots=9,
-        is_ordered=tiling.is_ordered,
+        deterministic=tiling.deterministic,
         skips_masks=tiling.skips_masks,
         **(absent | flags),
     )
@@ -128,10 +128,10 @@ def _leaves(tree: Any, path: tuple[int, ...] = ()) -> Any:
 
 
 if __name__ == "__main__":
-    figures = {}
+    stats = {}
     for name in sys.argv[1:] or KERNELS:
         made = KERNELS[name]()
         ptx = made.asm["ptx"]
         counts = {instruction: ptx.count(instruction) for instruction in ("wgmma.mma", "mma.sync", "cp.async.cg")}
-        figures[name] = {"shared_bytes": made.metadata.shared, **counts}
-    print(json.dumps(figures, indent=1))
+        stats[name] = {"shared_bytes": made.metadata.shared, **counts}
+    print(json.dumps(stats, indent=1))

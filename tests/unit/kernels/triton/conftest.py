@@ -11,7 +11,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 @pytest.fixture
 def device() -> str:
-    """Where kernels find their tensors."""
+    """The device of the tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

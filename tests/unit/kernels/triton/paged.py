@@ -1,16 +1,16 @@
-"""Sequences whose KV lies in a paged pool full of no numbers, and what attention over them should give."""
+"""Sequences with KV in a paged pool that is NaN elsewhere, and the expected attention over them."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.layout import KVLayer
 
 
 class Contexts:
-    """Random KV of N sequences, alike for their first `num_shared` positions, which lie in the same blocks."""
+    """Random KV of N sequences, equal in their first `num_shared` positions, which share blocks."""
 
     def __init__(
         self,
@@ -58,28 +58,28 @@ class Contexts:
         return torch.cat(chunks).to(self.device)
 
     def expected(
-        self, ends: Sequence[int], counts: Sequence[int], scoring: Scoring, sinks: Tensor | None = None
+        self, ends: Sequence[int], counts: Sequence[int], params: AttentionParams, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """float64 [T, H, Dv] and log-sum-exp [T, H] for `flat_queries`."""
-        rows = [self._expected(i, end, n, scoring, sinks) for i, (end, n) in enumerate(zip(ends, counts, strict=True))]
+        rows = [self._expected(i, end, n, params, sinks) for i, (end, n) in enumerate(zip(ends, counts, strict=True))]
         out, lse = zip(*rows, strict=True)
         return torch.cat(out).to(self.device), torch.cat(lse).to(self.device)
 
     def _expected(
-        self, sequence: int, end: int, count: int, scoring: Scoring, sinks: Tensor | None
+        self, sequence: int, end: int, count: int, params: AttentionParams, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         group = self.num_heads // self.num_kv_heads
         k, v = (
             x[sequence][:end].double().repeat_interleave(group, 1).transpose(0, 1) for x in (self.keys, self.values)
         )
         q = self.queries[sequence][end - count : end].double().transpose(0, 1)
-        scores = q @ k.transpose(1, 2) * scoring.scale
-        if scoring.softcap:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        scores = q @ k.transpose(1, 2) * params.scale
+        if params.softcap:
+            scores = params.softcap * torch.tanh(scores / params.softcap)
         distance = torch.arange(end - count, end)[:, None] - torch.arange(end)
         hidden = distance < 0
-        if scoring.sliding_window:
-            hidden |= distance >= scoring.sliding_window
+        if params.sliding_window:
+            hidden |= distance >= params.sliding_window
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.cpu().double()[:, None, None].expand(-1, count, 1)], -1)
@@ -88,5 +88,5 @@ class Contexts:
 
 
 def starts_of(counts: Sequence[int], device: str) -> Tensor:
-    """int32 [N + 1]: where chunks of these lengths lie in a flat batch."""
+    """int32 [N + 1]: starts of chunks of these lengths in a flat batch, and the end."""
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.dense import attend_dense
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention, Prefixes
@@ -22,10 +22,10 @@ SHAPES = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 8, 64), (8, 1, 256)]
 class Serving:
     """A pool of random KV, and one batch of sequences over random blocks."""
 
-    def __init__(self, shape, lengths, counts, *, is_ordered, shared_blocks=0):
+    def __init__(self, shape, lengths, counts, *, deterministic, shared_blocks=0):
         num_heads, num_kv_heads, dim = shape
         self.heads = Heads(num_heads, num_kv_heads, dim, dim, DTYPE)
-        self.scoring = Scoring(dim**-0.5)
+        self.params = AttentionParams(dim**-0.5)
         self.lengths, self.counts = lengths, counts
         most = -(-max(lengths) // BLOCK_SIZE)
         blocks = torch.randperm(len(lengths) * most, dtype=torch.int32).view(len(lengths), most)
@@ -36,7 +36,7 @@ class Serving:
             pool.normal_()
         self.q = torch.randn(sum(counts), num_heads, dim, dtype=DTYPE, device=DEVICE)
         limits = Limits(sum(counts), len(lengths), max(lengths))
-        self.attention = PagedAttention(self.heads, limits, DEVICE, is_ordered=is_ordered)
+        self.attention = PagedAttention(self.heads, limits, DEVICE, deterministic=deterministic)
         self.lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.starts = starts_of(counts, DEVICE)
         self.num_decodes = next((i for i, count in enumerate(counts) if count > 1), len(counts))
@@ -59,7 +59,7 @@ class Serving:
 
     def attend(self, out=None):
         out = torch.full_like(self.q, torch.nan) if out is None else out
-        self.attention.attend(self.q, self.layer, self.scoring, out)
+        self.attention.attend(self.q, self.layer, self.params, out)
         return out
 
     def dense(self, sequence):
@@ -81,42 +81,44 @@ class Serving:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("is_ordered", [False, True], ids=["fast", "ordered"])
-def test_mixed_batches_are_attention(shape, is_ordered):
-    serving = Serving(shape, [1, 5000, 17, 900, 64, 700, 300], [1, 1, 1, 1, 1, 500, 300], is_ordered=is_ordered)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_mixed_batches_are_attention(shape, deterministic):
+    serving = Serving(shape, [1, 5000, 17, 900, 64, 700, 300], [1, 1, 1, 1, 1, 500, 300], deterministic=deterministic)
     serving.plan()
     torch.testing.assert_close(serving.attend().float(), serving.expected(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("is_ordered", [False, True], ids=["fast", "ordered"])
-def test_groups_are_attention_and_in_order_the_same_bits(is_ordered):
-    serving = Serving((32, 8, 128), [2100 + i for i in range(16)], [1] * 16, is_ordered=is_ordered, shared_blocks=130)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_groups_are_attention_and_in_order_the_same_bits(deterministic):
+    serving = Serving(
+        (32, 8, 128), [2100 + i for i in range(16)], [1] * 16, deterministic=deterministic, shared_blocks=130
+    )
     serving.plan()
     alone = serving.attend()
     serving.plan(serving.prefixes())
     together = serving.attend()
     torch.testing.assert_close(together.float(), serving.expected(), atol=2e-2, rtol=2e-2)
-    if is_ordered:
+    if deterministic:
         assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ordered_bits_are_the_trainers_in_any_batch(shape):
+def test_deterministic_bits_are_the_trainers_in_any_batch(shape):
     lengths = [3000, 1, 1800, 513, 2500]
-    serving = Serving(shape, lengths, [1, 1, 1, 1, 700], is_ordered=True)
+    serving = Serving(shape, lengths, [1, 1, 1, 1, 700], deterministic=True)
     serving.plan()
     out = serving.attend()
     for sequence, q in enumerate(serving.q.split(serving.counts)):
         length = lengths[sequence]
         whole = torch.randn(length, *q.shape[1:], dtype=DTYPE, device=DEVICE)
         whole[length - len(q) :] = q
-        trained, _ = attend_dense(whole.transpose(0, 1)[None], *serving.dense(sequence), serving.scoring)
+        trained, _ = attend_dense(whole.transpose(0, 1)[None], *serving.dense(sequence), serving.params)
         assert torch.equal(trained[0, length - len(q) :], out.split(serving.counts)[sequence])
 
 
-@pytest.mark.parametrize("is_ordered", [False, True], ids=["fast", "ordered"])
-def test_a_captured_graph_serves_other_context_lengths(is_ordered):
-    serving = Serving((16, 8, 128), [4000, 3000, 2000, 1000], [1] * 4, is_ordered=is_ordered)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_a_captured_graph_serves_other_context_lengths(deterministic):
+    serving = Serving((16, 8, 128), [4000, 3000, 2000, 1000], [1] * 4, deterministic=deterministic)
     out = torch.empty_like(serving.q)
     serving.plan()
     serving.attend(out)
@@ -133,7 +135,7 @@ def test_a_captured_graph_serves_other_context_lengths(is_ordered):
 
 
 def test_a_step_neither_waits_for_the_device_nor_allocates():
-    serving = Serving((16, 8, 128), [4000, 3000, 600], [1, 1, 500], is_ordered=False)
+    serving = Serving((16, 8, 128), [4000, 3000, 600], [1, 1, 500], deterministic=False)
     out = torch.empty_like(serving.q)
     serving.plan()
     serving.attend(out)
@@ -149,7 +151,7 @@ def test_a_step_neither_waits_for_the_device_nor_allocates():
 
 
 def test_blocks_far_into_a_large_pool_are_found():
-    serving = Serving((4, 2, 128), [100, 70], [1, 1], is_ordered=False)
+    serving = Serving((4, 2, 128), [100, 70], [1, 1], deterministic=False)
     far = (1 << 31) // (2 * BLOCK_SIZE * 128) + 1  # elements past what 32 bits count
     pools = [torch.zeros(far + len(pool), *pool.shape[1:], dtype=DTYPE, device=DEVICE) for pool in serving.layer]
     for large, pool in zip(pools, serving.layer, strict=True):

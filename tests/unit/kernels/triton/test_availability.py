@@ -1,4 +1,4 @@
-"""Where the Triton kernels serve, and what is said where they do not."""
+"""Devices that the Triton kernels support, and the reasons given for others."""
 
 import importlib.util
 import subprocess
@@ -13,7 +13,7 @@ CUDA = torch.device("cuda")
 
 
 def test_a_cpu_is_not_served():
-    assert "the device is cpu" in availability.why_not(torch.device("cpu"))
+    assert "the device is cpu" in availability.unsupported_reason(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ def test_what_is_missing_is_named(monkeypatch, triton, cuda, capability, reason)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert reason in availability.why_not(CUDA)
+    assert reason in availability.unsupported_reason(CUDA)
 
 
 def test_a_hopper_with_triton_is_served(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert availability.why_not(CUDA) is None
+    assert availability.unsupported_reason(CUDA) is None
 
 
 def test_the_twins_load_without_triton():

@@ -1,4 +1,4 @@
-"""The kernels beside attention compile for a Hopper, on any machine; the interpreter accepts what that does not."""
+"""The kernels beside attention compile for a Hopper, on any machine; the interpreter accepts more than the compiler."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = [
 ]
 HOPPER_SHARED_BYTES = 227 * 1024
 KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy", "_piece"}
-KERNELS |= {"_copy_edited", "_edit", "_tell", "_tell_edited", "_prepare"}
+KERNELS |= {"_copy_edited", "_edit", "_outcome", "_edited_outcome", "_prepare"}
 
 
 def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):

@@ -1,10 +1,9 @@
-"""Norms and activations in Triton beside their eager twins."""
+"""Norms and activations in Triton against their eager twins."""
 
 import pytest
 import torch
 
-from rollout_engine.kernels.activation import gated_silu
-from rollout_engine.kernels.gelu import gelu_tanh
+from rollout_engine.kernels.activation import gated_silu, gelu_tanh
 from rollout_engine.kernels.norm import rms_norm as eager_norm
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
@@ -87,5 +86,5 @@ def test_rows_must_be_contiguous(device):
     x, weight = torch.zeros(4, 8, device=device).T, torch.ones(4, device=device)
     with pytest.raises(ValueError, match="contiguous"):
         rms_norm(x, weight, EPSILON, x)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="contiguous"):
         gated(x, x, x)

@@ -4,17 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_engine.kernels.cpu.sampling import Kept, Truncation
 from rollout_engine.kernels.rng import uniforms
+from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.matmul import matmul
 from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
-from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, empty_figures, sample
+from rollout_engine.kernels.triton.sampling import Choice, SamplingRows, SamplingWorkspace, sample
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 from sync.digests import tensor_digest
-from sync.looks import Looks
+from sync.tensor_check import TensorCheck
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,14 +34,14 @@ def _rows(n, temperature=1.0):
 
 def _sampled(logits, rows, **limits):
     n, vocab_size = logits.shape
-    workspace, figures = SamplingWorkspace.empty(n, vocab_size, DEVICE), empty_figures(n, DEVICE)
-    sample(logits, rows, workspace, figures)
-    kept = Kept(figures.log_total.clone(), figures.maximum.clone(), figures.tokens.clone())
+    workspace, stats = SamplingWorkspace.empty(n, vocab_size, DEVICE), RowStats.empty(n, DEVICE)
+    sample(logits, rows, workspace, stats)
+    kept = KeptTokens(stats.log_total.clone(), stats.maximum.clone(), stats.tokens.clone())
     idle = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
     dtypes = torch.int64, torch.float64, torch.float64
     columns = [torch.full((n,), x, dtype=dtype, device=DEVICE) for x, dtype in zip(idle.values(), dtypes, strict=True)]
-    truncate(logits, rows, Truncation(rows.temperatures.double(), *columns), workspace, figures, kept)
-    return figures, kept, workspace
+    truncate(logits, rows, Truncation(rows.temperatures.double(), *columns), workspace, stats, kept)
+    return stats, kept, workspace
 
 
 @pytest.mark.parametrize("size", [1024, 4096, 5120, 8192])
@@ -83,7 +83,7 @@ def test_a_product_is_right_and_its_rows_alike_in_any_batch(shape, dtype):
 def test_draws_are_where_their_uniforms_fall(limits, scale):
     n = 64
     logits, rows = _random(n, VOCAB_SIZE) * scale, _rows(n, 0.8)
-    figures, kept, _ = _sampled(logits, rows, **limits)
+    stats, kept, _ = _sampled(logits, rows, **limits)
     stays = (logits.float() > kept.floor[:, None]) | (
         (logits.float() == kept.floor[:, None]) & (torch.arange(VOCAB_SIZE, device=DEVICE) <= kept.last_tie[:, None])
     )
@@ -95,10 +95,10 @@ def test_draws_are_where_their_uniforms_fall(limits, scale):
     ends = (weights / weights.sum(-1, keepdim=True)).cumsum(-1)
     u = uniforms(rows.seeds.cpu(), rows.positions.cpu()).to(DEVICE)
     row = torch.arange(n, device=DEVICE)
-    end, weight = ends[row, figures.tokens], weights[row, figures.tokens] / weights.sum(-1)
+    end, weight = ends[row, stats.tokens], weights[row, stats.tokens] / weights.sum(-1)
     assert ((weight > 0) & (u <= end + 2**-20) & (u >= end - weight - 2**-20)).all()
-    exact = (logits.double() / 0.8).log_softmax(-1)[row, figures.tokens]
-    torch.testing.assert_close(figures.logprobs.double(), exact, rtol=2**-20, atol=2**-19)
+    exact = (logits.double() / 0.8).log_softmax(-1)[row, stats.tokens]
+    torch.testing.assert_close(stats.logprobs.double(), exact, rtol=2**-20, atol=2**-19)
 
 
 def test_draws_and_scores_are_the_same_bits_alone_and_in_company():
@@ -108,7 +108,7 @@ def test_draws_and_scores_are_the_same_bits_alone_and_in_company():
         alone, alone_kept, _ = _sampled(logits[part], SamplingRows(*(x[part] for x in rows)), top_p=0.9)
         assert all(torch.equal(x, y[part]) for x, y in zip((*alone, *alone_kept), (*together, *kept), strict=True))
     rows.choices.fill_(Choice.GIVEN)
-    given = empty_figures(300, DEVICE)
+    given = RowStats.empty(300, DEVICE)
     given.tokens.copy_(together.tokens)
     sample(logits, rows, workspace, given)
     assert all(torch.equal(x, y) for x, y in zip(given, together, strict=True))
@@ -116,9 +116,9 @@ def test_draws_and_scores_are_the_same_bits_alone_and_in_company():
 
 def test_the_most_likely_tokens_come_sorted():
     logits, rows = _random(32, VOCAB_SIZE, dtype=torch.float32), _rows(32)
-    figures, _, workspace = _sampled(logits, rows)
+    stats, _, workspace = _sampled(logits, rows)
     ids, logprobs = torch.empty(32, 20, dtype=torch.int32, device=DEVICE), torch.empty(32, 20, device=DEVICE)
-    top_tokens(logits, rows.temperatures, workspace, figures, ids, logprobs)
+    top_tokens(logits, rows.temperatures, workspace, stats, ids, logprobs)
     values, expected = logits.double().log_softmax(-1).topk(20)
     assert torch.equal(ids.long(), expected)
     torch.testing.assert_close(logprobs.double(), values, rtol=2**-20, atol=2**-19)
@@ -126,16 +126,16 @@ def test_the_most_likely_tokens_come_sorted():
 
 def test_a_captured_draw_follows_its_inputs():
     logits, rows = _random(16, VOCAB_SIZE), _rows(16)
-    workspace, figures = SamplingWorkspace.empty(16, VOCAB_SIZE, DEVICE), empty_figures(16, DEVICE)
-    sample(logits, rows, workspace, figures)  # compiles
+    workspace, stats = SamplingWorkspace.empty(16, VOCAB_SIZE, DEVICE), RowStats.empty(16, DEVICE)
+    sample(logits, rows, workspace, stats)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample(logits, rows, workspace, figures)
+        sample(logits, rows, workspace, stats)
     logits.copy_(_random(16, VOCAB_SIZE))
     rows.positions.add_(1)
     graph.replay()
     expected, _, _ = _sampled(logits, rows)
-    assert all(torch.equal(x, y) for x, y in zip(figures, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(stats, expected, strict=True))
 
 
 def test_a_model_is_copied_in_one_launch():
@@ -151,11 +151,11 @@ def test_what_is_copied_and_looked_at_in_one_pass_is_what_the_host_finds():
     sizes = [(4096, 4096), (151_936, 64), (1024,), (3,), (500, 41), (0, 7)]
     sources, outs = [_random(*size) for size in sizes], [_random(*size) for size in sizes]
     sources[1][77_777, 7] = float("inf")
-    looks = Looks(finite=True)
+    check = TensorCheck(check_finite=True)
     for source, out in zip(sources, outs, strict=True):
-        looks.at(source, out)
-    looks.at(sources[0].t())
-    assert looks.told() == [(tensor_digest(x), x is not sources[1]) for x in sources] + [
+        check.add(source, out)
+    check.add(sources[0].t())
+    assert check.results() == [(tensor_digest(x), x is not sources[1]) for x in sources] + [
         (tensor_digest(sources[0].t()), True)
     ]
     assert all(torch.equal(*pair) for pair in zip(sources, outs, strict=True))

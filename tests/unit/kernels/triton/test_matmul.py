@@ -56,5 +56,5 @@ def test_every_row_tile_is_computed_once_in_groups(device):
 
 def test_dtypes_must_agree(device):
     x, weight = _operands(2, 4, 8, torch.float32, device)
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(ValueError, match="Dtypes should be equal"):
         matmul(x, weight.bfloat16(), None, torch.empty(2, 4, device=device))

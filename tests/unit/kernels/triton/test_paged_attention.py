@@ -1,11 +1,11 @@
-"""Whole batches: decoding groups, then chunks; and the trainer's side of the same bits."""
+"""Whole batches: decoding groups, then chunks; and the trainer's attention with the same bits."""
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout_engine.kernels.scoring import Scoring
+from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton import tiling
 from rollout_engine.kernels.triton.dense import attend_dense
 from rollout_engine.kernels.triton.layout import KVLayer
@@ -16,15 +16,15 @@ from tests.unit.kernels.triton.paged import Contexts, starts_of
 
 HEADS = (6, 2)
 DIM = 16
-SCORING = Scoring(0.25)
+PARAMS = AttentionParams(0.25)
 ENDS, COUNTS, NUM_DECODES = [140, 133, 150, 20, 90], [1, 1, 1, 1, 12], 4
 """The first three are a group."""
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    """Several to a short context."""
-    monkeypatch.setattr(tiling, "_ORDERED_UNIT", 64)
+    """Several units in a short context."""
+    monkeypatch.setattr(tiling, "_DETERMINISTIC_UNIT", 64)
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def contexts(device):
     return made
 
 
-def run(contexts, *, is_ordered, scoring=SCORING, grouped=False, sinks=None):
+def run(contexts, *, deterministic, params=PARAMS, grouped=False, sinks=None):
     device = contexts.device
     heads = Heads(*HEADS, DIM, DIM, torch.float32)
-    attention = PagedAttention(heads, Limits(64, 5, 150), device, is_ordered=is_ordered, num_processors=2)
+    attention = PagedAttention(heads, Limits(64, 5, 150), device, deterministic=deterministic, num_processors=2)
     prefixes = None
     if grouped:
         shared = shared_prefixes(
@@ -57,51 +57,51 @@ def run(contexts, *, is_ordered, scoring=SCORING, grouped=False, sinks=None):
         )
     lens = torch.tensor(ENDS, dtype=torch.int32, device=device)
     batch = Batch(starts_of(COUNTS, device), lens, contexts.tables, NUM_DECODES, prefixes)
-    attention.plan(batch, {scoring.sliding_window})
+    attention.plan(batch, {params.sliding_window})
     q = contexts.flat_queries(ENDS, COUNTS)
     out = torch.full_like(q, torch.nan)
-    attention.attend(q, contexts.layer, scoring, out, sinks=sinks)
+    attention.attend(q, contexts.layer, params, out, sinks=sinks)
     return out
 
 
-@pytest.mark.parametrize("is_ordered", [False, True], ids=["fast", "ordered"])
-def test_groups_read_their_prefix_together_and_each_its_own(contexts, is_ordered):
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_groups_read_their_prefix_together_and_each_its_own(contexts, deterministic):
     sinks = torch.randn(6)
-    out = run(contexts, is_ordered=is_ordered, grouped=True, sinks=sinks.to(contexts.device))
-    expected, _ = contexts.expected(ENDS, COUNTS, SCORING, sinks)
+    out = run(contexts, deterministic=deterministic, grouped=True, sinks=sinks.to(contexts.device))
+    expected, _ = contexts.expected(ENDS, COUNTS, PARAMS, sinks)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_layers_with_a_window_read_their_prefixes_alone(contexts):
-    scoring = Scoring(0.25, sliding_window=70)
-    out = run(contexts, is_ordered=False, scoring=scoring, grouped=True)
-    expected, _ = contexts.expected(ENDS, COUNTS, scoring)
+    params = AttentionParams(0.25, sliding_window=70)
+    out = run(contexts, deterministic=False, params=params, grouped=True)
+    expected, _ = contexts.expected(ENDS, COUNTS, params)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_in_order_groups_change_no_bit(contexts):
-    assert torch.equal(run(contexts, is_ordered=True, grouped=True), run(contexts, is_ordered=True))
+    assert torch.equal(run(contexts, deterministic=True, grouped=True), run(contexts, deterministic=True))
 
 
 def test_in_order_engine_and_trainer_compute_the_same_bits(contexts):
-    served = run(contexts, is_ordered=True)
+    served = run(contexts, deterministic=True)
     places = [(3, 20, 1), (4, 90, 12)]
     for sequence, end, count in places:
         rows = (x[sequence][:end][None].transpose(1, 2) for x in (contexts.queries, contexts.keys, contexts.values))
-        out, lse = attend_dense(*(x.to(contexts.device) for x in rows), SCORING)
+        out, lse = attend_dense(*(x.to(contexts.device) for x in rows), PARAMS)
         start = sum(COUNTS[:sequence])
         assert torch.equal(out[0, end - count :], served[start : start + count])
         ends = [end if i == sequence else 1 for i in range(5)]
-        expected = contexts.expected(ends, ends, SCORING)[1][sequence : sequence + end]
+        expected = contexts.expected(ends, ends, PARAMS)[1][sequence : sequence + end]
         torch.testing.assert_close(lse[0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_packed_sequences_are_computed_as_if_each_were_alone(device):
     lengths = [20, 1, 70, 9]
     q, k, v = (torch.randn(1, heads, sum(lengths), DIM, device=device) for heads in (6, 2, 2))
-    out, lse = attend_dense(q, k, v, SCORING, None, lengths)
+    out, lse = attend_dense(q, k, v, PARAMS, None, lengths)
     parts = [x.split(lengths, 2) for x in (q, k, v)]
-    alone = [attend_dense(*part, SCORING) for part in zip(*parts, strict=True)]
+    alone = [attend_dense(*part, PARAMS) for part in zip(*parts, strict=True)]
     assert torch.equal(out, torch.cat([one for one, _ in alone], 1))
     assert torch.equal(lse, torch.cat([one for _, one in alone], 1))
 
@@ -125,7 +125,7 @@ def test_a_sequence_is_written_and_read_chunk_by_chunk(device):
         lens = torch.tensor([end], dtype=torch.int32, device=device)
         attention.plan(Batch(starts_of([end - start], device), lens, table, int(end - start == 1)), {0})
         outs.append(torch.empty_like(rotated))
-        attention.attend(rotated, layer, SCORING, outs[-1])
+        attention.attend(rotated, layer, PARAMS, outs[-1])
     expected = plain(rotate(q, rotary), rotate(k, rotary), v)
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
 
@@ -137,7 +137,7 @@ def rotate(x, rotary):
 
 def plain(q, k, v):
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCORING.scale, enable_gqa=True)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=PARAMS.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
@@ -145,7 +145,7 @@ def test_tilings_fit_a_multiprocessor_and_hold_every_group():
     for group in (1, 2, 7, 16, 24, 71):
         for dim, element_bytes in ((32, 2), (64, 2), (128, 2), (256, 2), (128, 4), (256, 4)):
             heads = Heads(group, 1, dim, dim, torch.bfloat16 if element_bytes == 2 else torch.float32)
-            for kind in ("decode", "shared_prefix", "prefill", "ordered"):
+            for kind in ("decode", "shared_prefix", "prefill", "deterministic"):
                 chosen = heads.tiling(kind)
                 assert chosen.block_m >= max(16, group) and chosen.unit % chosen.tile == 0
                 assert chosen.tile * 2 * dim * element_bytes <= 32 * 1024 or chosen.tile == 16

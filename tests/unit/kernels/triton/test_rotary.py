@@ -1,4 +1,4 @@
-"""Rotary positions, head norms and the KV write in one pass, beside what Hugging Face's modules compute."""
+"""Rotary positions, head norms and the KV write in one pass, against Hugging Face's modules."""
 
 import pytest
 import torch

@@ -1,28 +1,27 @@
-"""Draws, log-probs, truncation and most likely tokens in Triton beside their eager twins and exact sums."""
+"""Draws, log-probs, truncation and most likely tokens in Triton against their eager twins and exact sums."""
 
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from rollout_engine.kernels.cpu.sampling import Figures, Kept, Truncation
 from rollout_engine.kernels.draw import draw
 from rollout_engine.kernels.rng import uniforms
-from rollout_engine.kernels.token_logprobs import figures_of
+from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
+from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.kernels.triton.sampling import (
     Choice,
     SamplingRows,
     SamplingWorkspace,
-    empty_figures,
     sample,
 )
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
-from rollout_engine.kernels.truncation import most_likely, stays
+from rollout_engine.kernels.truncation import is_kept, most_likely
 
 DTYPES = [torch.float32, torch.bfloat16]
 SLACK = 2.0**-20
-"""What the contract grants to float32 weights."""
+"""Tolerance of the contract for float32 weights."""
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning",
@@ -56,20 +55,20 @@ class _Case(NamedTuple):
         )
 
     def run(self, truncated=False):
-        """(figures, kept, workspace)."""
+        """(stats, kept, workspace)."""
         n, vocab_size = self.logits.shape
         device = self.logits.device
-        workspace, figures = SamplingWorkspace.empty(n, vocab_size, device), empty_figures(n, device)
-        figures.tokens.zero_()
-        sample(self.logits, self.rows, workspace, figures)
+        workspace, stats = SamplingWorkspace.empty(n, vocab_size, device), RowStats.empty(n, device)
+        stats.tokens.zero_()
+        sample(self.logits, self.rows, workspace, stats)
         if not truncated:
-            return figures, None, workspace
-        kept = Kept(figures.log_total.clone(), figures.maximum.clone(), figures.tokens.clone())
-        truncate(self.logits, self.rows, self.rules, workspace, figures, kept)
-        return figures, kept, workspace
+            return stats, None, workspace
+        kept = KeptTokens(stats.log_total.clone(), stats.maximum.clone(), stats.tokens.clone())
+        truncate(self.logits, self.rows, self.rules, workspace, stats, kept)
+        return stats, kept, workspace
 
     def twin(self, truncated=False):
-        """(figures, kept) on the CPU."""
+        """(stats, kept) on the CPU."""
         rows = SamplingRows(*(x.cpu() for x in self.rows))
         rules = Truncation(*(x.cpu() for x in self.rules)) if truncated else None
         u = uniforms(rows.seeds, rows.positions)
@@ -77,14 +76,14 @@ class _Case(NamedTuple):
 
 
 def _assert_figures_close(ours, twin):
-    ours = Figures(*(x.cpu() for x in ours))
+    ours = RowStats(*(x.cpu() for x in ours))
     assert torch.equal(ours.maximum, twin.maximum)
     torch.testing.assert_close(ours.log_total, twin.log_total, rtol=SLACK, atol=SLACK)
     torch.testing.assert_close(ours.logprobs, twin.logprobs, rtol=SLACK, atol=SLACK)
 
 
 def _assert_drawn_by_inverse_cdf(case, tokens, stays=None):
-    """Each token is where its uniform falls in the exact cumulative distribution, give or take the contract's slack."""
+    """Each token is where its uniform falls in the exact cumulative distribution, within the contract's tolerance."""
     weights = (case.logits.cpu().double() / case.rows.temperatures.cpu().double()[:, None]).softmax(-1)
     if stays is not None:
         weights = weights.where(stays, 0.0)
@@ -101,13 +100,13 @@ def _assert_drawn_by_inverse_cdf(case, tokens, stays=None):
 @pytest.mark.parametrize("vocab_size", [1, 127, 129, 4200])
 def test_a_draw_is_its_twin(device, vocab_size, dtype):
     case = _Case.random(6, vocab_size, dtype, device)
-    figures, _, _ = case.run()
-    _assert_drawn_by_inverse_cdf(case, figures.tokens)
+    stats, _, _ = case.run()
+    _assert_drawn_by_inverse_cdf(case, stats.tokens)
     twin, _ = case.twin()
-    same = figures.tokens.cpu() == twin.tokens
+    same = stats.tokens.cpu() == twin.tokens
     assert same.float().mean() > 0.8
-    twin.logprobs[~same] = figures.logprobs.cpu()[~same]
-    _assert_figures_close(figures, twin)
+    twin.logprobs[~same] = stats.logprobs.cpu()[~same]
+    _assert_figures_close(stats, twin)
 
 
 def test_greedy_rows_take_the_first_of_the_most_likely(device):
@@ -115,10 +114,10 @@ def test_greedy_rows_take_the_first_of_the_most_likely(device):
     case.logits[2, [13, 200, 699]] = 50.0
     case.logits[3, [699]] = 50.0
     case.rows.choices[:] = Choice.GREEDY
-    figures, _, _ = case.run()
+    stats, _, _ = case.run()
     twin, _ = case.twin()
-    assert figures.tokens.tolist() == twin.tokens.tolist()
-    _assert_figures_close(figures, twin)
+    assert stats.tokens.tolist() == twin.tokens.tolist()
+    _assert_figures_close(stats, twin)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,21 +125,21 @@ def test_a_given_token_has_the_bits_of_the_drawn_one(device, dtype):
     case = _Case.random(5, 1500, dtype, device)
     drawn, _, workspace = case.run()
     case.rows.choices[:] = Choice.GIVEN
-    given = empty_figures(5, device)
+    given = RowStats.empty(5, device)
     given.tokens.copy_(drawn.tokens)
     sample(case.logits, case.rows, workspace, given)
     assert all(torch.equal(x, y) for x, y in zip(given, drawn, strict=True))
-    twin = figures_of(case.logits.cpu(), case.rows.temperatures.cpu(), drawn.tokens.cpu())
+    twin = row_stats(case.logits.cpu(), case.rows.temperatures.cpu(), drawn.tokens.cpu())
     _assert_figures_close(given, twin)
 
 
 def test_a_row_is_the_same_bits_in_any_batch(device):
     case = _Case.random(6, 2000, torch.bfloat16, device)
     case.rules.top_p[:] = 0.8
-    figures, kept, _ = case.run(truncated=True)
+    stats, kept, _ = case.run(truncated=True)
     part = _Case(case.logits[2:4], SamplingRows(*(x[2:4] for x in case.rows)), case.rules.rows(slice(2, 4)))
     alone, alone_kept, _ = part.run(truncated=True)
-    assert all(torch.equal(x, y[2:4]) for x, y in zip((*alone, *alone_kept), (*figures, *kept), strict=True))
+    assert all(torch.equal(x, y[2:4]) for x, y in zip((*alone, *alone_kept), (*stats, *kept), strict=True))
 
 
 def test_rows_that_cannot_be_sampled_say_so_and_harm_no_other(device):
@@ -151,13 +150,13 @@ def test_rows_that_cannot_be_sampled_say_so_and_harm_no_other(device):
     case.logits[1, 299] = torch.inf
     case.logits[2] = -torch.inf
     case.logits[3, 5] = -torch.inf  # one that is cut, no harm
-    figures, kept, workspace = case.run(truncated=True)
-    for column in (figures.maximum, figures.log_total, figures.logprobs, kept.log_total):
+    stats, kept, workspace = case.run(truncated=True)
+    for column in (stats.maximum, stats.log_total, stats.logprobs, kept.log_total):
         assert column.isnan().tolist() == [True, True, True, False, False]
-    assert ((figures.tokens >= 0) & (figures.tokens < 300)).all()
-    assert torch.equal(figures.tokens[4:], expected.tokens[4:])
+    assert ((stats.tokens >= 0) & (stats.tokens < 300)).all()
+    assert torch.equal(stats.tokens[4:], expected.tokens[4:])
     ids, logprobs = torch.empty(5, 3, dtype=torch.int32, device=device), torch.empty(5, 3, device=device)
-    top_tokens(case.logits, case.rows.temperatures, workspace, figures, ids, logprobs)
+    top_tokens(case.logits, case.rows.temperatures, workspace, stats, ids, logprobs)
     assert (ids[:3] == -1).all() and logprobs[:3].isnan().all() and (ids[3:] >= 0).all()
 
 
@@ -179,15 +178,15 @@ def test_truncation_leaves_what_its_twin_leaves(device, dtype, name):
     case = _Case.random(4, vocab_size, dtype, device)
     for rule, limit in _RULES[name].items():
         getattr(case.rules, rule)[:] = limit
-    figures, kept, _ = case.run(truncated=True)
+    stats, kept, _ = case.run(truncated=True)
     _, twin = case.twin(truncated=True)
     logits, ids = case.logits.cpu().float(), torch.arange(vocab_size).expand(4, -1)
-    ours, theirs = (stays(logits, ids, k.floor.cpu(), k.last_tie.cpu()) for k in (kept, twin))
+    ours, theirs = (is_kept(logits, ids, k.floor.cpu(), k.last_tie.cpu()) for k in (kept, twin))
     assert torch.equal(ours, theirs)
     torch.testing.assert_close(kept.log_total.cpu(), twin.log_total, rtol=SLACK, atol=SLACK)
-    _assert_drawn_by_inverse_cdf(case, figures.tokens, theirs)
-    scored = figures_of(case.logits.cpu(), case.rows.temperatures.cpu(), figures.tokens.cpu())
-    torch.testing.assert_close(figures.logprobs.cpu(), scored.logprobs, rtol=SLACK, atol=SLACK)
+    _assert_drawn_by_inverse_cdf(case, stats.tokens, theirs)
+    scored = row_stats(case.logits.cpu(), case.rows.temperatures.cpu(), stats.tokens.cpu())
+    torch.testing.assert_close(stats.logprobs.cpu(), scored.logprobs, rtol=SLACK, atol=SLACK)
 
 
 def test_ties_at_the_edge_stay_in_order_of_ids(device):
@@ -198,19 +197,19 @@ def test_ties_at_the_edge_stay_in_order_of_ids(device):
     _, kept, _ = case.run(truncated=True)
     _, twin = case.twin(truncated=True)
     logits, ids = case.logits.cpu().float(), torch.arange(600).expand(3, -1)
-    ours, theirs = (stays(logits, ids, k.floor.cpu(), k.last_tie.cpu()) for k in (kept, twin))
+    ours, theirs = (is_kept(logits, ids, k.floor.cpu(), k.last_tie.cpu()) for k in (kept, twin))
     assert torch.equal(ours, theirs)
 
 
 def test_a_flat_row_is_cut_right_though_every_chunk_may_stay(device):
     case = _Case.random(2, 6144, torch.float32, device, scale=0.01)
     case.rules.top_p[:] = 0.95
-    figures, kept, workspace = case.run(truncated=True)
+    stats, kept, workspace = case.run(truncated=True)
     assert (workspace.num_active == 48).all()
     _, twin = case.twin(truncated=True)
     counts = [(case.logits.cpu() >= k.floor.cpu()[:, None]).sum(-1) for k in (kept, twin)]
     assert (counts[0] - counts[1]).abs().max() <= 1
-    _assert_drawn_by_inverse_cdf(case, figures.tokens, case.logits.cpu() >= kept.floor.cpu()[:, None])
+    _assert_drawn_by_inverse_cdf(case, stats.tokens, case.logits.cpu() >= kept.floor.cpu()[:, None])
 
 
 def test_a_peaked_row_looks_at_few_chunks(device):
@@ -225,8 +224,8 @@ def test_rows_without_a_rule_and_greedy_rows_stay_as_they_are(device):
     case.rows.choices[1] = Choice.GREEDY
     case.rules.top_k[2] = 5
     plain, _, _ = case.run()
-    figures, kept, _ = case.run(truncated=True)
-    assert all(torch.equal(x[:2], y[:2]) for x, y in zip(figures, plain, strict=True))
+    stats, kept, _ = case.run(truncated=True)
+    assert all(torch.equal(x[:2], y[:2]) for x, y in zip(stats, plain, strict=True))
     assert torch.equal(kept.log_total[:2], plain.log_total[:2])
     assert kept.log_total[2] < plain.log_total[2]
 
@@ -256,9 +255,9 @@ def test_the_most_likely_tokens_are_those_of_the_twin(device, dtype):
     case = _Case.random(3, 700, dtype, device)
     case.logits[1] = case.logits[1].round()  # many ties
     case.logits[2, 3:] = -torch.inf  # too few with any weight
-    figures, _, workspace = case.run()
+    stats, _, workspace = case.run()
     ids, logprobs = torch.empty(3, 9, dtype=torch.int32, device=device), torch.empty(3, 9, device=device)
-    top_tokens(case.logits, case.rows.temperatures, workspace, figures, ids, logprobs)
+    top_tokens(case.logits, case.rows.temperatures, workspace, stats, ids, logprobs)
     assert ids.tolist() == most_likely(case.logits.cpu().float(), 9).tolist()
     exact = (case.logits.cpu().double() / case.rows.temperatures.cpu().double()[:, None]).log_softmax(-1)
     torch.testing.assert_close(logprobs.cpu().double(), exact.gather(1, ids.cpu().long()), rtol=SLACK, atol=SLACK)
@@ -266,27 +265,27 @@ def test_the_most_likely_tokens_are_those_of_the_twin(device, dtype):
 
 def test_all_tokens_of_a_small_vocabulary_can_be_asked_for(device):
     case = _Case.random(1, 130, torch.bfloat16, device)
-    figures, _, workspace = case.run()
+    stats, _, workspace = case.run()
     ids, logprobs = torch.empty(1, 130, dtype=torch.int32, device=device), torch.empty(1, 130, device=device)
-    top_tokens(case.logits, case.rows.temperatures, workspace, figures, ids, logprobs)
+    top_tokens(case.logits, case.rows.temperatures, workspace, stats, ids, logprobs)
     assert ids.tolist() == most_likely(case.logits.cpu().float(), 130).tolist()
 
 
 def test_most_likely_tokens_that_truncation_cuts_have_no_probability(device):
     case = _Case.random(2, 300, torch.float32, device)
     case.rules.top_k[:] = 3
-    figures, kept, workspace = case.run(truncated=True)
+    stats, kept, workspace = case.run(truncated=True)
     ids, logprobs = torch.empty(2, 5, dtype=torch.int32, device=device), torch.empty(2, 5, device=device)
-    top_tokens(case.logits, case.rows.temperatures, workspace, figures, ids, logprobs, kept)
+    top_tokens(case.logits, case.rows.temperatures, workspace, stats, ids, logprobs, kept)
     assert (logprobs[:, 3:] == -torch.inf).all()
     torch.testing.assert_close(logprobs[:, :3].exp().sum(-1).cpu(), torch.ones(2), rtol=1e-5, atol=1e-5)
 
 
 def test_more_tokens_than_there_are_cannot_be_asked_for(device):
     case = _Case.random(1, 4, torch.float32, device)
-    figures, _, workspace = case.run()
-    with pytest.raises(ValueError, match="between 1 and 4"):
+    stats, _, workspace = case.run()
+    with pytest.raises(ValueError, match=r"k in \[1, 4\]"):
         top_tokens(
-            *(case.logits, case.rows.temperatures, workspace, figures),
+            *(case.logits, case.rows.temperatures, workspace, stats),
             *(torch.empty(1, 5, dtype=torch.int32, device=device), torch.empty(1, 5, device=device)),
         )

@@ -1,9 +1,9 @@
-"""Which neighbours of a batch read a prefix together."""
+"""Groups of neighbours in a batch that share a prefix."""
 
 import numpy as np
 
 from rollout_engine.kernels.triton.shared_prefix import shared_prefixes
-from rollout_engine.kernels.triton.work import EVERYWHERE
+from rollout_engine.kernels.triton.work import FULL_CONTEXT
 
 
 def found(tables, lens, *, tokens_per_item=8, unit=32):
@@ -12,7 +12,7 @@ def found(tables, lens, *, tokens_per_item=8, unit=32):
     table = np.array([row + [-1] * (longest - len(row)) for row in tables], np.int32)
     shared = shared_prefixes(table, np.array(lens, np.int32), block_size=16, unit=unit, tokens_per_item=tokens_per_item)
     for item in shared.items.tolist():
-        assert item == [item[0], item[0], item[2], EVERYWHERE, item[6] * unit, 0, item[6], 0]
+        assert item == [item[0], item[0], item[2], FULL_CONTEXT, item[6] * unit, 0, item[6], 0]
     return [(item[0], item[2], item[6]) for item in shared.items.tolist()], shared.units.tolist()
 
 

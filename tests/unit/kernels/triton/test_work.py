@@ -1,4 +1,4 @@
-"""How attention's work is cut into shares."""
+"""Division of attention's work into shares."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,39 @@
+"""Options of the core."""
+
+import sys
+from typing import Literal
+
+import msgspec
+
+_MAX_PROMPT_LOGITS = 1 << 25
+"""Logits of prompt tokens in one step: 64 MiB as bfloat16."""
+
+
+class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and options of the core; users set them by `EngineConfig`."""
+
+    num_blocks: int
+    block_size: int
+    """Tokens per block."""
+    max_model_len: int
+    """Most tokens of one sequence, prompt included."""
+    max_num_seqs: int
+    """Most sequences that run at the same time."""
+    max_num_batched_tokens: int
+    """Most tokens computed in one step."""
+    vocab_size: int
+    max_prefill_beside_decode: int = sys.maxsize
+    """Most tokens, in chunks of more than one, of a step in which other sequences decode and wait for all of it."""
+    enable_prefix_caching: bool = True
+    admission: Literal["queue", "reject"] = "queue"
+    async_scheduling: bool = False
+    """Submit the next step before the result of the last one is in."""
+
+    @property
+    def max_scored_tokens(self) -> int:
+        """Most prompt tokens in one step whose log-probs were asked for."""
+        return max(1, _MAX_PROMPT_LOGITS // self.vocab_size)
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__[:7]:
+            assert getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"

@@ -1,0 +1,75 @@
+"""The table of unfinished requests and their sequences."""
+
+from rollout_engine.core.request import Request, Sequence
+from rollout_engine.errors import RequestError
+from rollout_engine.messages import EngineCoreRequest
+
+
+class RequestTable:
+    """Unfinished requests by the id of their first sequence, and all their sequences by id.
+
+    Held requests came while the engine was not running; they are scheduled from resume, wake-up or end of update on.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Request] = {}
+        """In order of arrival."""
+        self._sequences: dict[int, Sequence] = {}
+        self._held: dict[int, Request] = {}
+        self._num_arrived = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that are not held."""
+        return len(self.by_id) - len(self._held)
+
+    @property
+    def in_flight(self) -> list[Request]:
+        """Requests that are not held."""
+        return [request for first, request in self.by_id.items() if first not in self._held]
+
+    def add(self, source: EngineCoreRequest, *, held: bool) -> Request:
+        """Add a request. Raises `RequestError` when the id of one of its sequences is in use."""
+        request = Request(source, self._num_arrived)
+        sequences = {sequence.sequence_id: sequence for sequence in request.sequences}
+        if not sequences.keys().isdisjoint(self._sequences):
+            bound = f"the first of {len(sequences)} ids that no unfinished sequence has"
+            raise RequestError.for_field("first_sequence_id", source.first_sequence_id, bound)
+        self._num_arrived += 1
+        self.by_id[source.first_sequence_id] = request
+        self._sequences |= sequences
+        if held:
+            self._held[source.first_sequence_id] = request
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Remove a request whose last sequence has ended."""
+        del self.by_id[request.source.first_sequence_id]
+        self._held.pop(request.source.first_sequence_id, None)
+        for ended in request.sequences:
+            del self._sequences[ended.sequence_id]
+
+    def live(self, sequence_id: int) -> Sequence | None:
+        """The sequence with this id; None if it has ended or never existed."""
+        found = self._sequences.get(sequence_id)
+        return None if found is None or found.ended else found
+
+    def take_held(self) -> list[Request]:
+        """Return the held requests in order of arrival, and hold them no longer."""
+        taken, self._held = list(self._held.values()), {}
+        return taken
+
+    def check_integrity(self, *, may_hold: bool, num_queued: int) -> None:
+        """Assert that requests, sequences and the scheduler's queues, with `num_queued` sequences, agree."""
+        assert self._held.keys() <= self.by_id.keys(), "a request is held that has ended"
+        assert may_hold or not self._held, "requests are held though the engine runs"
+        known = {s.sequence_id: s for request in self.by_id.values() for s in request.sequences}
+        assert known == self._sequences, "the sequences of live requests and the known sequences differ"
+        for first, request in self.by_id.items():
+            live = request.live_sequences
+            joined = first not in self._held
+            assert len(live) == request.num_live > 0, f"{first}: {len(live)} live sequences, {request.num_live} counted"
+            queued = [sequence for sequence in live if sequence.queue is not None]
+            expected = live if request.forked else live[:joined]
+            assert queued == expected, f"{first}: {len(queued)} of {len(live)} queued"
+        assert num_queued == sum(s.queue is not None for s in known.values()), "a sequence of no live request is queued"

@@ -1,0 +1,118 @@
+"""The results of steps: applied to their sequences, and kept as outputs until a call returns them."""
+
+import logging
+from collections import deque
+from typing import cast
+
+from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.request_table import RequestTable
+from rollout_engine.core.scheduler import Scheduler
+from rollout_engine.core.step import Step
+from rollout_engine.messages import EngineCoreOutputs, IdLogprobs, ModelRunnerOutput, SequenceEnd
+from rollout_engine.outputs import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class ResultProcessor:
+    """Appends sampled tokens, ends sequences, and queues the outputs of each step."""
+
+    def __init__(self, scheduler: Scheduler, requests: RequestTable) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self.pending_outputs: deque[EngineCoreOutputs] = deque()
+        """Outputs of finished steps that have not been returned yet."""
+        self._ended: list[SequenceEnd] = []
+        """Finished sequences to report with the last of those outputs."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether outputs or ends have not been returned yet."""
+        return bool(self.pending_outputs or self._ended)
+
+    def pop_outputs(self) -> EngineCoreOutputs:
+        """The outputs of the oldest step, with all ends if it is the only one. They may be empty."""
+        if self.pending_outputs:
+            outputs = self.pending_outputs.popleft()
+        else:
+            outputs = EngineCoreOutputs(self._scheduler.tables.policy_version)
+        if not self.pending_outputs:
+            outputs.ended, self._ended = self._ended, []
+        return outputs
+
+    def append(self, outputs: EngineCoreOutputs) -> None:
+        """Queue the outputs of a step, unless they say nothing."""
+        if outputs.sequence_ids or outputs.num_cached_tokens or outputs.prompt_logprobs:
+            self.pending_outputs.append(outputs)
+
+    def update_from_output(self, step: Step, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
+        """Append the sampled tokens to their sequences, end what is finished, and fill in `outputs`."""
+        self._scheduler.update_from_output(step)
+        fill_columns(outputs, step.sampled, result)
+        for index, logprobs in result.prompt_logprobs.items():
+            request = step.rows[index].request
+            if request.num_live:
+                outputs.prompt_logprobs[request.source.first_sequence_id] = logprobs
+        self._scheduler.stats.num_tokens_sampled += len(outputs.sequence_ids)
+        for index, message in result.errors.items():
+            if not step.sampled[index].ended:
+                self.end(step.sampled[index], "error", message)
+        for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
+            if not sequence.ended and (finish := sequence.append(token_id)):
+                self._ended.append(SequenceEnd(sequence.sequence_id, *finish))
+                self._retire(sequence)
+
+    def fail(self, step: Step, error: BaseException, later: deque[Step]) -> None:
+        """End the sequences of a step in which the executor raised, and roll back the steps in flight behind it."""
+        stats = self._scheduler.stats
+        stats.num_steps += 1
+        stats.num_failed_steps += 1
+        message = f"step {step.work.step} failed: {type(error).__name__}: {error}"
+        logger.warning("%s\n%s", message, step.dump(), exc_info=error)
+        forked_since = [request for other in later for request in other.forked]
+        for sequence in step.sequences:
+            request = sequence.request
+            if not sequence.ended and (not request.forked or request in forked_since):  # it computes the prompt for all
+                self.end_request(request, "error", message)
+            elif not sequence.ended:
+                self.end(sequence, "error", message)
+        while later:
+            self._scheduler.rollback(later.pop())
+        self._scheduler.requeue_finished(step.work)
+
+    def end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End all sequences of a request, the leader last, so that no sibling has to take over."""
+        for sequence in reversed(request.live_sequences):
+            self.end(sequence, reason, error)
+
+    def end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End a sequence that got no token in this step."""
+        if reason == "error":
+            self._scheduler.tables.unpublish(sequence)
+        self._ended.append(SequenceEnd(sequence.sequence_id, reason, error=error))
+        self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._scheduler.end(sequence)
+        if sequence.request.num_live == 0:
+            self._requests.remove(sequence.request)
+
+
+def fill_columns(outputs: EngineCoreOutputs, sampled: list[Sequence], result: ModelRunnerOutput) -> None:
+    """Fill in the tokens of `sampled`, the sequences of the rows of `result`.
+
+    Rows with an error are left out, and those of sequences that had ended before.
+    """
+    outputs.sequence_ids = [sequence.sequence_id for sequence in sampled]
+    outputs.kv_min_versions = cast(list[int], [sequence.kv_min_version for sequence in sampled])  # None: it has ended
+    outputs.token_ids = result.token_ids
+    outputs.logprobs = result.logprobs
+    outputs.kept_logprob_mass = result.kept_logprob_mass
+    outputs.top_logprobs = result.top_logprobs
+    outputs.sampled_ranks = result.sampled_ranks
+    left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
+    if left_out:
+        outputs.keep_rows([row for row in range(len(sampled)) if row not in left_out])
+    if result.id_logprobs:
+        rows = {sampled[row].sequence_id: values for row, values in result.id_logprobs.items() if row not in left_out}
+        outputs.id_logprobs = IdLogprobs.of(rows)

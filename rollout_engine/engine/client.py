@@ -1,0 +1,101 @@
+"""The seam under every face: an `EngineClient` reaches one core, in this process or another, or many.
+
+LocalClient     a driver in this process                       rollout_engine.engine.local_client
+ProcessClient   a driver in a process of its own, over zmq     rollout_engine.process.process_client
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.execution.worker import ModelInfo
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from sync.base import WeightSource
+
+
+class EngineInfo(ModelInfo, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of a loaded model and the engine's configuration, as a front end needs them."""
+
+    config: EngineConfig
+
+
+class Listener(Protocol):
+    """Receives the outputs and errors of a client's requests, on any thread."""
+
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Take the outputs of a step."""
+
+    def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
+        """Take the error of a request that the core refused."""
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """Take the error of every open request: the core is gone."""
+
+
+class EngineClient(Protocol):
+    """One user of an engine. Any thread may call anything.
+
+    Every method raises `LifecycleError` in a forked child of the client's process.
+    """
+
+    @property
+    def index(self) -> int:
+        """Which client of its core this is, from 0. Its sequences have ids from `index << 40`."""
+        ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's sizes and configuration."""
+        ...
+
+    @property
+    def needs_turns(self) -> bool:
+        """Whether steps are computed by whoever calls `turn`, and by nobody else."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights, as last heard."""
+        ...
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is gone; None while it lives."""
+        ...
+
+    def listen(self, listener: Listener) -> None:
+        """Set the listener. Call it before the first request is added."""
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. If the core refuses it, the error is raised here, or the listener gets it later."""
+
+    def abort(self, sequence_ids: list[int]) -> None:
+        """End sequences; their outputs say so. Unknown ids are a no-op."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Call a verb of `rollout_engine.engine.verbs`; its result or error comes as a future.
+
+        Raises `RequestError` for arguments that cannot cross to another process. For arguments of other types than the
+        verb's it is raised here, or comes as the future's error.
+        """
+        ...
+
+    def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """Carry one whole weight update out. Blocks."""
+        ...
+
+    def turn(self, has_news: Callable[[], bool]) -> bool:
+        """Compute a step on this thread, unless `has_news()` by the time it is this thread's turn.
+
+        False: somebody else computes, and this thread can only wait for news.
+        """
+        ...
+
+    def require_usable(self) -> None:
+        """Raise `LifecycleError` or `EngineDeadError` where nothing can be computed any more."""
+
+    def shutdown(self) -> None:
+        """Leave the core, or end it if it is this client's. Calling it again is a no-op."""

@@ -1,0 +1,240 @@
+"""The driver of one core: the only place where steps and verbs run, one at a time, in the order they come.
+
+    turn()            step, deliver its outputs, end the calls that waited for it
+    run(call)         a verb, between two steps
+    boundary()        anything else that must not meet a step: the commit of a weight update
+
+Whoever holds the lock drives: in process the threads that call the engine, in a core's own process its busy loop. A
+thread that waits to change something goes before the next step.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.lifecycle import State
+from rollout_engine.engine.engine_lock import EngineLock
+from rollout_engine.engine.health import IoStats
+from rollout_engine.engine.verb import Verb
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+
+_GIVE_WAY_SECONDS = 1.0
+"""How long a step waits at most for a thread that wants to go first."""
+_CALLER: ContextVar[int] = ContextVar("caller", default=0)
+
+
+class Call:
+    """A call of a verb: its arguments, its client, and the future of its result."""
+
+    __slots__ = ("arguments", "caller", "deadline", "future", "start", "verb")
+
+    def __init__(
+        self,
+        verb: Verb,
+        arguments: Mapping[str, Any],
+        future: Future[Any] | None = None,
+        *,
+        caller: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        """`caller` is a client's index. After `deadline` (`time.monotonic`) the call does not begin any more, and is
+        not waited for. Raises `RequestError` for arguments of other types than the verb's."""
+        self.verb, self.arguments = verb, verb.check(arguments)
+        self.future = Future() if future is None else future
+        self.caller, self.start = caller, time.perf_counter()
+        self.deadline = deadline if verb.timeout else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline is over."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+class EngineDriver:
+    """One core, one executor, and the lock that all who use them take.
+
+    Args:
+        core: the scheduler and its state machine.
+        executor: runs the model.
+        deliver: takes the outputs of steps and verbs, always inside the lock.
+        lock: held by whatever changes the engine.
+        wake: tells a busy loop that waits without the lock that something has changed.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: InlineExecutor,
+        deliver: Callable[[EngineCoreOutputs], None],
+        *,
+        lock: EngineLock | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.core, self.executor, self.deliver = core, executor, deliver
+        self.lock = EngineLock() if lock is None else lock
+        self._wake = wake
+        self.io_stats = IoStats()
+        self._changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # it is all that one asks of a lock
+        self._entered = threading.Event()
+        """Clear while a thread waits for the lock to change something."""
+        self._entered.set()
+        self._waiting: list[tuple[Call, Any]] = []
+        """Calls that end with a later step, and their results."""
+        executor.attach_core(core, self.boundary)
+
+    @property
+    def caller(self) -> int:
+        """Index of the client whose verb runs on this thread."""
+        return _CALLER.get()
+
+    def can_progress(self) -> bool:
+        """Whether `turn` would do anything now."""
+        return self.core.can_progress()
+
+    def turn(self) -> None:
+        """Compute one step, deliver what it brought, and end the calls that waited for it.
+
+        Raises `DirtyWeightsError` for requests that cannot go on before a complete weight update.
+        """
+        self.give_way()
+        with self.lock:
+            self.step()
+
+    def give_way(self) -> None:
+        """Let a thread that waits to change something go before the next step: a lock does not know who came first."""
+        self._entered.wait(_GIVE_WAY_SECONDS)
+
+    def step(self) -> None:
+        """Do what `turn` does, for a thread that has the lock."""
+        start = time.monotonic()
+        outputs = self.core.step()
+        outputs.start_time = start
+        self.deliver(outputs)
+        if self._waiting:
+            self._end_calls()
+
+    def require_step(self) -> None:
+        """Raise `DirtyWeightsError` where requests cannot go on before a complete weight update."""
+        if self.core.lifecycle.state is State.DIRTY and self.core.num_unfinished_requests:
+            self.core.lifecycle.require_clean("step")
+
+    def wait_for_change(self, is_over: Callable[[], bool], timeout: float | None = None) -> None:
+        """Return once `is_over()`, which is looked at after every change, or after `timeout` seconds."""
+        if not is_over():
+            with self._changed:
+                self._changed.wait_for(is_over, timeout)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Raises as `EngineCore.add_request`."""
+        with self.between_steps():
+            self.core.add_request(request)
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """End sequences; unknown ones are a no-op."""
+        with self.between_steps():
+            self.deliver(self.core.abort_sequences(sequence_ids))
+
+    def run(self, call: Call) -> None:
+        """Carry a call out on this thread; its future gets the result now, or after the step that completes it."""
+        verb, token = call.verb, _CALLER.set(call.caller)
+        try:
+            if verb.when == "any time" or self.runs_beside_steps(call):
+                self._carry_out(call)
+            else:
+                with self.between_steps():
+                    self._carry_out(call)
+        except BaseException as error:
+            if not call.future.done():
+                call.future.set_exception(error)
+            elif not isinstance(error, Exception):  # an interrupt that came after the result
+                raise
+        finally:
+            _CALLER.reset(token)
+
+    def runs_beside_steps(self, call: Call) -> bool:
+        """Whether a call is long work for a thread of its own, while steps go on."""
+        return call.verb.beside_steps is not None and call.verb.beside_steps(self, call.arguments)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Hold the lock for a change; afterwards whoever waits for one looks again."""
+        self._entered.clear()
+        try:
+            self._changed.acquire()
+        finally:
+            self._entered.set()
+        try:
+            yield
+            if self._waiting:
+                self._end_calls()
+        finally:
+            self._changed.notify_all()
+            self._changed.release()
+            self._wake()
+
+    @contextmanager
+    def boundary(self) -> Iterator[None]:
+        """Hold the lock with no step in flight."""
+        with self.between_steps():
+            self.core.quiesce()
+            yield
+
+    def is_drained(self) -> bool:
+        """Whether nothing drains any more: a pause or sleep is complete."""
+        return not self.core.lifecycle.draining
+
+    def is_idle(self) -> bool:
+        """Whether no request is in flight. Raises `LifecycleError` when they are frozen and cannot finish."""
+        return not self.core.num_draining("wait_for_requests_to_drain")
+
+    def shutdown(self) -> None:
+        """Refuse every verb from now on; calls that wait end with an error."""
+        with self.between_steps():
+            self.core.shutdown()
+
+    def _carry_out(self, call: Call) -> None:
+        if not call.verb.after_shutdown:
+            self.core.lifecycle.require_alive(call.verb.name)
+        if not call.future.set_running_or_notify_cancel():  # its caller has given up
+            return
+        if call.is_late and call.verb.until is None:
+            raise call.verb.too_late(call.arguments, begun=False)
+        result = call.verb.function(self, **call.arguments)
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: _copy_result(done, call.future))
+        elif not self._end(call, result):
+            self._waiting.append((call, result))
+
+    def _end(self, call: Call, result: Any) -> bool:
+        """Whether a call is over: complete, failed, or too late."""
+        try:
+            if call.verb.until is not None:
+                self.core.lifecycle.require_alive(call.verb.name)
+                if not call.verb.until(self):
+                    if not call.is_late:
+                        return False
+                    raise call.verb.too_late(call.arguments, begun=True)
+        except Exception as error:
+            call.future.set_exception(error)
+            return True
+        if call.verb.observe is not None:
+            call.verb.observe(self.core.stats, time.perf_counter() - call.start)
+        call.future.set_result(result)
+        return True
+
+    def _end_calls(self) -> None:
+        self._waiting = [(call, result) for call, result in self._waiting if not self._end(call, result)]
+
+
+def _copy_result(source: Future[Any], target: Future[Any]) -> None:
+    error = source.exception()
+    if error is None:
+        target.set_result(source.result())
+    else:
+        target.set_exception(error)

@@ -1,0 +1,26 @@
+"""Signs of life of an engine."""
+
+import msgspec
+
+
+class IoStats(msgspec.Struct):
+    """Counts of the core's end of its socket since start; all 0 where there is none."""
+
+    num_clients: int = 0
+    """Clients that are connected now."""
+    num_rejected: int = 0
+    """Messages that could not be decoded, or came from strangers."""
+    num_clients_cut_off: int = 0
+    """Clients that stopped reading."""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to `check_health`."""
+
+    pid: int
+    """Process id of the core's process."""
+    policy_version: int
+    num_unfinished_requests: int
+    """Unfinished requests of all clients."""
+    num_steps: int
+    io: IoStats

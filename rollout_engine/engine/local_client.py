@@ -1,0 +1,212 @@
+"""The client of a driver in this process: the caller's threads turn it, or a thread of its own does."""
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.client import EngineInfo, Listener
+from rollout_engine.engine.driver import Call, EngineDriver
+from rollout_engine.engine.engine_lock import EngineLock
+from rollout_engine.engine.interrupts import held
+from rollout_engine.engine.start_up import core_config, engine_info
+from rollout_engine.engine.update_steps import UpdateSteps
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.errors import EngineDeadError, LifecycleError, WeightUpdateError
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.weights.update import update_from_source
+from sync.base import WeightSource
+
+logger = logging.getLogger("rollout_engine")
+
+_PAUSED_SECONDS = 0.05
+"""How long a turn waits while paused: a change ends it at once, an interrupt within this."""
+_OWN_THREAD_SECONDS = 0.005
+"""How often an update looks whether requests have finished that the client's own thread computes."""
+
+
+class LocalClient:
+    """An `EngineClient` over a core and an executor of this process.
+
+    `own_thread=True` computes steps on a thread of the client's; otherwise whoever waits for results computes them.
+    """
+
+    index = 0
+
+    def __init__(
+        self, core: EngineCore, executor: InlineExecutor, info: EngineInfo, *, own_thread: bool = False
+    ) -> None:
+        self.info = info
+        self.dead_error: EngineDeadError | None = None
+        """Why nothing can be computed any more; None while it can."""
+        self.driver = EngineDriver(core, executor, self._deliver, lock=EngineLock(self._tear))
+        self._is_torn = self._is_closed = False
+        self._listener: Listener | None = None
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True) if own_thread else None
+        if self._thread is not None:
+            self._thread.start()
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, meanwhile: Callable[[], object] = lambda: None, *, own_thread: bool = False
+    ) -> "LocalClient":
+        """Load the model that `config` names; `meanwhile` is called as well. Raises `ConfigError`."""
+        executor = InlineExecutor.from_config(config)
+        try:
+            meanwhile()
+        except BaseException:
+            executor.shutdown()
+            raise
+        core = EngineCore(executor, core_config(config, executor.info))
+        client = cls(core, executor, engine_info(config, executor.info), own_thread=own_thread)
+        gc.collect()
+        gc.freeze()  # what start-up made stays; the collector need not walk it between steps
+        logger.info("%s", client.info.choices)
+        return client
+
+    @property
+    def needs_turns(self) -> bool:
+        """Whether steps are computed by whoever calls `turn`, and by nobody else."""
+        return self._thread is None
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights."""
+        return self.driver.core.policy_version
+
+    def listen(self, listener: Listener) -> None:
+        """Set the listener for outputs. Call it before the first request is added."""
+        self._listener = listener
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Raises `RequestError`, nothing queued."""
+        self.require_usable()
+        self.driver.add_request(request)
+
+    def abort(self, sequence_ids: list[int]) -> None:
+        """End sequences; without a core there is nothing to end."""
+        if sequence_ids and not self._is_closed:
+            self.driver.abort(sequence_ids)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Call a verb, on this thread; on another one where the caller must be able to leave before it is complete."""
+        self.driver.lock.require_usable()
+        verb = VERBS[name]
+        seconds = verb.seconds(arguments)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        turned = verb.until is not None and self._thread is None
+        call = Call(verb, arguments, _TurnedFuture(self._turn) if turned else None, deadline=deadline)
+        if seconds is None or turned:
+            with held():  # no interrupt comes between a verb and its result
+                self.driver.run(call)
+        else:
+            threading.Thread(target=self.driver.run, args=(call,), name=name, daemon=True).start()
+        return call.future
+
+    def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """Carry one whole weight update out, on this thread."""
+        self.require_usable()
+        if options.transport not in (None, "inproc"):
+            what = f"transport='{options.transport}' leads to another process"
+            raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
+        steps = UpdateSteps(self.driver, options.kv, self._turn)
+        steps.begin()
+        updater = self.driver.executor.updater
+        return steps.run(partial(update_from_source, updater, source, steps, options, version))
+
+    def turn(self, has_news: Callable[[], bool]) -> bool:
+        """Compute a step on this thread, unless `has_news()` by the time it is this thread's turn.
+
+        While paused or asleep it computes nothing and waits a moment. False: the client's own thread computes. Raises
+        `DirtyWeightsError` for requests that cannot go on before a complete weight update.
+        """
+        driver, lifecycle = self.driver, self.driver.core.lifecycle
+        driver.lock.require_usable()
+        if self._thread is not None:
+            return False
+        driver.wait_for_change(lambda: lifecycle.can_step or driver.can_progress() or has_news(), _PAUSED_SECONDS)
+        driver.give_way()
+        with driver.lock:
+            if not has_news():
+                self.require_usable()
+                driver.require_step()
+                driver.step()
+        return True
+
+    def require_usable(self) -> None:
+        """Raise `LifecycleError` where nothing can be computed any more."""
+        self.driver.lock.require_usable()
+        if self._is_torn:
+            what = "The engine was interrupted twice in the middle of a step, which may be half done"
+            raise LifecycleError(f"{what}: shut it down and make a new one.")
+        if self._is_closed:
+            raise LifecycleError("The engine is shut down; make a new one.")
+        if self.dead_error is not None:
+            raise EngineDeadError(*self.dead_error.args)
+
+    def shutdown(self) -> None:
+        """Free model and KV pool; open requests are dropped. Calling it again is a no-op."""
+        if not self.driver.lock.is_usable or self._is_closed:  # a forked child has nothing to free
+            return
+        with self.driver.lock:
+            self._is_closed = True
+            self.dead_error = EngineDeadError("The engine is shut down; make a new one.")
+            self.driver.shutdown()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+            self._fail_all(self.dead_error)
+        with self.driver.lock:
+            self.driver.executor.shutdown()
+        gc.unfreeze()  # so that what start-up made can be collected
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        if self._listener is not None:
+            self._listener.deliver(outputs)
+
+    def _turn(self) -> None:
+        """Compute a step, or wait a moment for the client's own thread to compute one."""
+        if not self.turn(lambda: False):
+            time.sleep(_OWN_THREAD_SECONDS)
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_closed:
+                self.driver.wait_for_change(lambda: self._is_closed or self.driver.can_progress())
+                self.driver.give_way()
+                with self.driver.lock:
+                    if not self._is_closed:
+                        self.driver.step()
+        except Exception as problem:
+            logger.critical("the engine's thread failed", exc_info=problem)
+            self.dead_error = EngineDeadError(f"The engine's thread failed: {type(problem).__name__}: {problem}")
+            self._fail_all(self.dead_error)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        if self._listener is not None:
+            self._listener.fail_all(error)
+
+    def _tear(self) -> None:
+        self._is_torn = True
+        self.driver.core.shutdown()
+
+
+class _TurnedFuture(Future[Any]):
+    """A future that comes with later steps, which whoever waits for it computes."""
+
+    def __init__(self, turn: Callable[[], None]) -> None:
+        super().__init__()
+        self._turn = turn
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Compute steps until the result is there. `timeout` is not looked at: the call has a deadline of its own."""
+        while not self.done():
+            self._turn()
+        return super().result()

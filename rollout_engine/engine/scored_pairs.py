@@ -1,0 +1,58 @@
+"""Log-probs of given completions: the checks of prompts and completions, and the executor's scores."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout_engine.errors import RequestError
+from rollout_engine.text.prompts import as_token_ids
+
+
+class Scorer(Protocol):
+    """Computes scores: an executor."""
+
+    @property
+    def info(self) -> Any:
+        """Sizes of its model."""
+        ...
+
+    def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
+        """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
+        ...
+
+
+def score_pairs(
+    scorer: Scorer, prompts: Sequence[list[int]], completions: Sequence[list[int]], temperature: float
+) -> list[np.ndarray]:
+    """Log-probs of completions, per pair float32 [len(completion)]; temperature 0 counts as 1.
+
+    A completion without tokens has no scores, and costs nothing. Raises `RequestError` for token ids outside the
+    vocabulary, an empty prompt, or a pair longer than `max_model_len`.
+    """
+    if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature >= 0):
+        raise RequestError.for_field("temperature", temperature, "a finite number >= 0")
+    if len(prompts) != len(completions):
+        bound = f"one for each of the {len(prompts)} prompts"
+        raise RequestError.for_field("completion_token_ids", f"a list of {len(completions)}", bound)
+    pairs = [_checked(scorer.info, i, *pair) for i, pair in enumerate(zip(prompts, completions, strict=True))]
+    asked = [i for i, (_, completion) in enumerate(pairs) if completion]
+    scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
+    sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
+    values = scorer.score(sequences, [len(pairs[i][0]) for i in asked], temperature or 1.0) if asked else []
+    for i, value in zip(asked, values, strict=True):
+        scores[i] = value
+    return scores
+
+
+def _checked(sizes: Any, index: int, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+    prompt_ids = as_token_ids(prompt, f"prompt_token_ids[{index}]", sizes.vocab_size)
+    completion_ids = as_token_ids(completion, f"completion_token_ids[{index}]", sizes.vocab_size)
+    if not prompt_ids:
+        raise RequestError.for_field(f"prompt_token_ids[{index}]", prompt, "at least one token long")
+    num_tokens = len(prompt_ids) + len(completion_ids)
+    if num_tokens > sizes.max_model_len:
+        bound = f"at most max_model_len={sizes.max_model_len} tokens, prompt and completion together"
+        raise RequestError.for_field(f"completion_token_ids[{index}]", f"{num_tokens} tokens", bound)
+    return prompt_ids, completion_ids

@@ -1,0 +1,41 @@
+"""Derives the core's sizes, and the start-up line of every choice, from options and a loaded model."""
+
+import msgspec
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.core.config import CoreConfig
+from rollout_engine.engine.client import EngineInfo
+from rollout_engine.execution.worker import ModelInfo
+
+
+def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
+    """Sizes of the core over a loaded model."""
+    return CoreConfig(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=info.vocab_size,
+        max_prefill_beside_decode=info.max_prefill_beside_decode,
+        enable_prefix_caching=config.enable_prefix_caching,
+        admission=config.admission,
+        async_scheduling=config.schedules_ahead,
+    )
+
+
+def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
+    """Every choice made at start-up, in one line."""
+    tokenizer = "none" if config.skip_tokenizer_init else config.tokenizer or config.model
+    return (
+        f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "
+        f"max_num_batched_tokens {config.max_num_batched_tokens}, "
+        f"async scheduling {'on' if config.schedules_ahead else 'off'}, tokenizer {tokenizer}, "
+        f"end ids of the checkpoint {info.eos_token_ids}, seed {config.seed}"
+    )
+
+
+def engine_info(config: EngineConfig, info: ModelInfo) -> EngineInfo:
+    """Describe a loaded model to front ends."""
+    sizes = msgspec.structs.asdict(info) | {"choices": describe_choices(config, info)}
+    return EngineInfo(config=config, **sizes)

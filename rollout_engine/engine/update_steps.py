@@ -1,0 +1,72 @@
+"""The steps of one engine while its weights are updated. Satisfies `rollout_engine.weights.update.StepControl`."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.errors import DrainTimeoutError
+from rollout_engine.messages import KvMode, UpdateMode
+from rollout_engine.outputs import UpdateReport
+
+
+class UpdateSteps:
+    """Holds steps off and drains requests for one update.
+
+    Args:
+        kv: whether requests in flight keep their KV at the commit, or compute it again.
+        turn: called again and again while requests are to finish: it computes a step, or waits a moment for one.
+        check: called meanwhile; what it raises ends the update.
+    """
+
+    def __init__(
+        self, driver: EngineDriver, kv: KvMode, turn: Callable[[], None], check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._driver, self._kv, self._turn, self._check = driver, kv, turn, check
+
+    def begin(self) -> None:
+        """Enter UPDATING. Raises `LifecycleError` where an update is not possible now."""
+        with self._driver.between_steps():
+            self._driver.core.begin_update()
+
+    def run(self, update: Callable[[], UpdateReport]) -> UpdateReport:
+        """Carry out the update that `begin` opened, count it, and leave UPDATING."""
+        driver = self._driver
+        try:
+            return driver.core.stats.updates.count(update)
+        finally:
+            with driver.between_steps():
+                driver.core.end_update(dirty=driver.executor.updater.dirty)
+
+    def boundary(self) -> AbstractContextManager[object]:
+        """Keep steps out while inside, with none in flight."""
+        return self._driver.boundary()
+
+    def drain(self, mode: UpdateMode, deadline: float) -> None:
+        """End ("abort") or finish ("wait") requests in flight, and let no new one start before the update has ended.
+
+        Raises `DrainTimeoutError` at `deadline` (`time.monotonic`).
+        """
+        if mode == "keep":
+            return
+        core = self._driver.core
+        with self._driver.between_steps():
+            self._driver.deliver(core.close_for_update(mode))
+        while mode == "wait":
+            with self._driver.between_steps():
+                num_in_flight = core.num_draining("update_weights")
+            if not num_in_flight:
+                return
+            self._check()
+            if time.monotonic() >= deadline:
+                what = f"{num_in_flight} requests are still in flight at the end of the time given"
+                raise DrainTimeoutError(f"update_weights: {what}; they go on.")
+            self._turn()
+
+    def stop(self) -> None:
+        """Let no step begin before the update has ended. Called inside `boundary`."""
+        self._driver.core.lifecycle.stop_for_update()
+
+    def commit_version(self, version: int) -> int:
+        """Make `version` the live one; returns the number of requests in flight. Called inside `boundary`."""
+        return self._driver.core.commit_version(version, self._kv)

@@ -1,0 +1,145 @@
+"""A verb: something an engine does beside generating, such as pausing. All verbs are in `rollout_engine.engine.verbs`.
+
+face         blocking(verb) | awaitable(verb)   binds the arguments
+client       call(name, arguments)              checks their types; they may cross to another process
+driver       run(call)                          runs the verb's function: between two steps, unless it runs any time
+"""
+
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from rollout_engine._structs import arguments_struct
+from rollout_engine.errors import RequestError, RolloutEngineError, refused
+from rollout_engine.metrics import CoreStats
+
+When = Literal["between steps", "any time"]
+"""When a verb may run. "any time": it only reads a value or two, and does not wait for the step in progress."""
+Arguments = dict[str, Any]
+_GRACE_SECONDS = 1.0
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Verb(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the verb table."""
+
+    name: str
+    function: Callable[..., Any]
+    signature: inspect.Signature
+    """Signature as users call the verb: without the driver."""
+    arguments: type[msgspec.Struct]
+    """Struct that arguments are checked against."""
+    result: Any
+    """Type of the result."""
+    when: When = "between steps"
+    beside_steps: Callable[[Any, Arguments], bool] | None = None
+    """Whether this call is long work that runs on a thread of its own while steps go on."""
+    until: Callable[[Any], bool] | None = None
+    """The call ends after the first step that finds this true of the driver; None: at once."""
+    timeout: str = ""
+    """Name of the argument that says how many seconds a caller waits for the result; "": for ever."""
+    late: Callable[..., RolloutEngineError] | None = None
+    """Makes the error of a call that took longer: `late(arguments, begun)`."""
+    prepare: Callable[..., Arguments] | None = None
+    """Converts the caller's arguments to those that are sent, in the caller's process; raises for wrong ones."""
+    after_shutdown: bool = False
+    """Whether it still answers after shutdown, where the core is in this process: it only reads numbers."""
+    public: bool = True
+    """Whether faces have a method of this name."""
+    crosses: bool = True
+    """Whether arguments and result can cross to another process."""
+    span: str = ""
+    """Name of the tracing span around a call, if there is one."""
+    span_arguments: Sequence[str] = ()
+    """Arguments shown in the span."""
+    observe: Callable[[CoreStats, float], None] | None = None
+    """Takes the seconds of a completed call into the core's metrics."""
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """Name the arguments of a call. Raises `TypeError` as Python does, and what `prepare` raises."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as problem:
+            raise TypeError(f"{self.name}() {problem}") from None
+        bound.apply_defaults()
+        return bound.arguments if self.prepare is None else self.prepare(**bound.arguments)
+
+    def check(self, arguments: Mapping[str, Any]) -> Arguments:
+        """Arguments of the declared types. Raises `RequestError`."""
+        if not self.crosses:
+            return dict(arguments)
+        try:
+            checked = msgspec.convert(arguments, self.arguments)
+        except (msgspec.ValidationError, OverflowError) as problem:
+            raise RequestError(f"{self.name}: {problem}.", field="arguments") from None
+        return {name: getattr(checked, name) for name in self.arguments.__struct_fields__}
+
+    def title(self, arguments: Mapping[str, Any]) -> str:
+        """Name of what is called, as errors say it: for `collective_rpc` that of the method."""
+        return str(arguments.get("method", self.name))
+
+    def seconds(self, arguments: Mapping[str, Any]) -> float | None:
+        """How long the caller waits; None: for ever. Raises `RequestError` for what is no number of seconds."""
+        if not self.timeout:
+            return None
+        seconds = arguments.get(self.timeout, self.signature.parameters[self.timeout].default)
+        if seconds is None:
+            return None
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or math.isnan(seconds):
+            problem = refused(self.timeout, seconds, "a number of seconds")
+            raise RequestError(f"{self.name}: {problem}", field=self.timeout, value=seconds)
+        return min(max(seconds, 0.0), threading.TIMEOUT_MAX - _GRACE_SECONDS)
+
+    def patience(self, arguments: Mapping[str, Any]) -> float | None:
+        """How long a caller waits before it gives up: the driver itself ends a late call that waits for steps."""
+        seconds = self.seconds(arguments)
+        return seconds if seconds is None or self.until is None else seconds + _GRACE_SECONDS
+
+    def too_late(self, arguments: Arguments, *, begun: bool) -> RolloutEngineError:
+        """The error of a call whose time is over. `begun` False: it had not begun, and never will."""
+        assert self.late is not None, "a verb with a timeout says what is late"
+        return self.late(arguments, begun)
+
+
+class VerbTable(dict[str, Verb]):
+    """Verbs by name."""
+
+    def add(self, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorate a function to make it a verb; its name, annotations and docstring are the verb's."""
+
+        def register(function: Callable[P, R]) -> Callable[P, R]:
+            self[function.__name__] = verb_of(function, **options)
+            return function
+
+        return register
+
+
+def verb_of(function: Callable[..., Any], **options: Any) -> Verb:
+    """Make the verb that `function` carries out. Its first parameter is the driver; `options` are `Verb`'s."""
+    hints = get_type_hints(function)
+    _, *parameters = inspect.signature(function).parameters.values()
+    sent = {name: _on_the_wire(hint) for name, hint in hints.items()}
+    return Verb(
+        name=function.__name__,
+        function=function,
+        signature=inspect.Signature(parameters),
+        arguments=arguments_struct(function.__name__, parameters, sent),
+        result=_awaited(hints["return"]),
+        **options,
+    )
+
+
+def _on_the_wire(hint: Any) -> Any:
+    """A choice of names travels as text: the core says best which names it takes."""
+    return str if get_origin(hint) is Literal else hint
+
+
+def _awaited(hint: Any) -> Any:
+    """Type of the result that callers get: a future's own result."""
+    return get_args(hint)[0] if get_origin(hint) is Future else hint

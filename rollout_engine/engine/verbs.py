@@ -1,0 +1,271 @@
+"""Every verb of an engine, written once: what it is called, takes, gives, does, and when it may run.
+
+Clients call them by name, the driver runs them, and every face has a method for each public one
+(`rollout_engine.faces.verb_methods`). Arguments are checked against the annotations. Each function runs inside the
+driver's lock, between two steps, unless its row of the table says otherwise; every verb raises `LifecycleError`, naming
+state and verb, where it is out of order, and after shutdown.
+
+Pausing, resuming, sleeping and waking are idempotent. While the engine does not run, calls that block until their
+requests are complete (`LLM.generate`, `RolloutPolicy.rollout`) refuse to start; those in progress wait.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from rollout_engine._structs import plain
+from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.engine.health import Health
+from rollout_engine.engine.interrupts import allowed
+from rollout_engine.engine.scored_pairs import score_pairs
+from rollout_engine.engine.verb import Arguments, VerbTable
+from rollout_engine.errors import DrainTimeoutError, LifecycleError, RolloutEngineError, RPCError, RPCTimeoutError
+from rollout_engine.metrics import CoreMetrics, CoreStats
+
+VERBS = VerbTable()
+
+
+@VERBS.add(until=EngineDriver.is_drained, span="pause", span_arguments=("mode",), observe=CoreStats.add_pause)
+def pause_generation(
+    driver: EngineDriver,
+    *,
+    mode: PauseMode = "abort",
+    clear_cache: bool = False,
+    wait_for_inflight_requests: bool | None = None,
+) -> None:
+    """Stop computing at a step boundary; returns when that is so. Its seconds are in `stats.last_pause_seconds`.
+
+    Args:
+        mode: "abort" ends requests in flight with the tokens they have; "wait" finishes them first (in process this
+            call steps the engine, as others may); "keep" freezes them with their KV, and they go on at
+            `resume_generation`.
+        clear_cache: forget every known prefix too; frozen requests compute their KV again.
+        wait_for_inflight_requests: True is the older spelling of mode="wait".
+
+    New requests wait for `resume_generation`, or are turned away, by `EngineConfig.admission`.
+    """
+    mode = "wait" if wait_for_inflight_requests else mode
+    driver.deliver(driver.core.pause(mode, clear_cache=clear_cache))
+
+
+@VERBS.add()
+def resume_generation(driver: EngineDriver) -> None:
+    """Go on after a pause."""
+    driver.core.resume()
+
+
+@VERBS.add(when="any time")
+def is_paused(driver: EngineDriver) -> bool:
+    """Whether a pause is in force (also while asleep)."""
+    return driver.core.lifecycle.paused is not None
+
+
+def _drained_late(arguments: Arguments, begun: bool) -> RolloutEngineError:
+    what = f"requests are still in flight after {arguments['drain_timeout']:g} seconds"
+    return DrainTimeoutError(f"wait_for_requests_to_drain: {what}; they go on.")
+
+
+@VERBS.add(until=EngineDriver.is_idle, timeout="drain_timeout", late=_drained_late)
+def wait_for_requests_to_drain(driver: EngineDriver, drain_timeout: float = 300) -> None:
+    """Return when the core has nothing in flight, of any client. In process this call steps the engine.
+
+    Raises `DrainTimeoutError` (a `TimeoutError`) after `drain_timeout` seconds, `LifecycleError` when requests are
+    frozen and so cannot finish. Requests that wait for resume or wake-up do not count.
+    """
+
+
+@VERBS.add(until=EngineDriver.is_drained)
+def sleep(driver: EngineDriver, level: int = 1, mode: PauseMode = "abort") -> None:
+    """Give memory back to the system.
+
+    Args:
+        level: 1 releases the KV pool and what is derived from the weights; 2 forgets the weights too, and after
+            `wake_up` a complete `update_weights` has to come first.
+        mode: of requests in flight, as for `pause_generation`. Those kept compute their KV again after `wake_up`.
+    """
+    driver.deliver(driver.core.sleep(level, mode))
+
+
+def _prepare_wake_up(tags: Iterable[str] | None) -> Arguments:
+    return {"tags": tags if tags is None or isinstance(tags, str) else list(tags)}
+
+
+@VERBS.add(prepare=_prepare_wake_up)
+def wake_up(driver: EngineDriver, tags: str | list[str] | None = None) -> None:
+    """Take memory back: "weights", "kv_cache", or None for all. A pause from before the sleep still holds."""
+    driver.core.wake_up(tags)
+
+
+@VERBS.add(when="any time")
+def is_sleeping(driver: EngineDriver) -> bool:
+    """Whether some memory is still released."""
+    return bool(driver.core.lifecycle.asleep)
+
+
+@VERBS.add()
+def reset_prefix_cache(driver: EngineDriver, reset_running_requests: bool = False) -> bool:
+    """Forget every known prefix, and return whether that was done.
+
+    It is refused (False, nothing changed) while requests in flight hold KV blocks, unless `reset_running_requests`:
+    then they compute their KV again, to the same tokens.
+    """
+    return driver.core.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+
+def _prepare_score(
+    prompt_token_ids: Sequence[Sequence[int]], completion_token_ids: Sequence[Sequence[int]], temperature: float
+) -> Arguments:
+    return {
+        "prompt_token_ids": plain(list(prompt_token_ids)),
+        "completion_token_ids": plain(list(completion_token_ids)),
+        "temperature": plain(temperature),
+    }
+
+
+@VERBS.add(prepare=_prepare_score)
+def score(
+    driver: EngineDriver,
+    prompt_token_ids: Sequence[list[int]],
+    completion_token_ids: Sequence[list[int]],
+    *,
+    temperature: float = 1.0,
+) -> list[np.ndarray]:
+    """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
+
+    They are what sampling those tokens at `temperature` would have returned ("tempered"). Raises `RequestError`.
+    """
+    driver.core.lifecycle.require_weights("score")
+    with allowed():
+        return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature)
+
+
+def _prepare_rpc(
+    method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Arguments:
+    wrong = None
+    if not isinstance(method, str):
+        wrong = f"method must be a name (a str), not {method!r:.80}; for a function on the model there is apply_model"
+    elif not isinstance(args, list | tuple):
+        wrong = f"args must be a list or a tuple, not {args!r:.80}"
+    elif not (kwargs is None or isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)):
+        wrong = f"kwargs must be a dict of names, not {kwargs!r:.80}"
+    elif timeout is not None and not (isinstance(timeout, int | float) and timeout > 0 and math.isfinite(timeout)):
+        wrong = f"timeout must be seconds, more than 0, or None; not {timeout!r:.80}"
+    if wrong:
+        raise RPCError(f"collective_rpc: {wrong}.", method=str(method)[:80])
+    return {"method": method, "timeout": timeout, "args": list(args), "kwargs": dict(kwargs or {})}
+
+
+def _rpc_late(arguments: Arguments, begun: bool) -> RolloutEngineError:
+    method, timeout = arguments["method"], arguments["timeout"]
+    fate = (
+        "if it has begun it goes on to its end, and steps wait for it" if begun else "it had not begun, and never will"
+    )
+    return RPCTimeoutError(f"{method}: no result within {timeout:g} s; {fate}.", method=method)
+
+
+def _runs_beside_steps(driver: EngineDriver, arguments: Arguments) -> bool:
+    driver.core.lifecycle.require_alive("collective_rpc")
+    return driver.executor.runs_beside_steps(arguments["method"])
+
+
+@VERBS.add(
+    prepare=_prepare_rpc,
+    beside_steps=_runs_beside_steps,
+    timeout="timeout",
+    late=_rpc_late,
+    span="collective_rpc",
+    span_arguments=("method",),
+)
+def collective_rpc(
+    driver: EngineDriver,
+    method: str,
+    timeout: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Call a method of a worker extension (`worker_ext.base`) on every rank, between two steps.
+
+    Returns one result per rank, in order. `timeout` in seconds: `RPCTimeoutError` after it; a call that had begun goes
+    on to its end, and steps wait for it. Raises `RPCError`, nothing run, for a method that does not exist or arguments
+    that are not of its types; our own errors as the method raised them; any other as `RPCError` with rank and
+    traceback.
+
+    To an engine in another process arguments and results are numbers, text, lists, dicts, arrays and tensors: these
+    travel without a copy, structs arrive as dicts and tuples as lists. `RPCError` names what cannot travel.
+    """
+    with allowed():  # a method may take its time
+        return driver.executor.collective_rpc(method, args, kwargs or {}, caller=driver.caller)
+
+
+@VERBS.add(crosses=False)
+def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any]) -> list[Any]:
+    """Results of `fn(module)` for the module of every rank, between two steps. It may read weights, not write them.
+
+    In process only. Raises what `fn` raises; `LifecycleError` and `DirtyWeightsError` where there are no weights to
+    read. `DirtyWeightsError` too where `fn` wrote to some: then the engine is DIRTY until a complete update. (A write
+    through `.data` goes unnoticed.)
+    """
+    lifecycle = driver.core.lifecycle
+    lifecycle.require_weights("apply_model")
+    if lifecycle.updating:
+        raise LifecycleError("apply_model: not possible while the engine is UPDATING: wait until it has ended.")
+    driver.core.begin_update("apply_model")
+    try:
+        with allowed():
+            return driver.executor.apply_model(fn)
+    finally:
+        driver.core.end_update(dirty=driver.executor.dirty)
+
+
+@VERBS.add()
+def get_model_metadata(driver: EngineDriver) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape) of every weight."""
+    return driver.executor.metadata()
+
+
+@VERBS.add(when="any time", after_shutdown=True)
+def get_cache_usage(driver: EngineDriver) -> float:
+    """KV blocks referenced by live requests / all blocks."""
+    return driver.core.cache_usage()
+
+
+@VERBS.add(when="any time", after_shutdown=True)
+def get_num_unfinished_requests(driver: EngineDriver) -> int:
+    """Requests of all clients that the core has not ended."""
+    return driver.core.num_unfinished_requests
+
+
+@VERBS.add(when="any time")
+def check_health(driver: EngineDriver) -> Health:
+    """Ask the engine for a sign of life. Raises `EngineDeadError` when it is gone."""
+    return Health(
+        pid=os.getpid(),
+        policy_version=driver.core.policy_version,
+        num_unfinished_requests=driver.core.num_unfinished_requests,
+        num_steps=driver.core.stats.num_steps,
+        io=driver.io_stats,
+    )
+
+
+@VERBS.add(after_shutdown=True)
+def check_integrity(driver: EngineDriver) -> None:
+    """Recount requests, blocks and references from scratch; AssertionError says what is off."""
+    driver.core.check_integrity()
+
+
+@VERBS.add(when="any time", after_shutdown=True, public=False)
+def get_core_metrics(driver: EngineDriver) -> CoreMetrics:
+    """Counters and gauges of the core, of now."""
+    return driver.core.metrics()
+
+
+@VERBS.add(when="any time", public=False)
+def require_running(driver: EngineDriver, verb: str) -> None:
+    """Raise, naming `verb`, unless a request that is added now is computed without another call."""
+    driver.core.lifecycle.require_running(verb[:80])

@@ -1,0 +1,170 @@
+"""The asynchronous engine: requests as async generators, by default over a core in a process of its own."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
+from typing import Any, Self, Unpack
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.engine.client import EngineClient
+from rollout_engine.errors import EngineDeadError, LifecycleError
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.loop_waker import LoopWaker
+from rollout_engine.faces.verb_methods import AsyncVerbs
+from rollout_engine.metrics import StatLogger
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
+from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.telemetry.spans import TraceHeaders
+from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options
+
+
+class AsyncLLM(AsyncVerbs):
+    """An engine whose core runs in a process of its own. Keyword arguments are `EngineConfig`'s.
+
+    >>> engine = AsyncLLM("path/or/hub-id")
+    >>> async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=16)):
+    ...     print(output.outputs[0].text)
+
+    It can be made inside or outside an event loop, and used from any loop, several at a time. Every request ends in one
+    finished `RequestOutput` or one error; when the core dies, all open requests raise `EngineDeadError` at once.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
+    ) -> None:
+        config = EngineConfig.from_kwargs(model=model, **engine_kwargs)
+        self.frontend = Frontend.start(config, ProcessClient.start, stat_loggers)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        start_seconds: float = START_SECONDS,
+        stat_loggers: Sequence[StatLogger] = (),
+    ) -> Self:
+        """Start a core and wait until its model is loaded. Raises `ConfigError` when it cannot be served.
+
+        `hang_seconds`: a core that gives no sign of life for so long is killed. Long steps do not count: the core's
+        heartbeat has a thread of its own. `start_seconds`: how long loading may take. `stat_loggers` as in
+        `LLMEngine.from_config`; they run in this process.
+        """
+        start = partial(ProcessClient.start, hang_seconds=hang_seconds, start_seconds=start_seconds)
+        return cls._standing_on(Frontend.start(config, start, stat_loggers))
+
+    @classmethod
+    def from_client(cls, client: EngineClient) -> Self:
+        """Stand on a client of any engine that computes by itself. Raises `LifecycleError` for one that does not."""
+        if client.needs_turns:
+            what = "AsyncLLM: nobody would compute: a client of an engine in this process needs a thread of its own"
+            raise LifecycleError(f"{what}, LocalClient.start(config, own_thread=True).")
+        return cls._standing_on(Frontend.over(client))
+
+    @classmethod
+    def connect(cls, address: str, *, hang_seconds: float = HANG_SECONDS) -> Self:
+        """One more client on the core of another engine, in this process or another one of the same user and machine.
+
+        `address` is that engine's. Requests and results of clients are apart; `shutdown` leaves the core to its owner,
+        and ends what this client has open.
+        """
+        return cls.from_client(ProcessClient.connect(address, hang_seconds=hang_seconds))
+
+    @classmethod
+    def _standing_on(cls, frontend: Frontend) -> Self:
+        engine = cls.__new__(cls)
+        engine.frontend = frontend
+        return engine
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingLike | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        trace_headers: TraceHeaders | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what a request brings, by `output_kind`; the last output has `finished=True`.
+
+        A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
+        cancelling it or dropping the generator aborts the request. Lower `priority` runs first. Raises `RequestError`,
+        nothing queued, and `EngineDeadError`. `trace_headers` as in `LLMEngine.add_request`, `chat` as in
+        `LLM.generate`.
+        """
+        check_chat_arguments(chat, self.generate)
+        waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
+        stream = self.frontend.add_request(
+            with_chat_options(prompt, chat),
+            sampling_params,
+            request_id,
+            lambda _: waker.wake(event),
+            priority=priority,
+            trace_headers=trace_headers,
+        )
+        finished = False
+        try:
+            while not finished:
+                event.clear()
+                output = self.frontend.take(stream)
+                if output is None:
+                    await event.wait()
+                else:
+                    finished = output.finished
+                    yield output
+        finally:
+            self.frontend.close(stream)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests: their generators yield what they had, with finish_reason "abort". Unknown ids are a no-op."""
+        self.frontend.abort(request_ids)
+
+    @property
+    def address(self) -> str:
+        """Directory of the core, for `connect`; only this user may enter it."""
+        return self._process_client.address
+
+    @property
+    def client_index(self) -> int:
+        """Which client of its core this is, from 0."""
+        return self.frontend.client.index
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the core lives."""
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the core is gone, or this engine was shut down."""
+        return self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether requests raise `dead_error`."""
+        return self.frontend.client.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """The error that requests raise once the core is gone."""
+        return self.frontend.client.dead_error or EngineDeadError("The engine's core is gone.")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def _process_client(self) -> ProcessClient:
+        client = self.frontend.client
+        if not isinstance(client, ProcessClient):
+            raise LifecycleError("This engine runs in this process: no other one can connect to it.")
+        return client
+
+
+AsyncLLMEngine = AsyncLLM

@@ -1,0 +1,300 @@
+"""The front end of an engine: it turns prompts into requests of a client, and outputs into results.
+
+prompts ── InputProcessor ──> EngineClient.add_request        steps        EngineClient ──> OpenStreams ──> readers
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from rollout_engine._structs import plain
+from rollout_engine.config import EngineConfig
+from rollout_engine.engine.client import EngineClient
+from rollout_engine.engine.interrupts import allowed, held
+from rollout_engine.engine.verb import Arguments, Verb
+from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
+from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
+from rollout_engine.metrics import EngineMetrics, StatLogger
+from rollout_engine.outputs import RequestOutput, UpdateReport
+from rollout_engine.process.client_routing import first_sequence_of
+from rollout_engine.results.open_streams import OpenStreams, Stream
+from rollout_engine.results.request_ids import RequestIds, as_request_ids
+from rollout_engine.sampling_params import SamplingLike, SamplingParams
+from rollout_engine.seeds import mix
+from rollout_engine.telemetry.spans import Spans, TraceHeaders, spans_to
+from rollout_engine.telemetry.stat_loggers import all_loggers
+from rollout_engine.telemetry.stat_thread import StatThread
+from rollout_engine.text.input_processor import CheckedPrompt, InputProcessor, at_index, one_each
+from rollout_engine.text.prompts import Prompt
+from rollout_engine.text.tokenizer import TextCodec
+from sync.base import WeightSource
+from sync.owner_process import OwnerProcess
+
+Wake = Callable[[Stream], None]
+
+
+class Frontend:
+    """Requests and results of one client. Any thread may call anything here.
+
+    Args:
+        client: reaches the engine.
+        codec: the tokenizer; None with `skip_tokenizer_init`.
+        spans: record requests, pauses and updates.
+        loggers: are shown the engine's metrics.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        codec: TextCodec | None,
+        *,
+        spans: Spans | None = None,
+        loggers: Sequence[StatLogger] = (),
+    ) -> None:
+        self.client, self.spans = client, spans or Spans()
+        config, index = client.info.config, client.index
+        # Clients count their requests apart: without a root of its own, each would draw what the others drew.
+        seed = config.seed if index == 0 else mix(config.seed, 2**63 + index)
+        self.inputs = InputProcessor.from_config(
+            config, codec, client.info, seed=seed, first_sequence_id=first_sequence_of(index)
+        )
+        self.streams = OpenStreams(
+            codec, client.abort, stream_interval=config.stream_interval, on_closed=self.spans.request
+        )
+        self._ids = RequestIds(self.streams.__contains__)
+        self._admitting = threading.Lock()
+        """Requests are numbered in the order in which the core hears of them."""
+        self._process = OwnerProcess()
+        client.listen(self.streams)
+        read = _metrics_of(client, self.streams)
+        self._stat_thread = StatThread(loggers, read, self.streams.has_live, config.log_interval)
+        self.shutdown = weakref.finalize(self, _close, self._process, self._stat_thread, client, self.spans)
+        """Leave the engine, or end it if it is ours. Calling it again is a no-op."""
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, start: "Callable[..., EngineClient]", stat_loggers: Sequence[StatLogger] = ()
+    ) -> Self:
+        """Load tokenizer and engine. `start(config, meanwhile)` makes the client, and calls `meanwhile` as it does.
+
+        Raises `ConfigError` when they cannot be served.
+        """
+        loggers, spans = all_loggers(stat_loggers, log_line=config.log_stats), spans_to(config.otlp_traces_endpoint)
+        codecs: list[TextCodec | None] = []
+        try:
+            client = start(config, lambda: codecs.append(TextCodec.from_config(config)))
+        except BaseException:
+            spans.close()
+            raise
+        return cls(client, codecs[0], spans=spans, loggers=loggers)
+
+    @classmethod
+    def over(cls, client: EngineClient) -> Self:
+        """Stand on a client that exists, of any engine. Ends the client where its tokenizer cannot be loaded."""
+        config = client.info.config
+        try:
+            return cls(client, TextCodec.from_config(config), spans=spans_to(config.otlp_traces_endpoint))
+        except BaseException:
+            client.shutdown()
+            raise
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingLike | None,
+        request_id: str | None,
+        wake: Wake,
+        *,
+        priority: int = 0,
+        trace_headers: TraceHeaders | None = None,
+    ) -> Stream:
+        """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
+
+        Raises `RequestError`, nothing queued, and `EngineDeadError`.
+        """
+        self.client.require_usable()
+        self.spans.check_headers(trace_headers)
+        with held(), self._admitting:
+            return self._queue(self.inputs.check(prompt, params), request_id, wake, priority, trace_headers)
+
+    def add_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingLike | Sequence[SamplingLike] | None,
+        wake: Wake,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[Stream]:
+        """Queue one prompt or a list of them, all checked before any is queued: `RequestError` names the index.
+
+        `params`, `priority`: one for all or one each.
+        """
+        self.client.require_usable()
+        streams: list[Stream] = []
+        with held():
+            try:
+                with self._admitting:
+                    with allowed():  # reading many prompts takes its time
+                        checked = self.inputs.check_batch(prompts, params)
+                        priorities = one_each("priority", priority, len(checked), "an int")
+                    for index, each in enumerate(checked):
+                        try:
+                            streams.append(self._queue(each, None, wake, priorities[index]))
+                        except RequestError as error:  # the core's own checks
+                            raise at_index("prompts", index, error) from error
+            except BaseException:
+                for stream in streams:
+                    self.close(stream)
+                raise
+        return streams
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; their streams still give what they had. An unknown or finished id is a no-op."""
+        self.client.abort(self.streams.sequence_ids_of(as_request_ids(request_ids)))
+
+    def take(self, stream: Stream) -> RequestOutput | None:
+        """Take the new output of a request, if any. Raises what ended it, and `LifecycleError` in a forked child."""
+        if not self._process.is_current:
+            raise LifecycleError(self._process.error_message("The engine"))
+        return self.streams.take(stream)
+
+    def close(self, stream: Stream) -> None:
+        """Forget a stream that nobody reads any more; unfinished it is aborted, without a result.
+
+        No-op in a forked child.
+        """
+        if self._process.is_current:
+            self.streams.close(stream)
+
+    def get_sequence_ids(self, request_id: str) -> list[int]:
+        """Sequence ids of a request's samples, as the core's log and `get_block_tables` show them; [] after its end.
+
+        The core knows sequences by numbers of its own, which are never used again.
+        """
+        return self.streams.sequence_ids_of([request_id])
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int | None = None,
+        mode: UpdateMode = "keep",
+        kv: KvMode = "keep",
+        staging: Staging = "auto",
+        transport: str | None = None,
+        reset_version: bool = False,
+        allow_nonfinite: bool = False,
+        timeout: float = 300,
+        partial: bool = False,
+    ) -> UpdateReport:
+        """Replace the live weights between two steps, wholly or not at all.
+
+        Args:
+            source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
+                checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
+                may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`); of a `PeftModel`
+                the active adapters are merged into what is sent, and its own weights are not touched. A checkpoint
+                that is rewritten meanwhile is refused.
+            version: of the new weights, higher than the live one; None: a published store's own, else one more than
+                the live version.
+            mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the
+                old ones (an engine in this process is stepped by this call, as others may). "abort": they end with the
+                tokens they have, and go on when resubmitted with these and their seed. New requests wait in the last
+                two.
+            kv: "keep": requests in flight go on over their old KV, and say so in `kv_min_version`. "recompute": they
+                compute it again under the new weights.
+            staging: "shadow": a copy beside the live weights, which serve until the commit. "inplace": over them, with
+                no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
+                "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
+            transport: how the weights reach the engine. In process there is one way, "inproc"; to an engine in a
+                process of its own "shm" (shared memory, the default), "store", "gloo", or "ipc" where both use one CUDA
+                device. A path needs none.
+            reset_version: allow any `version`, for a trainer that restarted.
+            allow_nonfinite: take NaN and infinities, which are refused otherwise.
+            timeout: seconds that the weights may take to arrive, and requests in flight to finish.
+            partial: `source` may hold some of the weights only; the others keep their values. It is as transactional as
+                a whole update, takes the same memory, gives all live weights the new version, and the report's digest
+                is of all of them. Otherwise a weight that is missing is refused. After `DirtyWeightsError`, and after
+                a sleep that forgot the weights, only a whole update helps.
+
+        Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
+        nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
+        when requests do not finish in time.
+        """
+        options = UpdateOptions.checked(
+            mode=mode,
+            kv=kv,
+            staging=staging,
+            transport=transport,
+            reset_version=reset_version,
+            allow_nonfinite=allow_nonfinite,
+            timeout=timeout,
+            partial=partial,
+        )
+        return self.spans.update(lambda: self.client.update_weights(source, plain(version), options))
+
+    def get_metrics(self) -> EngineMetrics:
+        """Counters and gauges of the core, timings of this client's requests; from any thread."""
+        return _metrics_of(self.client, self.streams)()
+
+    def do_log_stats(self) -> None:
+        """Show the metrics to every stat logger now."""
+        self.client.require_usable()
+        self._stat_thread.write()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
+        if self.inputs.codec is None:
+            raise LifecycleError("get_tokenizer: there is none, the engine was made with skip_tokenizer_init=True.")
+        return self.inputs.codec.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
+        return self.inputs.default_params()
+
+    def require_running(self, verb: str) -> None:
+        """Raise, naming `verb`, unless a request that is added now is computed without another call."""
+        self.client.require_usable()
+        self.client.call("require_running", {"verb": verb}).result()
+
+    def span(self, verb: Verb, arguments: Arguments) -> AbstractContextManager[object]:
+        """The tracing span around a call of a verb, if the verb has one."""
+        if not verb.span:
+            return nullcontext()
+        return self.spans.during(verb.span, **{name: arguments[name] for name in verb.span_arguments})
+
+    def _queue(
+        self,
+        checked: CheckedPrompt,
+        request_id: str | None,
+        wake: Wake,
+        priority: int,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Stream:
+        name = self._ids.make() if request_id is None else self._ids.check(request_id)
+        request = self.inputs.admit(checked, priority=priority)
+        stream = self.streams.add(name, request, checked.text, wake, trace_headers)  # before the core hears of it
+        try:
+            self.client.add_request(request)
+        except BaseException as error:
+            stream.error = error if isinstance(error, RolloutEngineError) else None
+            self.streams.close(stream)
+            raise
+        self._stat_thread.begin()
+        return stream
+
+
+def _metrics_of(client: EngineClient, streams: OpenStreams) -> Callable[[], EngineMetrics]:
+    """Read the metrics without a reference to the front end, which ends when nobody has one."""
+    return lambda: EngineMetrics(core=client.call("get_core_metrics", {}).result(), requests=streams.stats)
+
+
+def _close(process: OwnerProcess, stat_thread: StatThread, client: EngineClient, spans: Spans) -> None:
+    if process.is_current:  # a forked child has none of their threads, and they are the parent's to end
+        stat_thread.close()
+        client.shutdown()
+        spans.close()

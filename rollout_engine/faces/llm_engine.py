@@ -1,0 +1,136 @@
+"""The engine for synchronous stepping: add requests, step, collect results."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Self
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.engine.client import EngineClient
+from rollout_engine.engine.interrupts import held
+from rollout_engine.engine.local_client import LocalClient
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.reader import Reader
+from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.metrics import CoreStats, StatLogger
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.results.request_ids import as_request_ids
+from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.telemetry.spans import TraceHeaders
+from rollout_engine.text.prompts import Prompt
+
+
+class LLMEngine(BlockingVerbs):
+    """Synchronous stepping: every request added ends in exactly one finished `RequestOutput` of some `step()`.
+
+    >>> engine = LLMEngine.from_config(EngineConfig(model="path/or/hub-id"))
+    >>> engine.add_request("a", "Once upon a time", SamplingParams(max_tokens=16))
+    >>> while engine.has_unfinished_requests():
+    ...     for output in engine.step():
+    ...         print(output.outputs[0].text)
+
+    Any thread may call any method; a call waits for the step in progress.
+    """
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.frontend = frontend
+        self._reader = Reader(frontend)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] = ()) -> Self:
+        """Load model and tokenizer, in this process. Raises `ConfigError` when they cannot be served.
+
+        `stat_loggers` are shown the engine's metrics, beside the log line and those that packages have registered.
+        """
+        return cls(Frontend.start(config, LocalClient.start, stat_loggers))
+
+    @classmethod
+    def from_client(cls, client: EngineClient) -> Self:
+        """Stand on a client of any engine, in this process or another."""
+        return cls(Frontend.over(client))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingLike | None = None,
+        *,
+        priority: int = 0,
+        trace_headers: TraceHeaders | None = None,
+    ) -> str:
+        """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued.
+
+        `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
+        """
+        add = partial(self._reader.add, prompt, params, request_id, priority=priority, trace_headers=trace_headers)
+        (added,) = self._add(lambda: [add()])
+        return added
+
+    def add_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingLike | Sequence[SamplingLike] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[str]:
+        """Queue one prompt or a list of them, under new ids, which are returned in order.
+
+        `params`, `priority`: one for all or one each. All are checked before any is queued: `RequestError` names the
+        index.
+        """
+        return self._add(partial(self._reader.add_all, prompts, params, priority=priority))
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last.
+
+        While paused or asleep it computes nothing. An engine in another process steps by itself: then this waits a
+        moment for results. Raises `DirtyWeightsError` when requests cannot go on before a complete weight update.
+        Whatever is raised, by an interrupt too, the next `step()` returns what this one had.
+        """
+        outputs: list[RequestOutput] = []
+        try:
+            with held():
+                outputs = self._reader.read(always_step=True)
+            return outputs
+        except BaseException:  # an interrupt, which comes at the end of `held`
+            self._reader.put_back(outputs)
+            raise
+
+    def abort_request(self, request_ids: str | Iterable[str], *, discard: bool = False) -> None:
+        """End requests; the next `step()` returns what they had, with finish_reason "abort".
+
+        `discard=True`: it returns nothing of them. An unknown or finished id is a no-op.
+        """
+        ids = as_request_ids(request_ids)
+        with held():
+            self.frontend.client.require_usable()
+            if discard:
+                self._reader.abort(ids)
+            else:
+                self.frontend.abort(ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step()` has anything more to give."""
+        return len(self._reader) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests of this client whose finished output has not been returned."""
+        return len(self.frontend.streams) + self._reader.num_put_back
+
+    @property
+    def stats(self) -> CoreStats:
+        """Counters of the core since start-up, as of now."""
+        return self.get_metrics().core.counters
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether the finished output of `request_id` is still to be returned."""
+        return request_id in self._reader
+
+    def _add(self, add: Callable[[], list[str]]) -> list[str]:
+        added: list[str] = []
+        try:
+            with held():
+                added = add()
+            return added
+        except BaseException:  # an interrupt, which comes at the end of `held`: nobody learns of these requests
+            self._reader.abort(added)
+            raise

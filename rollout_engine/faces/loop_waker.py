@@ -1,0 +1,51 @@
+"""Wakes the coroutines that wait for outputs, from the thread that brings these."""
+
+import asyncio
+import itertools
+import threading
+import weakref
+
+_WAKES = 32
+"""Coroutines wakened in one iteration of a loop, so that its other callbacks wait for no more than these."""
+
+
+class LoopWaker:
+    """Wakes coroutines of one event loop from any thread, a few per iteration."""
+
+    _of: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker]" = weakref.WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._waiting: dict[asyncio.Event, None] = {}
+        self._lock = threading.Lock()
+        self._scheduled = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "LoopWaker":
+        """The one of this loop."""
+        waker = cls._of.get(loop)
+        return cls._of.setdefault(loop, cls(loop)) if waker is None else waker
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Set an event of the loop soon."""
+        loop = self._loop()
+        with self._lock:
+            self._waiting[event] = None
+            if self._scheduled or loop is None:
+                return
+            self._scheduled = True
+        try:
+            loop.call_soon_threadsafe(self._run)
+        except RuntimeError:
+            self._scheduled = False  # the loop is closed: nobody waits
+
+    def _run(self) -> None:
+        with self._lock:
+            chosen = list(itertools.islice(self._waiting, _WAKES))
+            for event in chosen:
+                del self._waiting[event]
+            self._scheduled = again = bool(self._waiting)
+        for event in chosen:
+            event.set()
+        if again:
+            asyncio.get_running_loop().call_soon(self._run)

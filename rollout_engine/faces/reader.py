@@ -1,0 +1,119 @@
+"""The requests of one caller that blocks for their outputs, over any client."""
+
+import queue
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.results.open_streams import Stream
+from rollout_engine.telemetry.spans import TraceHeaders
+
+_POLL_SECONDS = 0.05
+"""How long a read waits for news from another thread or process, so that an interrupt is heard soon."""
+
+
+class Reader:
+    """Adds requests and reads their outputs, which nobody else gets. Call it inside `held()`."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._open: dict[str, Stream] = {}
+        self._arrived: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        """Streams with something to take."""
+        self._put_back: list[RequestOutput] = []
+
+    def __len__(self) -> int:
+        """Requests whose finished output has not been read."""
+        return len(self._open) + self.num_put_back
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open or any(output.request_id == request_id for output in self._put_back)
+
+    @property
+    def num_put_back(self) -> int:
+        """Finished outputs that were put back."""
+        return sum(output.finished for output in self._put_back)
+
+    def add(
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str | None,
+        *,
+        priority: int = 0,
+        trace_headers: TraceHeaders | None = None,
+    ) -> str:
+        """Queue one request. Raises `RequestError`, nothing queued."""
+        add = self._frontend.add_request
+        stream = add(prompt, params, request_id, self._arrived.put, priority=priority, trace_headers=trace_headers)
+        self._open[stream.request_id] = stream
+        return stream.request_id
+
+    def add_all(self, prompts: Any, params: Any, *, priority: Any = 0) -> list[str]:
+        """Queue one prompt or a list of them; all, or none and a `RequestError` that names the index."""
+        streams = self._frontend.add_requests(prompts, params, self._arrived.put, priority=priority)
+        self._open.update((stream.request_id, stream) for stream in streams)
+        return [stream.request_id for stream in streams]
+
+    def read(self, *, always_step: bool = False) -> list[RequestOutput]:
+        """Take what has come, by `output_kind`; where nothing has, compute a step, or wait a moment for one.
+
+        `always_step`: compute a step in any case. Raises what ended a request without an output.
+        """
+        outputs, self._put_back = self._put_back, []
+        if outputs:
+            return outputs
+        turn = self._frontend.client.turn
+        if not self._arrived.empty():
+            with suppress(DirtyWeightsError):  # there is something to take
+                if always_step:
+                    turn(lambda: False)
+        elif not turn(lambda: not self._arrived.empty()):
+            self._wait()
+        try:
+            for _ in range(self._arrived.qsize()):
+                output = self._take(self._arrived.get())
+                if output is not None:
+                    outputs.append(output)
+        except BaseException:  # of one request: the others' outputs come with the next read
+            self.put_back(outputs)
+            raise
+        return outputs
+
+    def put_back(self, outputs: list[RequestOutput]) -> None:
+        """Have the next `read` return these again."""
+        self._put_back = outputs + self._put_back
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests without a result. Unknown ids are a no-op."""
+        for request_id in list(request_ids):
+            stream = self._open.pop(request_id, None)
+            if stream is not None:
+                self._frontend.close(stream)
+            self._put_back = [output for output in self._put_back if output.request_id != request_id]
+
+    def num_tokens(self) -> int:
+        """Tokens so far of the requests whose finished output has not been read."""
+        return self._frontend.streams.num_tokens(self._open)
+
+    def _take(self, stream: Stream) -> RequestOutput | None:
+        if stream.request_id not in self._open:
+            return None
+        try:
+            output = self._frontend.take(stream)
+        except BaseException:
+            self._frontend.close(self._open.pop(stream.request_id))
+            raise
+        if output is not None and output.finished:
+            del self._open[stream.request_id]
+        return output
+
+    def _wait(self) -> None:
+        try:
+            stream = self._arrived.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            return
+        self._arrived.put(stream)

@@ -1,0 +1,173 @@
+"""Methods of the faces for the verbs of `rollout_engine.engine.verbs`: blocking ones, and coroutines.
+
+A new verb gets one line in each of the two classes; a contract test fails where a face lacks one.
+"""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+from rollout_engine.engine import verbs
+from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.faces.frontend import Frontend
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class HasFrontend(Protocol):
+    """A face."""
+
+    @property
+    def frontend(self) -> Frontend: ...
+
+
+def blocking(function: Callable[Concatenate[EngineDriver, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Make the method of a face that calls a verb and waits for its result."""
+    verb = verbs.VERBS[function.__name__]
+
+    def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
+        arguments = verb.bind(args, kwargs)
+        with self.frontend.span(verb, arguments):
+            result = self.frontend.client.call(verb.name, arguments)
+            try:
+                return result.result(verb.patience(arguments))
+            except TimeoutError:
+                if result.done():  # it is the result
+                    raise
+                raise verb.too_late(arguments, begun=not result.cancel()) from None
+
+    return _documented(method, function)
+
+
+def awaitable(
+    function: Callable[Concatenate[EngineDriver, P], R],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """Make the method of a face that calls a verb and awaits its result."""
+    verb = verbs.VERBS[function.__name__]
+
+    async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
+        arguments = verb.bind(args, kwargs)
+        with self.frontend.span(verb, arguments):
+            result = asyncio.wrap_future(self.frontend.client.call(verb.name, arguments))
+            try:
+                if not (await asyncio.wait([result], timeout=verb.patience(arguments)))[0]:
+                    raise verb.too_late(arguments, begun=True)
+                return result.result()
+            finally:
+                result.cancel()
+
+    return _documented(method, function)
+
+
+def of_frontend(function: Callable[Concatenate[Frontend, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Make the method of a face that does what its front end does."""
+
+    def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
+        return function(self.frontend, *args, **kwargs)
+
+    return _documented(method, function)
+
+
+def of_frontend_async(
+    function: Callable[Concatenate[Frontend, P], R],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """Make the coroutine of a face that has its front end do something, on a thread beside the loop."""
+
+    async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(function, self.frontend, *args, **kwargs)
+
+    return _documented(method, function)
+
+
+def _documented(method: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    functools.update_wrapper(method, function)
+    del method.__wrapped__  # type: ignore[attr-defined]  # its first parameter is another
+    signature = inspect.signature(function)
+    _, *parameters = signature.parameters.values()
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
+    return method
+
+
+class Face:
+    """The base of all faces: a front end, and its shutdown."""
+
+    frontend: Frontend
+    """Requests and results of this face's client."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights, as last heard: 0 as loaded, one more with each update that names no other."""
+        return self.frontend.client.policy_version
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory, or leave it if it is another's; open requests are dropped, or raise.
+
+        Calling it again is a no-op. It also happens when the engine is garbage or the interpreter ends.
+        """
+        self.frontend.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class BlockingVerbs(Face):
+    """The verbs of every synchronous engine and policy. Any thread may call them; they wait for a step in progress."""
+
+    pause_generation = blocking(verbs.pause_generation)
+    resume_generation = blocking(verbs.resume_generation)
+    is_paused = blocking(verbs.is_paused)
+    wait_for_requests_to_drain = blocking(verbs.wait_for_requests_to_drain)
+    sleep = blocking(verbs.sleep)
+    wake_up = blocking(verbs.wake_up)
+    is_sleeping = blocking(verbs.is_sleeping)
+    reset_prefix_cache = blocking(verbs.reset_prefix_cache)
+    score = blocking(verbs.score)
+    collective_rpc = blocking(verbs.collective_rpc)
+    apply_model = blocking(verbs.apply_model)
+    get_model_metadata = blocking(verbs.get_model_metadata)
+    get_cache_usage = blocking(verbs.get_cache_usage)
+    get_num_unfinished_requests = blocking(verbs.get_num_unfinished_requests)
+    check_health = blocking(verbs.check_health)
+    check_integrity = blocking(verbs.check_integrity)
+
+    update_weights = of_frontend(Frontend.update_weights)
+    get_sequence_ids = of_frontend(Frontend.get_sequence_ids)
+    get_metrics = of_frontend(Frontend.get_metrics)
+    do_log_stats = of_frontend(Frontend.do_log_stats)
+    get_tokenizer = of_frontend(Frontend.get_tokenizer)
+    get_default_sampling_params = of_frontend(Frontend.get_default_sampling_params)
+
+
+class AsyncVerbs(Face):
+    """The same verbs as coroutines."""
+
+    pause_generation = awaitable(verbs.pause_generation)
+    resume_generation = awaitable(verbs.resume_generation)
+    is_paused = awaitable(verbs.is_paused)
+    wait_for_requests_to_drain = awaitable(verbs.wait_for_requests_to_drain)
+    sleep = awaitable(verbs.sleep)
+    wake_up = awaitable(verbs.wake_up)
+    is_sleeping = awaitable(verbs.is_sleeping)
+    reset_prefix_cache = awaitable(verbs.reset_prefix_cache)
+    score = awaitable(verbs.score)
+    collective_rpc = awaitable(verbs.collective_rpc)
+    apply_model = awaitable(verbs.apply_model)
+    get_model_metadata = awaitable(verbs.get_model_metadata)
+    get_cache_usage = awaitable(verbs.get_cache_usage)
+    get_num_unfinished_requests = awaitable(verbs.get_num_unfinished_requests)
+    check_health = awaitable(verbs.check_health)
+    check_integrity = awaitable(verbs.check_integrity)
+
+    update_weights = of_frontend_async(Frontend.update_weights)
+    get_sequence_ids = of_frontend_async(Frontend.get_sequence_ids)
+    get_metrics = of_frontend_async(Frontend.get_metrics)
+    do_log_stats = of_frontend_async(Frontend.do_log_stats)
+    get_tokenizer = of_frontend_async(Frontend.get_tokenizer)
+    get_default_sampling_params = of_frontend_async(Frontend.get_default_sampling_params)

@@ -1,0 +1,62 @@
+"""Results of sampling and scoring for each row of logits, and truncation rules, on the CPU and on devices."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 128
+"""Tokens whose weights are summed together in float32."""
+
+
+class RowStats(NamedTuple):
+    """Normalisation of N rows of logits, and one token of each with its log-prob."""
+
+    maximum: Tensor
+    """float32 [N]; NaN for a row that holds NaN or +inf, or nothing but -inf."""
+    log_total: Tensor
+    """float64 [N]: log of the row's total weight."""
+    tokens: Tensor
+    """int64 [N]."""
+    logprobs: Tensor
+    """float32 [N]: log-probs of `tokens`."""
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device | str) -> "RowStats":
+        """Uninitialised memory for `num_rows` rows."""
+        dtypes = torch.float32, torch.float64, torch.int64, torch.float32
+        return cls(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes))
+
+
+class Truncation(NamedTuple):
+    """Truncation rules of N rows. They apply in this order, in float64, to tokens sorted by (logit, then id)."""
+
+    temperature: Tensor
+    """float64, > 0: every rule reads exp(logit / temperature)."""
+    top_k: Tensor
+    """int64: keep the k most likely tokens; 0 keeps all."""
+    top_p: Tensor
+    """float64: of these, the shortest sorted prefix whose share of their mass reaches it; 1 cuts none."""
+    min_p: Tensor
+    """float64: of these, tokens at least so many times as likely as the most likely one."""
+
+    def rows(self, index: slice | Tensor) -> "Truncation":
+        """The rules of some of the rows."""
+        return Truncation(*(column[index] for column in self))
+
+
+class KeptTokens(NamedTuple):
+    """Tokens of N rows that truncation keeps: those above `floor`, and those equal to it with ids up to `last_tie`."""
+
+    log_total: Tensor
+    """float64 [N]: log of the kept tokens' weight, under the maximum of the whole row."""
+    floor: Tensor
+    """float32 [N]."""
+    last_tie: Tensor
+    """int64 [N]."""
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device | str | None = None) -> "KeptTokens":
+        """Uninitialised memory for `num_rows` rows."""
+        dtypes = torch.float64, torch.float32, torch.int64
+        return cls(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes))

@@ -1,0 +1,100 @@
+"""The load-time gate: admits an architecture by what it computes, not by its name.
+
+    1. static rules          properties that only the configuration shows
+    2. structural probe      watches one forward (`geometry.probe_geometry`)
+    3. numeric self-check    compares a small copy with large weights with Hugging Face's own forward (`self_check`)
+
+Each catches faults that the others miss. What fails is refused with the reason, never served wrong.
+"""
+
+import logging
+import time
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.admission import gate_cache
+from rollout_engine.model.admission.self_check import check_numerics
+from rollout_engine.model.modules.construct import construct
+from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.modules.one_thread import one_thread
+from rollout_engine.model.modules.rotary import rotary_limit
+
+logger = logging.getLogger(__name__)
+
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def build_module(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Construct a module that the static rules allow. Raises `ConfigError` for what is refused or cannot be built."""
+    try:
+        _check_static(config)
+        return _construct(config, dtype, attention)
+    except Refusal as reason:
+        raise _worded(config, reason) from None
+
+
+def admit(module: PreTrainedModel) -> list[LayerGeometry]:
+    """Check `module`, whose weights may be uninitialised, and return the geometry of its layers.
+
+    Results are cached on disk by architecture, configuration, library versions and our own sources, so the second load
+    of an architecture costs a file read. Raises `ConfigError` with the reason of a refusal, which is not cached.
+    """
+    key = gate_cache.key_of(module)
+    if (known := gate_cache.read(key)) is not None:
+        return known
+    started = time.perf_counter()
+    try:
+        with one_thread():
+            geometry = probe_geometry(module)
+            check_numerics(module.config, geometry)
+    except Refusal as reason:
+        raise _worded(module.config, reason) from None
+    gate_cache.write(key, geometry)
+    logger.info("%s passed the load-time gate in %.2f s.", type(module).__name__, time.perf_counter() - started)
+    return geometry
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Most positions of a sequence that do not depend on the batch; None where the configuration has no limit."""
+    limits = (getattr(config, "max_position_embeddings", None), rotary_limit(config))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _check_static(config: PretrainedConfig) -> None:
+    if config.is_encoder_decoder:
+        raise Refusal("it is an encoder-decoder")
+    if _is_composite(config):
+        raise Refusal("its text model is part of a larger one; use a checkpoint of the text model alone")
+    if getattr(config, "quantization_config", None):
+        raise Refusal("its checkpoint is quantised; use an unquantised one")
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        raise Refusal("its attention is bidirectional")
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    if kinds - _SERVED_LAYERS:
+        raise Refusal(
+            f"it has layers of kind {', '.join(sorted(kinds - _SERVED_LAYERS))}, and only these are served: "
+            f"{', '.join(sorted(_SERVED_LAYERS))}"
+        )
+
+
+def _is_composite(config: PretrainedConfig) -> bool:
+    try:
+        return config.get_text_config() is not config
+    except ValueError:  # there are several text models
+        return True
+
+
+def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    try:
+        return construct(config, dtype=dtype, attention=attention)
+    except Exception as problem:  # foreign constructors may fail in any way
+        raise Refusal(
+            f"transformers does not build it as a causal LM with our attention ({type(problem).__name__}: {problem})"
+        ) from None
+
+
+def _worded(config: PretrainedConfig, reason: Refusal) -> ConfigError:
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    return ConfigError(f"{name} (model_type '{config.model_type}') cannot be served exactly: {reason}.")

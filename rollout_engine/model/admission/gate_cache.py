@@ -1,0 +1,62 @@
+"""Caches results of the gate on disk: one small JSON file per architecture, configuration and versions.
+
+Files are written under a temporary name and renamed, so readers and writers need no lock. An unreadable file counts as
+absent.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from rollout_engine.kernels.cpu.build import cache_directory
+from rollout_engine.model.modules.geometry import LayerGeometry
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).parents[2]
+_IRRELEVANT = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures"}
+
+
+def key_of(module: PreTrainedModel) -> str:
+    """Digest of everything that the gate's result depends on; weights and dtype are not part of it."""
+    config = {name: value for name, value in module.config.to_dict().items() if name not in _IRRELEVANT}
+    facts = [type(module).__qualname__, repr(sorted(config.items())), torch.__version__, transformers.__version__]
+    facts += [torch.backends.cpu.get_cpu_capability(), _source_digest()]
+    return hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()
+
+
+def read(key: str) -> list[LayerGeometry] | None:
+    """The geometry cached under `key`; None where there is none or it cannot be read."""
+    try:
+        return msgspec.json.decode((cache_directory("gate") / f"{key}.json").read_bytes(), type=list[LayerGeometry])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def write(key: str, geometry: list[LayerGeometry]) -> None:
+    """Cache the geometry under `key`. A cache that cannot be written only costs time at the next load."""
+    try:
+        cache_directory("gate").mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache_directory("gate"), delete=False) as file:
+            file.write(msgspec.json.encode(geometry))
+        os.replace(file.name, cache_directory("gate") / f"{key}.json")
+    except OSError as problem:
+        logger.debug("The gate's result could not be cached: %s", problem)
+
+
+@cache
+def _source_digest() -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    folders = (_PACKAGE / "kernels", _PACKAGE / "model")
+    sources = (path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    for path in sorted(sources):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

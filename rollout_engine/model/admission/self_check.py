@@ -1,0 +1,161 @@
+"""The numeric self-check of the gate: our paged forward must compute what Hugging Face's own forward does.
+
+A small copy of the architecture (few layers, narrow, windows of 8 tokens, float32) gets weights so large that a lost
+softcap, a wrong scale or a window off by one changes the logits; usual initial weights would hide that. The logits of
+several sequences, computed in chunks and single tokens over shuffled blocks, are compared with one eager forward each.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rollout_engine.model.cpu.flat_batch import SequenceChunk
+from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.construct import construct, initialize
+from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.model.packing.linear_groups import fuse_projections
+
+TOLERANCE = 3e-4
+"""Largest error allowed, relative to the largest logit: round-off stays under 1e-5, faults begin at 3e-3."""
+
+_BLOCK_SIZE = 4
+_WINDOW = 8
+_VOCAB_SIZE = 128
+_INTERMEDIATE_SIZE = 96
+
+
+def check_numerics(config: PretrainedConfig, geometry: list[LayerGeometry]) -> None:
+    """Raise `Refusal` unless a small copy of `config`'s architecture computes the same logits both ways."""
+    twins = _small_twins(config, geometry)
+    try:
+        error = _relative_error(*twins)
+    except Exception as problem:  # ours or the module's: either way it cannot run over the paged cache
+        raise Refusal(f"its forward fails over the paged cache ({type(problem).__name__}: {problem})") from None
+    if not error <= TOLERANCE:
+        raise Refusal(
+            f"on a small copy its logits differ from transformers' own by {error:.1e} of the largest "
+            f"(allowed: {TOLERANCE:.0e})"
+        )
+
+
+def _small_twins(
+    config: PretrainedConfig, geometry: list[LayerGeometry]
+) -> tuple[PreTrainedModel, PreTrainedModel, list[LayerGeometry]]:
+    """Small copies with equal weights: (with our attention, with eager attention, geometry)."""
+    problem: Exception | None = None
+    for shrink in (_narrowed, copy.copy):
+        try:
+            small = shrink(_shortened(config, geometry))
+            engine = construct(small, dtype=torch.float32, attention=ATTENTION_NAME)
+            _spread_weights(engine)
+            small_geometry = probe_geometry(engine)
+            reference = construct(small, dtype=torch.float32, attention="eager")
+        except Exception as failure:  # foreign configurations may not allow any size
+            problem = failure
+            continue
+        if [_kind(g) for g in small_geometry] == [_kind(g) for g in geometry[: len(small_geometry)]]:
+            reference.load_state_dict(engine.state_dict())
+            fuse_projections(engine)
+            return engine, reference, small_geometry
+    raise Refusal(
+        f"no small copy of it could be made to check its numbers ({problem or 'its layers changed with its size'})"
+    )
+
+
+def _shortened(config: PretrainedConfig, geometry: list[LayerGeometry]) -> PretrainedConfig:
+    """The first layers, enough to include every kind, with a small vocabulary and short windows."""
+    small = copy.deepcopy(config)
+    total = len(geometry)
+    kinds = [_kind(layer) for layer in geometry]
+    needed = min(total, max(2, 1 + max(map(kinds.index, kinds))))
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list) and len(value) == total:
+            setattr(small, name, value[:needed])
+    small.num_hidden_layers = needed
+    small.vocab_size = _VOCAB_SIZE
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, 0)
+    if getattr(small, "sliding_window", None):
+        small.sliding_window = _WINDOW
+    return small
+
+
+def _narrowed(config: PretrainedConfig) -> PretrainedConfig:
+    """At most two key/value heads and the rest in proportion; head sizes and grouping stay."""
+    small = copy.deepcopy(config)
+    heads = small.num_attention_heads
+    kv_heads = getattr(small, "num_key_value_heads", None) or heads
+    fewer = min(kv_heads, 2) * (heads // kv_heads)
+    small.hidden_size = small.hidden_size * fewer // heads
+    small.num_attention_heads = fewer
+    if hasattr(small, "num_key_value_heads"):
+        small.num_key_value_heads = min(kv_heads, 2)
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(small, name, None):
+            setattr(small, name, min(getattr(small, name), _INTERMEDIATE_SIZE))
+    return small
+
+
+def _kind(layer: LayerGeometry) -> tuple[object, ...]:
+    """A layer's geometry without the sizes that a small copy changes."""
+    group = layer.num_heads // layer.num_kv_heads
+    windowed = layer.sliding_window is not None
+    return layer.head_dim_k, layer.head_dim_v, layer.scale, layer.softcap, layer.has_sinks, group, windowed
+
+
+@torch.no_grad()
+def _spread_weights(module: PreTrainedModel) -> None:
+    """Draw matrices with std 4 / sqrt(hidden size), so that scores differ; move vectors by 0.1 from their start."""
+    initialize(module)
+    generator = torch.Generator().manual_seed(0)
+    std = 4.0 / module.config.hidden_size**0.5
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, std, generator=generator)
+        else:
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+@torch.no_grad()
+def _relative_error(engine: PreTrainedModel, reference: PreTrainedModel, geometry: list[LayerGeometry]) -> float:
+    longest = max([26] + [layer.sliding_window + 10 for layer in geometry if layer.sliding_window])
+    lengths = (longest - 7, 7, longest)
+    prompts = [torch.randint(_VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    expected = [reference(input_ids=torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
+    computed = [torch.full_like(logits, torch.nan) for logits in expected]
+    tables = _shuffled_tables(lengths)
+    paged = CpuModel(engine, geometry, num_blocks=sum(map(len, tables)), block_size=_BLOCK_SIZE)
+    for step in _steps(lengths):
+        chunks = [SequenceChunk(prompts[s][first:end], first, tables[s]) for s, first, end in step]
+        sizes = [end - first for _, first, end in step]
+        for (s, first, end), logits in zip(step, paged.forward(chunks, range(sum(sizes))).split(sizes), strict=True):
+            computed[s][first:end] = logits
+    wanted = torch.cat(expected)
+    return float((torch.cat(computed) - wanted).abs().max() / wanted.abs().max())
+
+
+def _shuffled_tables(lengths: tuple[int, ...]) -> list[list[int]]:
+    counts = [-(-n // _BLOCK_SIZE) for n in lengths]
+    free = random.Random(0).sample(range(sum(counts)), sum(counts))
+    return [[free.pop() for _ in range(count)] for count in counts]
+
+
+def _steps(lengths: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
+    """Per step, (sequence, first, end) of the tokens to compute: uneven chunks, the last three tokens one by one."""
+    done = [0] * len(lengths)
+    sizes = (5, max(11, max(lengths) // 4), 3)
+    step = 0
+    while done != list(lengths):
+        work = []
+        for s, length in enumerate(lengths):
+            size = min(sizes[(step + s) % 3], max(1, length - 3 - done[s]))
+            if done[s] < length:
+                work.append((s, done[s], done[s] + size))
+                done[s] += size
+        yield work
+        step += 1

@@ -1,0 +1,103 @@
+"""The interface of the two backends, `cpu` and `cuda`, for engines and for trainers."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor, UntypedStorage, nn
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.kernels.token_logprobs import RowStatsKernel
+from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+from sync.tensor_writer import Upload
+
+
+class Arithmetic(NamedTuple):
+    """Makes a trainer's module compute what an engine on the same kind of device does."""
+
+    attention_name: str
+    """The attention function, as registered with Hugging Face's attention interface."""
+    make_row_invariant: Callable[[nn.Module], None]
+    """Replaces the parts of a causal LM, in place."""
+    unproven_parts: Callable[[nn.Module], list[str]]
+    """Names the parts of such a causal LM that may still compute a row otherwise than the engine."""
+    row_stats: RowStatsKernel
+    """Computes log-probs of given tokens."""
+
+
+class ShadowMemory(Protocol):
+    """Memory for shadows of weights, and the copy from there over live weights."""
+
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes that shadows may still take."""
+        ...
+
+    def allocate(self, num_bytes: int) -> UntypedStorage:
+        """Memory for a shadow. Raises `WeightUpdateError` where there is none."""
+        ...
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """Order work launched inside after all work launched before; later steps neither wait for it nor delay it."""
+        ...
+
+    def prepare_copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """A function that copies every first of `pairs` over its second, as often as it is called, and waits for that.
+
+        They are runs of bytes, uint8 [n], that keep their addresses; no two overlap.
+        """
+        ...
+
+
+class WeightMemory(Protocol):
+    """Memory of live weights, and of copies derived from them, as a sleeping engine gives it back."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held where the model runs."""
+        ...
+
+    def release(self, *, forget: bool) -> None:
+        """Free what `derive` can make again or bring back. `forget`: free the weights too and lose their values."""
+        ...
+
+    def derive(self) -> None:
+        """Undo `release(forget=False)`."""
+        ...
+
+    def take_back(self) -> None:
+        """Allocate weights that were forgotten; they have no values yet."""
+        ...
+
+
+class Backend(Protocol):
+    """A loaded model at work on one kind of device: a `CpuBackend` or a `CudaBackend`."""
+
+    arithmetic: ClassVar[Arithmetic]
+    runs_ahead: ClassVar[bool]
+    """Whether steps run on the device while the host prepares others: the runner has `submit`, else `execute`."""
+    max_prefill_beside_decode: ClassVar[int]
+    """Most prefill tokens of a step in which other sequences decode, for `CoreConfig`."""
+    runner: Any
+    """Runs steps; holds the model, its KV pool and the state of sequences."""
+    num_blocks: int
+    """Blocks of the KV pool."""
+    packed: PackedWeights
+    shadow_memory: ShadowMemory
+    upload: Upload | None
+    """Writes weights from the host's memory to the device; None where they are in the host's memory."""
+    choices: str
+    """Choices made at start-up, for one log line."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None: ...
+
+    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
+        """Log-prob of every token after the prompt, under the live weights: per sequence float32 [len - num_prompt]."""
+        ...
+
+    def memory_of(self, weights: Sequence[Tensor]) -> WeightMemory:
+        """Memory of `weights`, which are all that are not packed."""
+        ...

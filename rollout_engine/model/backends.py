@@ -1,0 +1,59 @@
+"""Which backend computes on a device. Only this file imports both; Triton, which `cuda` needs, may be missing."""
+
+from typing import NamedTuple
+
+import torch
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.triton import availability
+from rollout_engine.model.backend import Arithmetic, Backend
+from rollout_engine.model.cpu.backend import CpuBackend
+
+try:
+    from rollout_engine.model.cuda.backend import CudaBackend
+except ImportError as problem:
+    _import_problem: ImportError | None = problem
+else:
+    _import_problem = None
+
+
+class Device(NamedTuple):
+    """A device, and the backend that computes on it."""
+
+    torch_device: torch.device
+    backend: type[Backend]
+
+
+def device_of(config: EngineConfig) -> Device:
+    """The device that `config` names. Raises `ConfigError` where no engine runs on it."""
+    if config.device != "cuda":
+        if config.compile:
+            raise ConfigError(
+                "compile=True is not possible on a CPU: its kernels compute a step bit for bit as the trainer does, "
+                "and what is compiled would round otherwise. Leave it out, or use device='cuda'."
+            )
+        return Device(torch.device("cpu"), CpuBackend)
+    device = torch.device("cuda", 0)
+    if (reason := unsupported_reason(device)) is not None:
+        raise ConfigError(f"device='cuda' is not possible: {reason}. Use device='cpu', or provide what is missing.")
+    return Device(device, CudaBackend)
+
+
+def arithmetic_of(device: torch.device) -> Arithmetic:
+    """The arithmetic of engines on `device`. Raises `ConfigError` where no engine runs on it."""
+    if device.type == "cpu":
+        return CpuBackend.arithmetic
+    if (reason := unsupported_reason(device)) is not None:
+        raise ConfigError(
+            f"A model on {device} cannot be exact: {reason}. Move it to the CPU, or provide what is missing."
+        )
+    return CudaBackend.arithmetic
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Why `CudaBackend` cannot compute on `device`, as half a sentence for the user; None where it can."""
+    reason = availability.unsupported_reason(device)
+    if reason is None and _import_problem is not None:
+        return f"its kernels cannot be imported ({_import_problem})"
+    return reason

@@ -1,0 +1,103 @@
+"""The KV pool on the CPU, and how Hugging Face modules attend over it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.cpu import attention as compiled
+from rollout_engine.kernels.memory import release_pages, resident_bytes
+from rollout_engine.model.cpu.eager_attention import EagerPool, EagerStep
+from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.modules.attention_interface import attending
+from rollout_engine.model.modules.geometry import LayerGeometry
+
+
+class CpuKVPool:
+    """The KV pool of all layers, in the model's dtype, for the C++ kernel, or its eager twin where that cannot run."""
+
+    def __init__(
+        self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        pool = CompiledPool if compiled.supports(dtype) else EagerPool
+        self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+
+    @contextmanager
+    def step(self, batch: FlatBatch) -> "Iterator[_CompiledStep | EagerStep]":
+        """Inside, attention of this thread's forwards runs over the chunks of `batch`."""
+        step = self._pool.step(batch)
+        with attending(step):
+            yield step
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Bytes of the pool that take memory now."""
+        return resident_bytes(self._pool.tensors())
+
+    def release(self) -> None:
+        """Forget all KV and give its memory back to the system; later writes take it again."""
+        release_pages(self._pool.tensors())
+
+    @property
+    def layers(self) -> list[compiled.KVLayer]:
+        """The layers of the C++ kernel's pool."""
+        assert isinstance(self._pool, CompiledPool), "the eager twin has no such layers"
+        return self._pool.layers
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the pool; blocks come first in its shape."""
+        return self._pool.tensors()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination), in every layer."""
+        if not pairs:
+            return
+        source, destination = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        for tensor in self._pool.tensors():
+            tensor[destination] = tensor[source]
+
+
+class CompiledPool:
+    """KV of all layers in the layout of `kernels.cpu.attention`."""
+
+    def __init__(
+        self, geometry: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        self.block_size = block_size
+        self.layers = [
+            compiled.KVLayer(
+                num_blocks,
+                layer.num_kv_heads,
+                layer.head_dim_k,
+                layer.head_dim_v,
+                block_size=block_size,
+                dtype=dtype,
+            )
+            for layer in geometry
+        ]
+        self._num_kv_heads = min(layer.num_kv_heads for layer in geometry)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the pool; blocks come first in its shape."""
+        for layer in self.layers:
+            yield from (layer.keys, layer.values)
+
+    def step(self, batch: FlatBatch) -> "_CompiledStep":
+        """Plan attention of `batch`."""
+        plan = compiled.AttentionPlan(batch.columns, block_size=self.block_size, num_kv_heads=self._num_kv_heads)
+        return _CompiledStep(self, plan)
+
+
+class _CompiledStep(NamedTuple):
+    """Satisfies `AttentionStep` for one batch."""
+
+    pool: CompiledPool
+    plan: compiled.AttentionPlan
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self.pool.layers[layer].attend(self.plan, q, k, v, params, sinks=sinks)

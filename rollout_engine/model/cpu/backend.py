@@ -1,0 +1,80 @@
+"""A loaded model at work on the CPU."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.cpu import decoder_trial
+from rollout_engine.model.cpu.deterministic import make_deterministic
+from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.cpu.row_invariance import ARITHMETIC
+from rollout_engine.model.cpu.runner import CpuRunner
+from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
+from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
+from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
+from rollout_engine.model.kv_size import describe_pool, size_pool
+from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+
+logger = logging.getLogger("rollout_engine")
+
+
+class CpuBackend:
+    """Satisfies `backend.Backend`."""
+
+    arithmetic = ARITHMETIC
+    runs_ahead = False
+    upload = None
+    max_prefill_beside_decode = 512
+    """A CPU computes a longer step no faster per token; it would only delay the sequences that decode."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
+        is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
+        self.packed = PackedWeights(loaded.module)
+        self.num_blocks = size_pool(config, loaded)
+        reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry)
+        if reason is not None:
+            logger.info("The layers run as modules, more slowly: %s.", reason)
+        model = CpuModel(
+            loaded.module,
+            loaded.geometry,
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            compiled=reason is None,
+        )
+        self._vocab_size = loaded.vocab_size
+        self.shadow_memory = CpuShadowMemory()
+        self.runner = CpuRunner(model, vocab_size=loaded.vocab_size, processors=processors)
+        self.choices = (
+            f"device cpu, dtype {_described_dtype(loaded)}, {torch.get_num_threads()} threads, "
+            f"deterministic {is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
+            f"decoder {'modules' if reason is not None else 'compiled'}, "
+            f"{describe_pool(config, loaded, self.num_blocks)}"
+        )
+
+    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
+        module = self.runner.model.module
+        return sequence_logprobs(module, sequences, num_prompt, temperature=temperature, vocab_size=self._vocab_size)
+
+    def memory_of(self, weights: Sequence[Tensor]) -> CpuWeightMemory:
+        return CpuWeightMemory(weights, self.packed, self.runner.model)
+
+
+def _described_dtype(loaded: LoadedModel) -> str:
+    stored = loaded.stored_dtype
+    return str(loaded.dtype) if stored in (None, loaded.dtype) else f"{loaded.dtype} (stored as {stored})"
+
+
+def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
+    reason = make_deterministic(loaded.module, loaded.geometry, fp32_head=config.fp32_head)
+    if reason is not None and config.deterministic is True:
+        raise ConfigError(f"deterministic=True is not possible: {reason}. Use deterministic=False.")
+    if reason is not None:
+        logger.warning("deterministic='auto' is off, log-probs may differ from the trainer's: %s.", reason)
+    return reason is None

@@ -1,0 +1,101 @@
+"""Runs the decoder layers of a Hugging Face module as one C++ call, where `decoder_trial` has proven the same bits."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from rollout_engine.kernels import linear
+from rollout_engine.kernels.cpu import attention
+from rollout_engine.kernels.cpu.decoder import Decoder, LayerWeights, Norm, Product
+from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
+from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, require
+from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
+from rollout_engine.model.packing.packed_embedding import PackedEmbedding
+
+
+class CpuDecoder:
+    """The layers of `module` over one KV pool. Raises `UnsupportedStructure` where the module is not built as Llama is.
+
+    Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. Where groups
+    do not follow writes, only what they run from may move.
+    """
+
+    def __init__(self, module: nn.Module, geometry: Sequence[LayerGeometry], pool: Sequence[attention.KVLayer]) -> None:
+        self._structure, self._pool = decoder_structure(module, geometry), pool
+        embedding, head = self._structure.embedding, self._structure.head
+        require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
+        require(type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
+        self._groups, self._owners = [], []
+        for layer in self._structure.layers:
+            _check_replaced(layer)
+            self._groups += [_group(child) for child in (layer.qkv[0], layer.out, layer.gate_up[0], layer.down)]
+            norms = (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
+            self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *layer.gate_up, layer.down)]
+        self._stamp: list[int] = []
+        self._decoder: Decoder | None = None
+
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, rows: Tensor) -> Tensor:
+        """token_ids and positions int64 [T] -> logits [len(rows), V] of these rows; KV is written as `plan` says."""
+        decoder, parts = self._current(), self._structure
+        hidden = parts.embedding(token_ids)
+        cos, sin = parts.rotary(hidden[None], position_ids=positions[None])
+        decoder.run(hidden, cos[0], sin[0], plan)
+        logits: Tensor = parts.head(parts.norm(hidden[rows]))
+        return logits
+
+    def release(self) -> None:
+        """Let go of packed weights and of the memory of activations until the next step."""
+        self._decoder = None
+
+    def _current(self) -> Decoder:
+        follow = any(group.follows_writes for group in self._groups)
+        tensors = [t for owner in self._owners for t in owner.values() if t is not None] if follow else []
+        stamp = [part for t in tensors for part in (t.data_ptr(), t._version)]
+        stamp += [group.num_packs for group in self._groups]
+        if self._decoder is None or stamp != self._stamp:
+            layers = [_weights(layer) for layer in self._structure.layers]
+            stamp[-len(self._groups) :] = [group.num_packs for group in self._groups]
+            self._decoder, self._stamp = Decoder(layers, self._pool), stamp
+        return self._decoder
+
+
+def _check_replaced(layer: DecoderLayer) -> None:
+    """Raise `UnsupportedStructure` unless `make_row_invariant` has replaced every part of `layer`."""
+    norms = (layer.attention_norm, layer.mlp_norm, *layer.head_norms)
+    for child, expected in ((layer.mlp, RowInvariantMLP), *((norm, RowInvariantRMSNorm) for norm in norms)):
+        require(type(child) is expected, f"{type(child).__name__} was not replaced by {expected.__name__}")
+    for child in (*layer.qkv, layer.out, *layer.gate_up, layer.down):
+        require(type(child) is RowInvariantLinear, f"{type(child).__name__} was not replaced by RowInvariantLinear")
+    require(_group(layer.qkv[0]).children == layer.qkv, "q_proj, k_proj and v_proj are not fused")
+    require(_group(layer.gate_up[0]).children == layer.gate_up, "gate_proj and up_proj are not fused")
+
+
+def _group(child: nn.Module) -> LinearGroup:
+    return child._group  # type: ignore[return-value]
+
+
+def _weights(layer: DecoderLayer) -> LayerWeights:
+    q_norm, k_norm = map(_norm, layer.head_norms) if layer.head_norms else (None, None)
+    return LayerWeights(
+        attention_norm=_norm(layer.attention_norm),
+        qkv=_product(layer.qkv[0]),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        out=_product(layer.out),
+        mlp_norm=_norm(layer.mlp_norm),
+        gate_up=_product(layer.gate_up[0]),
+        down=_product(layer.down),
+        num_heads=layer.geometry.num_heads,
+        attention_params=layer.geometry.attention_params,
+    )
+
+
+def _norm(child: nn.Module) -> Norm:
+    return Norm(child.weight.detach(), child._epsilon)
+
+
+def _product(child: nn.Module) -> Product:
+    operand, bias, plan = _group(child).operand()
+    require(plan.kernel == linear.OWN, "another library multiplies")
+    return Product(operand, bias)

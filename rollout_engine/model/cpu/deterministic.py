@@ -1,0 +1,35 @@
+"""Makes every row of a loaded module independent of its batch, and proves it on this machine."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.linear import NotInvariant
+from rollout_engine.kernels.paged_attention import prove_row_invariance
+from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts
+from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.packing.linear_groups import linear_groups
+from rollout_engine.model.packing.output_head import set_float32_head
+
+
+def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry], *, fp32_head: bool = False) -> str | None:
+    """Make `module` row-invariant, in place; returns why rows may still depend on their batch, or None.
+
+    `fp32_head`: see `output_head`. Raises `ConfigError` where this CPU does not allow it.
+    """
+    dtype = next(module.parameters()).dtype
+    try:
+        prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)}, dtype)
+        make_row_invariant(module)
+        set_float32_head(module, fp32_head)
+        for group in linear_groups(module):
+            group.prove()
+    except NotInvariant as problem:
+        raise ConfigError(f"deterministic=True is not possible here: {problem}. Use deterministic=False.") from None
+    unproven = unproven_parts(module)
+    if not unproven:
+        return None
+    return (
+        f"{type(module).__name__} has {len(unproven)} parts whose rows may depend on the batch, such as {unproven[0]}"
+    )

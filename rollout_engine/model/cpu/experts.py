@@ -1,0 +1,109 @@
+"""Mixtures of experts in which a token's bits do not depend on the other tokens of its experts.
+
+    router    probabilities = softmax(W x); the k largest, normalised or not
+    experts   each one's product over the tokens sent to it; a token's k outputs are weighted, then added in the order
+              of their experts' numbers: Hugging Face's eager order, rounded at the same places
+
+Products are those of `kernels.linear`, whose rows do not depend on how many tokens an expert gets.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.kernels.activation import gated_silu
+from rollout_engine.model.packing.linear_groups import LinearGroup
+
+
+class WeightSlice:
+    """A parameter of `module`, or one expert's part of it, with the attributes of a linear without bias."""
+
+    bias = None
+
+    def __init__(self, module: nn.Module, name: str, index: int | None = None) -> None:
+        self._module, self._name, self._index = module, name, index
+        self.out_features = self.weight.shape[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], read each time, because the parameter may have been replaced."""
+        whole = getattr(self._module, self._name)
+        return whole if self._index is None else whole[self._index]
+
+
+class Routing(NamedTuple):
+    """The way a router turns its probabilities into weights of experts."""
+
+    normalised: bool
+    """Whether the k largest are divided by their sum."""
+    rounded: bool
+    """Whether they are rounded to the dtype of the logits; else they stay float32."""
+
+    def select(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """logits [T, E] -> (weights [T, k], largest first, their experts int64 [T, k])."""
+        weights, experts = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
+        if self.normalised:
+            weights = weights / _sum_in_order(weights)[:, None]
+        return weights.to(logits.dtype) if self.rounded else weights, experts
+
+
+class RowInvariantRouter(nn.Module):
+    """A router with one `weight` [E, H]: x [..., H] -> (logits [T, E], weights [T, k], experts [T, k])."""
+
+    _groups: list[LinearGroup]
+    _routing: Routing
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (logits,) = self._groups[0].product(hidden_states.reshape(-1, hidden_states.shape[-1]), [self.weight])
+        return logits, *self._routing.select(logits, self.top_k)
+
+
+class RowInvariantExperts(nn.Module):
+    """Experts down(silu(gate(x)) * up(x)) with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]."""
+
+    _groups: list[LinearGroup]
+    """Gate and up of every expert, then down of every expert."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""
+        index, slots = top_k_index.sort(dim=-1)
+        by_expert = index.flatten().argsort(stable=True)
+        outputs = self._outputs(hidden_states[by_expert // index.shape[1]], index)
+        by_token = outputs[by_expert.argsort()].view(*index.shape, hidden_states.shape[1])
+        weighted = by_token * top_k_weights.gather(1, slots)[..., None]
+        return _sum_in_order(weighted.to(hidden_states.dtype))
+
+    def _outputs(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Unweighted outputs of `rows` [T * k, H], which are sorted by expert."""
+        # Unbound, the backward stacks the gradients of all experts once; indexed, it fills a whole tensor for each.
+        gate_up, down = self.gate_up_proj.unbind(), self.down_proj.unbind()
+        counts = torch.bincount(index.flatten(), minlength=len(gate_up)).tolist()
+        outputs = []
+        for expert, part in enumerate(rows.split(counts)):
+            if len(part):
+                (projected,) = self._groups[expert].product(part, [gate_up[expert]])
+                activated = gated_silu(*projected.chunk(2, dim=-1))
+                outputs += self._groups[len(gate_up) + expert].product(activated, [down[expert]])
+        return torch.cat(outputs) if outputs else rows
+
+
+def swap_router(module: nn.Module, routing: Routing) -> None:
+    """Make `module`, which `expert_patterns.routing_of` recognised, row-invariant; in place."""
+    module.__class__, module._routing = RowInvariantRouter, routing
+    module._groups = [LinearGroup([WeightSlice(module, "weight")])]
+
+
+def swap_experts(module: nn.Module) -> None:
+    """Make `module`, which `expert_patterns.are_gated_experts` recognised, row-invariant; in place."""
+    module.__class__ = RowInvariantExperts
+    names = [(name, expert) for name in ("gate_up_proj", "down_proj") for expert in range(len(module.down_proj))]
+    module._groups = [LinearGroup([WeightSlice(module, name, expert)]) for name, expert in names]
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """Sum of parts [T, k, ...] over k, rounded after each, in the same order for every T."""
+    total = parts[:, 0]
+    for slot in range(1, parts.shape[1]):
+        total = total + parts[:, slot]
+    return total

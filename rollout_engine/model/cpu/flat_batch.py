@@ -1,0 +1,52 @@
+"""The flat batch of one step: chunks of sequences, end to end."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout_engine.kernels.cpu.attention import Chunk, ChunkColumns
+
+
+class SequenceChunk(NamedTuple):
+    """Tokens [num_computed_tokens, num_computed_tokens + len(token_ids)) of one sequence, computed in one step."""
+
+    token_ids: Sequence[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+    """The sequence's block table, from position 0 to the end of the chunk."""
+
+
+class FlatBatch(NamedTuple):
+    """All chunks of a step, end to end."""
+
+    token_ids: np.ndarray
+    """int64 [T]."""
+    columns: ChunkColumns
+    """Columns of N chunks."""
+
+    @classmethod
+    def of(cls, chunks: Iterable[SequenceChunk]) -> "FlatBatch":
+        """The flat batch of `chunks`, in order."""
+        chunks = list(chunks)
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        work = (Chunk(c.num_computed_tokens, len(c.token_ids), c.block_ids) for c in chunks)
+        return cls(np.array(token_ids, np.int64), ChunkColumns.of(work))
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [T], position of each token in its sequence."""
+        first, starts = self.columns.first_positions, self.columns.token_starts
+        if len(first) == len(self.token_ids):
+            return first
+        return np.arange(len(self.token_ids)) + np.repeat(first - starts[:-1], np.diff(starts))
+
+    def chunks(self, block_size: int) -> list[SequenceChunk]:
+        """The chunks one by one."""
+        columns, blocks = self.columns, self.columns.blocks.reshape(-1)
+        made = []
+        for row, first in enumerate(columns.first_positions.tolist()):
+            start, end = columns.token_starts[row : row + 2].tolist()
+            table = columns.block_starts[row] + np.arange(-(-(first + end - start) // block_size))
+            made.append(SequenceChunk(self.token_ids[start:end].tolist(), first, blocks[table].tolist()))
+        return made

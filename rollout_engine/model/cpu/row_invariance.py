@@ -1,0 +1,80 @@
+"""Replaces parts of a Hugging Face module by row-invariant ones, in place, and names the parts it cannot replace.
+
+The engine and `rollout_engine.exact` on the trainer call the same function, so they round at the same places. SiLU and
+the product that follows it run as one pass. Names in `state_dict` do not change.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+
+from rollout_engine.kernels.activation import gated_silu, gelu_tanh, silu
+from rollout_engine.kernels.norm import rms_norm
+from rollout_engine.kernels.token_logprobs import row_stats
+from rollout_engine.model.backend import Arithmetic
+from rollout_engine.model.cpu.expert_patterns import are_gated_experts, routing_of
+from rollout_engine.model.cpu.experts import RowInvariantExperts, RowInvariantRouter, swap_experts, swap_router
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.module_patterns import (
+    SILU_CLASSES,
+    is_gated_mlp,
+    is_gelu_tanh,
+    rms_norm_epsilon,
+)
+from rollout_engine.model.modules.row_trial import unproven_parts as unproven_parts_but
+from rollout_engine.model.packing.linear_groups import RowInvariantLinear, swap_linears
+
+
+def make_row_invariant(module: nn.Module) -> None:
+    """Replace every `nn.Linear`, and the activations, norms, MLPs and experts that our kernels compute, below `module`.
+
+    Parameters, their names and their tying stay as they are.
+    """
+    for child in list(module.modules()):
+        if is_gated_mlp(child):
+            child.__class__ = RowInvariantMLP
+        elif (epsilon := rms_norm_epsilon(child)) is not None:
+            child.__class__, child._epsilon = RowInvariantRMSNorm, epsilon
+        elif (routing := routing_of(child)) is not None:
+            swap_router(child, routing)
+        elif are_gated_experts(child):
+            swap_experts(child)
+    swap_linears(module)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in SILU_CLASSES:
+                setattr(parent, name, RowInvariantActivation(silu))
+            elif is_gelu_tanh(child):
+                setattr(parent, name, RowInvariantActivation(gelu_tanh))
+
+
+class RowInvariantActivation(nn.Module):
+    """A function of each element as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._function(input)
+
+
+class RowInvariantMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) of three linears."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+
+
+class RowInvariantRMSNorm(nn.Module):
+    """`kernels.norm.rms_norm` as a module."""
+
+    _epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self._epsilon)
+
+
+unproven_parts = partial(unproven_parts_but, RowInvariantLinear | RowInvariantRouter | RowInvariantExperts)
+ARITHMETIC = Arithmetic(ATTENTION_NAME, make_row_invariant, unproven_parts, row_stats)

@@ -1,0 +1,110 @@
+"""Turns one `SchedulerOutput` into tokens: runs the flat batch through the model, then the sampler.
+
+The tokens and block tables of live sequences are kept between steps, so that a step carries only changes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollout_engine.kernels.cpu.attention import ChunkColumns
+from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
+from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
+from rollout_engine.model.sampling.sampler import SamplingBatch, sample
+from rollout_engine.model.sequences.block_tables import BlockTableMatrix
+from rollout_engine.model.sequences.sequence_states import SequenceStates
+
+
+class CpuRunner:
+    """The model, its KV pool, and the sequences they work on."""
+
+    def __init__(self, model: CpuModel, *, vocab_size: int, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self.model = model
+        self._prompts = PromptScorer(vocab_size)
+        self._sequences = SequenceStates(vocab_size, processors, self._prompts)
+        self._blocks = BlockTableMatrix()
+        self._settings: tuple[list[int], SamplingBatch] | None = None
+        """The sequences of the last step's draws and their sampling columns."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences whose state is held; 0 when idle."""
+        return len(self._sequences)
+
+    def block_tables(self) -> dict[int, list[int]]:
+        """Sequence id -> KV blocks, of every sequence whose state is held."""
+        return self._blocks.tables()
+
+    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute the scheduled tokens and draw one token per sample task."""
+        self._note_changes(work)
+        self.model.kv.copy_blocks(work.block_copies)
+        if not work.scheduled:
+            return ModelRunnerOutput(token_ids=[], logprobs=None)
+        batch = self._flat_batch(work.scheduled)
+        drawn = [task.row for task in work.samples]
+        rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
+        last_rows = batch.columns.token_starts[1:][rows] - 1
+        prompt_rows = self._prompts.rows(work.scheduled)
+        logits = self.model.forward(batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows)
+        prompt_logprobs = self._prompts.score(logits[len(rows) :])
+        if not rows:
+            return ModelRunnerOutput(token_ids=[], logprobs=None)
+        logits = logits[: len(rows)]
+        if len(rows) < len(drawn):
+            logits = logits[torch.from_numpy(np.searchsorted(rows, drawn))]
+        out = self._sample(logits, [task.sequence_id for task in work.samples])
+        out.prompt_logprobs = prompt_logprobs
+        return out
+
+    def _note_changes(self, work: SchedulerOutput) -> None:
+        if work.finished_sequence_ids or work.new:
+            self._settings = None
+        self._sequences.update(work)
+        for sequence_id in work.finished_sequence_ids:
+            self._blocks.forget(sequence_id)
+        self._blocks.add(new.sequence_id for new in work.new)
+        self._blocks.extend(work.scheduled)
+
+    def _flat_batch(self, scheduled: list[ScheduledSequence]) -> FlatBatch:
+        first = [chunk.num_computed_tokens for chunk in scheduled]
+        sizes = [chunk.num_scheduled_tokens for chunk in scheduled]
+        tokens = [self._sequences[chunk.sequence_id].token_ids for chunk in scheduled]
+        if max(sizes) == 1:
+            token_ids = [ids[start] for ids, start in zip(tokens, first, strict=True)]
+        else:
+            spans = zip(tokens, first, sizes, strict=True)
+            token_ids = [token_id for ids, start, size in spans for token_id in ids[start : start + size]]
+        rows = self._blocks.rows([chunk.sequence_id for chunk in scheduled])
+        columns = ChunkColumns(
+            first_positions=np.array(first, np.int64),
+            token_starts=np.cumsum([0, *sizes], dtype=np.int64),
+            blocks=self._blocks.matrix,
+            block_starts=rows * self._blocks.matrix.shape[1],
+        )
+        return FlatBatch(np.array(token_ids, np.int64), columns)
+
+    def _sample(self, logits: torch.Tensor, sequence_ids: list[int]) -> ModelRunnerOutput:
+        sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
+        positions = [len(sequence.token_ids) for sequence in sequences]
+        batch = self._batch(sequence_ids, sequences, positions)
+        out = sample(logits, batch, self._sequences.edits_of(sequences, positions))
+        for sequence, token in zip(sequences, out.token_ids, strict=True):
+            sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
+        return out
+
+    def _batch(self, sequence_ids: list[int], sequences: list[NewSequence], positions: list[int]) -> SamplingBatch:
+        """Sampling columns; while the same sequences are drawn from, only positions change."""
+        if self._settings is not None and self._settings[0] == sequence_ids:
+            return self._settings[1]._replace(positions=np.array(positions, np.int64))
+        batch = SamplingBatch.from_tasks(
+            [s.params for s in sequences],
+            seeds=[s.seed for s in sequences],
+            positions=positions,
+        )
+        self._settings = (sequence_ids, batch)
+        return batch

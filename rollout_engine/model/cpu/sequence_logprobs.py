@@ -1,0 +1,41 @@
+"""Log-probs of given sequences, by the trainer's own function on the engine's module (on the CPU)."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from rollout_engine.kernels.token_logprobs import row_stats
+from rollout_engine.model.modules.next_token_logprobs import right_padded_logprobs
+
+_LOGIT_BYTES = 256 << 20
+"""Bytes of logits that exist at a time, unless a single sequence needs more."""
+
+
+def sequence_logprobs(
+    module: nn.Module, sequences: Sequence[list[int]], num_prompt: Sequence[int], *, temperature: float, vocab_size: int
+) -> list[np.ndarray]:
+    """Log-prob of every token after the prompt: per sequence float32 [len - num_prompt]."""
+    results: dict[int, np.ndarray] = {}
+    for members in _batches(sequences, _LOGIT_BYTES // (4 * vocab_size)):
+        ids = pad_sequence([torch.tensor(sequences[i], dtype=torch.int64) for i in members], batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(sequences[i]) for i in members])[:, None]
+        with torch.no_grad():
+            values = right_padded_logprobs(module, ids, mask, temperature or 1.0, row_stats).numpy()
+        for row, i in enumerate(members):
+            results[i] = values[row, num_prompt[i] - 1 : len(sequences[i]) - 1].copy()
+    return [results[i] for i in range(len(sequences))]
+
+
+def _batches(sequences: Sequence[list[int]], budget: int) -> Iterator[list[int]]:
+    """Indices of sequences, longest first, in batches of at most `budget` padded tokens (or one sequence)."""
+    batch: list[int] = []
+    for i in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
+        if batch and (len(batch) + 1) * len(sequences[batch[0]]) > budget:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch

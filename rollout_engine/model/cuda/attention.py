@@ -1,0 +1,135 @@
+"""The KV pool on a device, and how Hugging Face modules attend over it."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.triton.layout import KVLayer
+from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention
+from rollout_engine.model.cuda.memory import ReleasableMemory
+from rollout_engine.model.modules.geometry import LayerGeometry
+
+__all__ = ["CudaAttention", "CudaBatch", "CudaKVPool", "Limits", "ModuleStep"]
+
+
+class CudaBatch(NamedTuple):
+    """One flat batch of T tokens on the device, sequences with one token first."""
+
+    token_ids: Tensor
+    """int64 [T]."""
+    positions: Tensor
+    """int64 [T], position of each token in its sequence."""
+    slots: Tensor
+    """int64 [T], KV slot of each token; -1: none, in the padding of a captured batch."""
+    attention: Batch
+
+
+class CudaKVPool:
+    """The KV pool of all layers."""
+
+    def __init__(
+        self,
+        geometry: Sequence[LayerGeometry],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.layers = [
+            KVLayer.zeros(
+                num_blocks,
+                layer.num_kv_heads,
+                block_size,
+                layer.head_dim_k,
+                layer.head_dim_v,
+                dtype=dtype,
+                device=device,
+            )
+            for layer in geometry
+        ]
+        self.memory = ReleasableMemory(self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the pool; blocks come first in its shape."""
+        for layer in self.layers:
+            yield from layer
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Bytes held on the device now."""
+        return self.memory.num_bytes
+
+    def release(self) -> None:
+        """Forget all KV and give its memory back to the device; the next step takes it again."""
+        self.memory.release()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination), in every layer."""
+        if pairs:
+            source, destination = torch.tensor(pairs, device=self.layers[0].keys.device).unbind(1)
+            for tensor in self.tensors():
+                tensor[destination] = tensor[source]
+
+
+class CudaAttention:
+    """Attention of all layers; layers with the same heads share one plan."""
+
+    def __init__(
+        self,
+        geometry: Sequence[LayerGeometry],
+        limits: Limits,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        deterministic: bool,
+    ) -> None:
+        heads = [Heads(g.num_heads, g.num_kv_heads, g.head_dim_k, g.head_dim_v, dtype) for g in geometry]
+        self._windows: dict[Heads, set[int]] = {each: set() for each in heads}
+        for each, layer in zip(heads, geometry, strict=True):
+            self._windows[each].add(layer.sliding_window or 0)
+        made = {each: PagedAttention(each, limits, device, deterministic=deterministic) for each in self._windows}
+        self._plans = made
+        self._of_layer = [made[each] for each in heads]
+
+    @property
+    def prefix_shape(self) -> tuple[int, int] | None:
+        """(KV positions per unit, tokens per item) of shared prefixes; None where heads differ between layers."""
+        if len(self._plans) > 1:
+            return None
+        stage = self._of_layer[0].prefix
+        return stage.tiling.unit, stage.tokens_per_item
+
+    def plan(self, batch: Batch) -> None:
+        """Plan the work of `batch` for all layers."""
+        for heads, plan in self._plans.items():
+            plan.plan(batch, self._windows[heads])
+
+    def attend(
+        self, layer: int, q: Tensor, kv: KVLayer, params: AttentionParams, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        """q [T, H, Dk] -> out [T, H, Dv] over `kv`, for the batch planned last."""
+        self._of_layer[layer].attend(q, kv, params, out, sinks=sinks)
+
+
+class ModuleStep(NamedTuple):
+    """Satisfies `AttentionStep` for modules that run a planned batch, without padding, over the pool."""
+
+    pool: CudaKVPool
+    attention: CudaAttention
+    batch: CudaBatch
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
+    ) -> Tensor:
+        kv, size = self.pool.layers[layer], self.pool.block_size
+        blocks, offsets = self.batch.slots // size, self.batch.slots % size
+        kv.keys[blocks, :, offsets] = k
+        kv.values[blocks, :, offsets] = v
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        self.attention.attend(layer, q.contiguous(), kv, params, out, sinks)
+        return out

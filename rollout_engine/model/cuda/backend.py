@@ -1,0 +1,136 @@
+"""A loaded model at work on a CUDA device."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.cuda import decoder_trial
+from rollout_engine.model.cuda.attention import Limits
+from rollout_engine.model.cuda.compile_trial import compiled_layers
+from rollout_engine.model.cuda.compiled_layers import CompiledLayers
+from rollout_engine.model.cuda.copy_stream import copy_stream_for
+from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
+from rollout_engine.model.cuda.largest_step import run_largest_step
+from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.cuda.pinned_upload import PinnedUpload
+from rollout_engine.model.cuda.row_invariance import ARITHMETIC
+from rollout_engine.model.cuda.runner import CudaRunner
+from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
+from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
+from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
+from rollout_engine.model.kv_size import bytes_per_block, describe_pool, most_blocks, size_pool
+from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+
+logger = logging.getLogger("rollout_engine")
+
+
+class CudaBackend:
+    """Satisfies `backend.Backend`."""
+
+    arithmetic = ARITHMETIC
+    runs_ahead = True
+    max_prefill_beside_decode = 1 << 30
+    """A device computes a longer step faster per token."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
+        self._config, self._loaded = config, loaded
+        deterministic = config.deterministic is True
+        reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, deterministic=deterministic)
+        if reason is not None and deterministic:
+            raise ConfigError(f"deterministic=True is not possible on a device: {reason}. Use deterministic=False.")
+        if reason is not None:
+            logger.info("The layers run as modules, more slowly: %s.", reason)
+        self._fused = reason is None
+        self.packed = PackedWeights(loaded.module)
+        model_len = config.max_model_len or loaded.max_model_len
+        self._compiled = self._compiled_layers(model_len) if config.compile else None
+        self.num_blocks = self._num_blocks(model_len)
+        model = self._model(self.num_blocks, min(model_len, self.num_blocks * config.block_size))
+        self.runner = CudaRunner(
+            model, vocab_size=loaded.vocab_size, processors=processors, shares_prefixes=config.enable_prefix_caching
+        )
+        if config.cuda_graphs and self._fused and model.device.type == "cuda":
+            self.runner.graphs = DecodeGraphs(
+                model,
+                self.runner.rows,
+                config.max_num_seqs,
+                vocab_size=loaded.vocab_size,
+                shares_prefixes=config.enable_prefix_caching,
+            )
+            self.runner.graphs.capture_all()
+        stream = copy_stream_for(model.device)
+        self.shadow_memory = CudaShadowMemory(stream)
+        self.upload = PinnedUpload(stream) if model.device.type == "cuda" else None
+        decoder = "fused" if self._fused else "modules" if self._compiled is None else "modules, layers compiled"
+        self.choices = (
+            f"device {model.device}, dtype {loaded.dtype}, deterministic {deterministic}, "
+            f"decoder {decoder}, graphs {'on' if self.runner.graphs is not None else 'off'}, "
+            f"{describe_pool(config, loaded, self.num_blocks)}"
+        )
+
+    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
+        return sequence_logprobs(self.runner.model, self._loaded.geometry, sequences, num_prompt, temperature)
+
+    def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:
+        return CudaWeightMemory(weights, self.runner)
+
+    def _limits(self, context: int) -> Limits:
+        return Limits(self._config.max_num_batched_tokens, self._config.max_num_seqs, context)
+
+    def _model(self, num_blocks: int, context: int) -> CudaModel:
+        return CudaModel(
+            self._loaded.module,
+            self._loaded.geometry,
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            limits=self._limits(context),
+            fused=self._fused,
+            deterministic=self._config.deterministic is True,
+            compiled=self._compiled,
+        )
+
+    def _compiled_layers(self, context: int) -> CompiledLayers | None:
+        if self._fused:
+            logger.info("compile=True has nothing to do: the layers run by our own kernels around matrix products.")
+            return None
+        return compiled_layers(self._loaded.module, self._loaded.geometry, self._limits(context))
+
+    def _num_blocks(self, model_len: int) -> int:
+        """Blocks of the KV pool: as given, or what the largest step leaves of `gpu_memory_utilization`."""
+        config, device = self._config, next(self._loaded.module.parameters()).device
+        if device.type != "cuda" or config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
+            return size_pool(config, self._loaded)
+        peak = self._peak_bytes(model_len, device)
+        free, total = torch.cuda.mem_get_info(device)
+        foreign = total - free - torch.cuda.memory_reserved(device)
+        room = int(total * config.gpu_memory_utilization) - foreign - peak
+        num_blocks = room // bytes_per_block(self._loaded, config.block_size)
+        if num_blocks * config.block_size < min(model_len, 64):
+            raise ConfigError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {room} bytes for the KV pool: of "
+                f"{total}, others take {foreign}, weights and the largest step {peak}. Give more, or shorter steps."
+            )
+        return min(num_blocks, most_blocks(config, self._loaded))
+
+    def _peak_bytes(self, model_len: int, device: torch.device) -> int:
+        """Bytes that the weights and the largest step take."""
+        started = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            run_largest_step(self._model(1, model_len), self._loaded.vocab_size)
+        except torch.OutOfMemoryError as problem:
+            advice = "Lower max_num_batched_tokens, max_num_seqs or max_model_len."
+            raise ConfigError(f"The largest step does not fit the device ({problem}). {advice}") from None
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.empty_cache()
+        logger.info("The largest step was measured in %.1f s: %.0f MiB.", time.perf_counter() - started, peak / 2**20)
+        return peak

@@ -1,0 +1,107 @@
+"""Inputs of decode-only steps in static memory, where graphs read them: one upload and one launch per step."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.triton.decode_inputs import prepare
+from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
+from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes
+from rollout_engine.kernels.triton.work import COLUMNS
+from rollout_engine.model.cuda.attention import CudaBatch
+from rollout_engine.model.cuda.draws import DrawColumns
+from rollout_engine.model.cuda.flat_columns import FlatColumns
+from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
+from rollout_engine.model.cuda.upload import StaticColumns
+
+_BATCH = {"token_ids": (torch.int64, 0), "positions": (torch.int64, 0), "slots": (torch.int64, -1)}
+_BATCH |= {"rows": (torch.int64, 0), "context_lens": (torch.int32, 0), "units": (torch.int32, 0)}
+_DRAWS = {"temperatures": (torch.float32, 1), "seeds": (torch.int64, 0), "positions": (torch.int64, 0)}
+_DRAWS |= {"choices": (torch.int32, 0), "top_k": (torch.int64, 0), "top_p": (torch.float64, 1)}
+_DRAWS |= {"min_p": (torch.float64, 0), "truncates": (torch.bool, 0), "places": (torch.int64, -1)}
+"""Dtype and padding value of each column. A padded row has no context, writes no KV and returns no token."""
+assert tuple(_DRAWS) == DrawColumns._fields
+_BLOCKS_AT_ONCE = 2
+"""New blocks per sequence that fit a step's upload; there is seldom more than one."""
+
+
+class DecodeStep(NamedTuple):
+    """One decode-only step on the host."""
+
+    flat: FlatColumns
+    draws: DrawColumns[np.ndarray] | None
+    """Draws from the same rows; None where other rows are drawn from."""
+    prefixes: SharedPrefixes | None
+    changes: TableChanges
+
+
+class DecodeInputs:
+    """Static memory for a batch and its draws."""
+
+    def __init__(self, max_batch: int, block_size: int, rows: SequenceRows) -> None:
+        device, max_blocks = rows.tables_on_device.device, rows.matrix.shape[1]
+        self._rows, self._block_size, self._max_changes = rows, block_size, _BLOCKS_AT_ONCE * max_batch
+        sizes = [(dtype, max_batch) for dtype, _ in (*_BATCH.values(), *_DRAWS.values())]
+        sizes += [(torch.int32, max_batch * COLUMNS), (torch.int32, 1)]
+        sizes += [(torch.int64, self._max_changes), (torch.int32, self._max_changes)]
+        self._static = StaticColumns(sizes, device)
+        self._starts = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_batch, max_blocks, dtype=torch.int32, device=device)
+
+    def clear(self) -> None:
+        """Fill everything with padding."""
+        self._send({}, {}, len(self._tables))
+
+    def put(self, step: DecodeStep, size: int) -> None:
+        """Upload the inputs of `step`, padded to `size` sequences."""
+        flat, changes = step.flat, step.changes
+        if len(changes.places) > self._max_changes:
+            self._rows.upload(changes)
+            changes = TableChanges(changes.places[:0], changes.blocks[:0])
+        batch = {name: getattr(flat, name) for name in _BATCH if name != "units"}
+        draws = {} if step.draws is None else step.draws._asdict()
+        self._send(batch, draws, size, step.prefixes, changes)
+        token_ids, _, _, rows, context_lens, *_ = (column[: len(flat.rows)] for column in self._static.columns)
+        places, blocks = self._static.columns[-2:]
+        prepare(
+            *(token_ids, rows, context_lens, (places, blocks, len(changes.places))),
+            *(self._rows.last_tokens, self._rows.tables_on_device, self._tables, self._block_size),
+        )
+
+    def batch(self, size: int, *, has_prefixes: bool) -> CudaBatch:
+        """The static batch of `size` sequences."""
+        token_ids, positions, slots, _, lens, units = (column[:size] for column in self._static.columns[: len(_BATCH)])
+        prefixes = None
+        if has_prefixes:
+            items, num_items = self._static.columns[-4:-2]
+            prefixes = Prefixes(items.view(-1, COLUMNS), units, num_items)
+        attention = Batch(self._starts[: size + 1], lens, self._tables[:size], size, prefixes)
+        return CudaBatch(token_ids, positions, slots, attention)
+
+    def draws(self, size: int) -> DrawColumns[Tensor]:
+        """The static draws of `size` sequences."""
+        columns = self._static.columns[len(_BATCH) : len(_BATCH) + len(_DRAWS)]
+        return DrawColumns(*(column[:size] for column in columns))
+
+    def _send(
+        self,
+        batch: dict[str, np.ndarray],
+        draws: dict[str, np.ndarray],
+        size: int,
+        prefixes: SharedPrefixes | None = None,
+        changes: TableChanges | None = None,
+    ) -> None:
+        none = np.empty(0, np.int32)
+        if prefixes is not None:
+            batch = batch | {"units": prefixes.units}
+        columns = [
+            (values.get(name, none), size, padding)
+            for values, kinds in ((batch, _BATCH), (draws, _DRAWS))
+            for name, (_, padding) in kinds.items()
+        ]
+        items = none if prefixes is None else prefixes.items.reshape(-1)
+        columns += [(items, 0, 0), (np.array([len(items) // COLUMNS], np.int32), 1, 0)]
+        columns += [(column, 0, 0) for column in (changes or (none, none))]
+        self._static.send(columns)

@@ -1,0 +1,71 @@
+"""Runs the layers of a module built as Llama is by Triton kernels around matrix products.
+
+    residual ─┬─ norm ── q|k|v ── rotary, KV write ── attention ── out ──┐
+              └────────────────────────────── add, norm ─┬───────────────┘
+                                                         ├─ gate|up ── activation ── down ──┐
+                                                         └────────────────────── add, norm ─┘
+
+Products are torch's. In deterministic mode they are those of `kernels.triton.matmul`, and heads are normed before they
+are rotated, by the same kernel as in a trainer's modules.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.layout import KVLayer
+from rollout_engine.kernels.triton.matmul import matmul
+from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
+from rollout_engine.kernels.triton.rotary import rotate_and_write
+from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool
+from rollout_engine.model.cuda.decoder_parts import Layer, Linear, Parts
+
+
+class CudaDecoder:
+    """Forwards of one causal LM over any KV pool. It launches kernels without waiting, so graphs may capture it."""
+
+    def __init__(self, parts: Parts, attention: CudaAttention, *, deterministic: bool) -> None:
+        self._parts, self._attention = parts, attention
+        self._deterministic = deterministic
+
+    def forward(self, batch: CudaBatch, rows: Tensor | None, pool: CudaKVPool) -> Tensor:
+        """Logits [len(rows), V] of rows int64 (None: all) of a planned `batch`. KV is written to `pool`."""
+        parts = self._parts
+        residual = F.embedding(batch.token_ids, parts.embedding)
+        hidden = torch.empty_like(residual)
+        norms = [*(layer.attention_norm for layer in parts.layers), parts.norm]
+        rms_norm(residual, norms[0].weight, norms[0].epsilon, hidden)
+        for index, layer in enumerate(parts.layers):
+            delta = self._attend(layer, hidden, batch, index, pool.layers[index])
+            add_rms_norm(residual, delta, layer.mlp_norm.weight, layer.mlp_norm.epsilon, hidden)
+            gate, up = self._product(hidden, layer.gate_up).chunk(2, dim=1)
+            delta = self._product(gated(gate, up, gate), layer.down)
+            following = norms[index + 1]
+            add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
+        return self._product(hidden if rows is None else hidden[rows], parts.head)
+
+    def _attend(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:
+        shape = layer.geometry
+        sizes = [shape.num_heads * shape.head_dim_k, *(shape.num_kv_heads * dim for dim in _dims(layer))]
+        q, k, v = self._product(hidden, layer.qkv).split(sizes, dim=1)
+        q, k = (x.unflatten(1, (-1, shape.head_dim_k)) for x in (q, k))
+        v = v.unflatten(1, (-1, shape.head_dim_v))
+        norms = layer.head_norms
+        if norms is not None and self._deterministic:
+            rms_norm(q, norms.q_weight, norms.epsilon, q)
+            rms_norm(k, norms.k_weight, norms.epsilon, k)
+            norms = None
+        rotate_and_write(q, k, v, batch.positions, batch.slots, self._parts.rotary, kv, q, norms)
+        out = q.new_empty(len(q), shape.num_heads, shape.head_dim_v)
+        self._attention.attend(index, q, kv, layer.attention_params, out)
+        return self._product(out.flatten(1), layer.out)
+
+    def _product(self, x: Tensor, linear: Linear) -> Tensor:
+        if not self._deterministic:
+            return F.linear(x, linear.weight, linear.bias)
+        return matmul(x, linear.weight, linear.bias, x.new_empty(len(x), len(linear.weight)))
+
+
+def _dims(layer: Layer) -> tuple[int, int]:
+    return layer.geometry.head_dim_k, layer.geometry.head_dim_v

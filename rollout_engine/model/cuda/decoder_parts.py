@@ -1,0 +1,116 @@
+"""The weights of a module built as Llama is, as the Triton kernels of a fused decoder take them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.triton.rotary import HeadNorms, Rotary
+from rollout_engine.model.modules import decoder_structure as structure
+from rollout_engine.model.modules.decoder_structure import UnsupportedStructure, require
+from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
+from rollout_engine.model.packing.linear_groups import stacked
+
+
+class Linear(NamedTuple):
+    """Stacked weights [N, K] of linears that share an input, read where updates write them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    """[N]."""
+
+
+class Norm(NamedTuple):
+    """RMSNorm."""
+
+    weight: Tensor
+    epsilon: float
+
+
+class Layer(NamedTuple):
+    """One decoder layer."""
+
+    attention_norm: Norm
+    qkv: Linear
+    head_norms: HeadNorms | None
+    out: Linear
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
+    geometry: LayerGeometry
+    attention_params: AttentionParams
+
+
+class Parts(NamedTuple):
+    """A causal LM."""
+
+    embedding: Tensor
+    """[V, H]."""
+    rotary: Rotary
+    layers: list[Layer]
+    norm: Norm
+    head: Linear
+
+
+def parts_of(module: nn.Module, geometry: Sequence[LayerGeometry], num_positions: int) -> Parts:
+    """Parts of `module`, whose weights will not move. Raises `UnsupportedStructure` if it is not built as Llama is."""
+    found = structure.decoder_structure(module, geometry)
+    require(type(found.embedding) is nn.Embedding, "its embedding is more than a table")
+    weight = found.embedding.weight.detach()
+    positions = torch.arange(num_positions, device=weight.device)
+    cos, sin = found.rotary(weight[:1, None], position_ids=positions[None])
+    return Parts(
+        embedding=weight,
+        rotary=Rotary(cos[0].contiguous(), sin[0].contiguous()),
+        layers=[_layer(layer) for layer in found.layers],
+        norm=_norm(found.norm),
+        head=_linear([found.head]),
+    )
+
+
+def _layer(layer: structure.DecoderLayer) -> Layer:
+    require(is_gated_mlp(layer.mlp), f"{type(layer.mlp).__name__} does not compute down(silu(gate(x)) * up(x))")
+    head_norms = None
+    if layer.head_norms:
+        q, k = map(_norm, layer.head_norms)
+        require(q.epsilon == k.epsilon, "the norms of its queries and keys have different epsilons")
+        require(len(q.weight) == layer.geometry.head_dim_k, "the norms of its queries span more than one head")
+        head_norms = HeadNorms(q.weight, k.weight, q.epsilon)
+    return Layer(
+        attention_norm=_norm(layer.attention_norm),
+        qkv=_linear(layer.qkv),
+        head_norms=head_norms,
+        out=_linear([layer.out]),
+        mlp_norm=_norm(layer.mlp_norm),
+        gate_up=_linear(layer.gate_up),
+        down=_linear([layer.down]),
+        geometry=layer.geometry,
+        attention_params=layer.geometry.attention_params,
+    )
+
+
+def _norm(child: nn.Module) -> Norm:
+    epsilon = rms_norm_epsilon(child)
+    if epsilon is None:
+        raise UnsupportedStructure(f"{type(child).__name__} does not compute RMSNorm")
+    return Norm(child.weight.detach(), epsilon)
+
+
+def _linear(children: list[nn.Module]) -> Linear:
+    for child in children:
+        require(type(child) is nn.Linear, f"{type(child).__name__} is more than a linear layer")
+    weight = _fused([child.weight for child in children])
+    require(bool(weight[0].any()), "its weights are zeros")
+    biases = [child.bias for child in children if child.bias is not None]
+    require(len(biases) in (0, len(children)), "only some of the linears that share an input have a bias")
+    return Linear(weight, _fused(biases) if biases else None)
+
+
+def _fused(parameters: list[nn.Parameter]) -> Tensor:
+    """The parameters below one another, without a copy."""
+    made = stacked([parameter.detach() for parameter in parameters])
+    require(made.data_ptr() == parameters[0].data_ptr(), "weights that share an input are not fused")
+    return made

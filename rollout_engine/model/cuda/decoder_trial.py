@@ -1,0 +1,116 @@
+"""Decides whether the fused decoder may run a module's layers: compares logits with those of modules."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from rollout_engine.kernels.triton.paged_attention import Batch, Limits
+from rollout_engine.model.cuda.attention import CudaBatch
+from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.cuda.row_invariance import ARITHMETIC
+from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
+from rollout_engine.model.modules.geometry import LayerGeometry
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 4
+_SIZES = (17, 3), (1, 4)
+"""Tokens of two sequences in each step: two prompts; then one decodes while the other goes on."""
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Allowed root mean square of the difference, relative to that of the logits."""
+
+
+def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool) -> str | None:
+    """Why the layers of `module` must run as modules; None where they need not. Weights must be loaded.
+
+    Fused layers round differently, so logits may differ slightly; a different factor, norm or rotation moves them more.
+    `deterministic`: every bit must be what a trainer computes.
+    """
+    try:
+        ours, theirs = (
+            served(small_model(module, geometry, fused=fused, deterministic=deterministic and fused))
+            for fused in (True, False)
+        )
+        if (problem := disagreement(ours, theirs)) is not None:
+            return problem
+        if deterministic and not all(map(torch.equal, ours, _trained(module))):
+            return "its logits are not bit for bit those that its modules give a trainer"
+    except UnsupportedStructure as reason:
+        return str(reason)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # foreign modules may fail in any way
+        return f"the fused decoder fails on its parts ({type(problem).__name__}: {problem})"
+    return None
+
+
+def small_model(module: nn.Module, geometry: Sequence[LayerGeometry], **options: Any) -> CudaModel:
+    """A model of `module` with a pool just large enough for the trial's batches."""
+    limits = Limits(num_tokens=64, num_sequences=4, context=_NUM_BLOCKS * _BLOCK_SIZE)
+    return CudaModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, limits=limits, **options)
+
+
+def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
+    """Describe how two results of the same computation differ; None where the difference is rounding."""
+    difference = _difference(torch.cat(ours), torch.cat(theirs))
+    if not difference <= _TOLERANCES[theirs[0].dtype]:
+        return f"its logits differ from its modules' by {difference:.2g} of their size"
+    return None
+
+
+def _token_ids(module: nn.Module) -> list[Tensor]:
+    """Tokens of each sequence, int64."""
+    weight, vocab_size = next(module.parameters()), module.config.get_text_config().vocab_size
+    lengths = [sum(sizes) for sizes in zip(*_SIZES, strict=True)]
+    tokens = (torch.arange(sum(lengths), device=weight.device) * 7919 + 13) % vocab_size
+    return list(tokens.split(lengths))
+
+
+@torch.inference_mode()
+def served(model: CudaModel) -> list[Tensor]:
+    """Logits of each of the trial's sequences, computed by steps of an engine."""
+    token_ids = _token_ids(model.module)
+    logits: list[list[Tensor]] = [[], []]
+    first = [0, 0]
+    for sizes in _SIZES:
+        batch = _batch(token_ids, first, sizes)
+        rows = torch.arange(sum(sizes), device=model.device)
+        for index, part in enumerate(model.forward(batch, rows).split(sizes)):
+            logits[index].append(part)
+            first[index] += len(part)
+    return list(map(torch.cat, logits))
+
+
+@torch.inference_mode()
+def _trained(module: nn.Module) -> list[Tensor]:
+    """Logits of each sequence, computed as a trainer does after `exact.enable`, over the same weights."""
+    token_ids = _token_ids(module)
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    twin = copy.deepcopy(module, shared)
+    twin.set_attn_implementation(ARITHMETIC.attention_name)
+    ARITHMETIC.make_row_invariant(twin)
+    logits = twin(input_ids=pad_sequence(token_ids, batch_first=True), use_cache=False).logits
+    return [row[: len(ids)] for row, ids in zip(logits, token_ids, strict=True)]
+
+
+def _batch(token_ids: list[Tensor], first: list[int], sizes: tuple[int, int]) -> CudaBatch:
+    """A batch of the next `sizes` tokens of each sequence, after its `first` tokens."""
+    device = token_ids[0].device
+    ends = [start + size for start, size in zip(first, sizes, strict=True)]
+    spans = list(zip(first, ends, strict=True))
+    tables = torch.tensor([[0, 1, 0, 0], [2, 3, 0, 0]], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
+    rows = torch.arange(2, device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    slots = tables[rows, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+    starts = torch.tensor([0, sizes[0], sum(sizes)], dtype=torch.int32, device=device)
+    lens = torch.tensor(ends, dtype=torch.int32, device=device)
+    ids = torch.cat([known[start:end] for known, (start, end) in zip(token_ids, spans, strict=True)])
+    return CudaBatch(ids, positions, slots, Batch(starts, lens, tables, num_decodes=int(sizes[0] == 1)))
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.float(), theirs.float()
+    return float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())

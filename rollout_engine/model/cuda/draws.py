@@ -1,0 +1,180 @@
+"""The draws of a step as columns: made on the host, sent to the device with the rest of the step.
+
+A sequence whose logits are edited is drawn twice: from the model's own logits like all others, then from an edited
+float32 copy. So edits change nothing for other sequences, and log-probs before edits are computed in one way.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.row_stats import Truncation
+from rollout_engine.kernels.token_logprobs import row_temperatures
+from rollout_engine.kernels.triton.sampling import Choice, SamplingRows
+from rollout_engine.messages import NewSequence
+from rollout_engine.model.sampling.logit_edits import LogitEdits
+from rollout_engine.model.sampling.sampler import SamplingBatch
+
+Column = TypeVar("Column", np.ndarray, Tensor)
+
+
+class DrawColumns(NamedTuple, Generic[Column]):
+    """Sampling settings of N rows."""
+
+    temperatures: Column
+    """float32, of `row_temperatures`."""
+    seeds: Column
+    """int64."""
+    positions: Column
+    """int64, positions of the tokens to draw in their sequences."""
+    choices: Column
+    """int32 of `Choice`."""
+    top_k: Column
+    """int64; this and the next two as in `Truncation`."""
+    top_p: Column
+    min_p: Column
+    truncates: Column
+    """bool: rows that the three may truncate."""
+    places: Column
+    """int64: index into `last_tokens` where each token is written; negative: not written."""
+
+    @property
+    def rows(self) -> SamplingRows:
+        """The columns that every sampling kernel takes."""
+        assert isinstance(self.temperatures, Tensor)
+        return SamplingRows(self.temperatures, self.seeds, self.positions, self.choices)
+
+    @property
+    def rules(self) -> Truncation:
+        """The columns that truncation kernels take."""
+        assert isinstance(self.temperatures, Tensor)
+        return Truncation(self.temperatures, self.top_k, self.top_p, self.min_p)
+
+    def part(self, index: "slice | np.ndarray") -> "DrawColumns[Column]":
+        """The columns of rows `index`."""
+        return DrawColumns(*(column[index] for column in self))
+
+
+class SpecialColumns(NamedTuple, Generic[Column]):
+    """Rows that ask for more than a token and its tempered log-prob, each column int64."""
+
+    edited: Column
+    """[E], rows whose logits are edited."""
+    records: Column
+    """[E], addresses of `kernels.triton.logit_edits.record`."""
+    raw: Column
+    """Rows whose log-probs are raw and differ from tempered ones."""
+    processed: Column
+    """Rows whose log-probs are processed."""
+    processed_edits: Column
+    """Indices of the edited rows whose log-probs are processed."""
+
+
+class Draws(NamedTuple):
+    """The draws of one step, on the host."""
+
+    sequences: list[NewSequence]
+    batch: SamplingBatch
+    """Settings; its positions are not used."""
+    columns: DrawColumns[np.ndarray]
+    special: SpecialColumns[np.ndarray] | None
+    """The rows that ask for more; None without any."""
+    on_host: dict[int, LogitEdits]
+    """Rows that logits processors edit."""
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether any row may be truncated."""
+        return bool(self.columns.truncates.any())
+
+    @property
+    def num_top(self) -> int:
+        """The most top tokens that any row asks for."""
+        return int(self.batch.num_top.max(initial=0))
+
+    @property
+    def plain(self) -> DrawColumns[np.ndarray]:
+        """Columns of the draw from the model's own logits."""
+        if self.special is None or not len(self.special.edited):
+            return self.columns
+        places = self.columns.places.copy()
+        places[self.special.edited] = -1  # an edit reads the last token there before it puts the next
+        return self.columns._replace(places=places)
+
+    @property
+    def more(self) -> list[np.ndarray]:
+        """Columns of `special`, then those of the edited rows."""
+        if self.special is None:
+            return []
+        edited = self.special.edited
+        return [*self.special, *(self.columns.part(edited) if len(edited) else ())]
+
+
+class CudaDraws(NamedTuple):
+    """The draws of one step, on the device."""
+
+    columns: DrawColumns[Tensor]
+    special: SpecialColumns[Tensor] | None
+    edited: DrawColumns[Tensor] | None
+    """Columns of the edited rows."""
+    has_rules: bool
+    num_top: int
+
+    @classmethod
+    def of(cls, draws: Draws, plain: Sequence[Tensor], more: Sequence[Tensor] = ()) -> "CudaDraws":
+        """Build the draws from the uploaded columns `draws.plain` and `draws.more`, which may come as one list."""
+        columns = iter((*plain, *more))
+        taken = DrawColumns(*islice(columns, len(DrawColumns._fields)))
+        special = SpecialColumns(*islice(columns, len(SpecialColumns._fields))) if draws.more else None
+        edited = list(columns)
+        return cls(taken, special, DrawColumns(*edited) if edited else None, draws.has_rules, draws.num_top)
+
+
+class DrawSettings(NamedTuple):
+    """Settings that stay the same while the same sequences are drawn from; columns have no positions."""
+
+    sequence_ids: list[int]
+    batch: SamplingBatch
+    columns: DrawColumns[np.ndarray]
+    special: SpecialColumns[np.ndarray] | None
+    """Special rows in steps that edit nothing."""
+
+    @classmethod
+    def of(cls, sequences: list[NewSequence], places: np.ndarray) -> "DrawSettings":
+        """`places`: where the tokens of the sequences are written."""
+        batch = SamplingBatch.from_tasks(
+            [s.params for s in sequences], seeds=[s.seed for s in sequences], positions=[0] * len(sequences)
+        )
+        special = special_columns(batch, [], np.empty(0, np.int64))
+        return cls([s.sequence_id for s in sequences], batch, columns_of(batch, places), special)
+
+
+def columns_of(batch: SamplingBatch, places: np.ndarray) -> DrawColumns[np.ndarray]:
+    """Columns of `batch`, whose tokens are written to `places`."""
+    given = torch.from_numpy(batch.temperature)
+    truncates = batch.truncates
+    return DrawColumns(
+        temperatures=row_temperatures(given, given[:, None]).numpy(),
+        seeds=batch.seeds,
+        positions=batch.positions,
+        choices=np.where(batch.temperature == 0, Choice.GREEDY, Choice.DRAWN).astype(np.int32),
+        top_k=np.where(truncates, batch.top_k, 0),
+        top_p=np.where(truncates, batch.top_p, 1.0),
+        min_p=np.where(truncates, batch.min_p, 0.0),
+        truncates=truncates,
+        places=places,
+    )
+
+
+def special_columns(
+    batch: SamplingBatch, edited: Sequence[int], records: np.ndarray
+) -> SpecialColumns[np.ndarray] | None:
+    """Special columns of `batch`, whose rows `edited` are edited on the device; None where no row asks for more."""
+    rows, processed = np.array(edited, np.int64), batch.is_processed
+    asked = (which.nonzero()[0] for which in (batch.is_raw, processed, processed[rows]))
+    special = SpecialColumns(rows, records, *asked)
+    return special if any(map(len, special)) else None

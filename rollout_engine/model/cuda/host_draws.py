@@ -1,0 +1,47 @@
+"""Draws on the host, from a copy of their logits, for rows that a user's logits processors edit."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.token_logprobs import row_temperatures
+from rollout_engine.kernels.triton.sampling import score
+from rollout_engine.messages import ModelRunnerOutput
+from rollout_engine.model.cuda.draws import Draws
+from rollout_engine.model.sampling.sampler import SamplingBatch, sample
+
+
+def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: Tensor) -> None:
+    """Draw the rows `draws.on_host` of `logits` [N, V] and overwrite their results in `out`.
+
+    Tempered log-probs come from the same kernel as a trainer's.
+    """
+    rows = np.array(list(draws.on_host), np.int64)
+    batch = draws.batch._replace(positions=draws.columns.positions).rows(rows)
+    logits = logits[torch.from_numpy(rows).to(logits.device)]
+    found = sample(logits.cpu(), batch, dict(enumerate(draws.on_host.values())))
+    _fill_tempered(found, logits, batch)
+    for place, row in enumerate(rows.tolist()):
+        out.token_ids[row] = found.token_ids[place]
+        for ours, theirs in ((out.logprobs, found.logprobs), (out.kept_logprob_mass, found.kept_logprob_mass)):
+            if ours is not None and theirs is not None:
+                ours[row] = theirs[place]
+        out.errors.pop(row, None)
+        if place in found.errors:
+            out.errors[row] = found.errors[place]
+    if out.top_logprobs is not None and found.top_logprobs is not None:
+        for ours, theirs in zip(out.top_logprobs, found.top_logprobs, strict=True):
+            ours[rows, : theirs.shape[1]] = theirs
+    if out.sampled_ranks is not None and found.sampled_ranks is not None:
+        out.sampled_ranks[rows] = found.sampled_ranks
+
+
+def _fill_tempered(out: ModelRunnerOutput, logits: Tensor, batch: SamplingBatch) -> None:
+    if out.logprobs is None:
+        return
+    given = torch.from_numpy(batch.temperature).to(logits.device)
+    tokens = torch.tensor(out.token_ids, device=logits.device).clamp(min=0)
+    logprobs = score(logits, row_temperatures(given, logits), tokens).logprobs.tolist()
+    for row, is_other in enumerate((batch.is_raw | batch.is_processed).tolist()):
+        if not is_other and row not in out.errors:
+            out.logprobs[row] = logprobs[row]

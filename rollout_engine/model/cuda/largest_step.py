@@ -1,0 +1,44 @@
+"""Runs a step as large as any can be, to measure its memory and time."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.triton.paged_attention import Batch
+from rollout_engine.model.cuda.attention import CudaBatch
+from rollout_engine.model.cuda.draws import CudaDraws, Draws, columns_of, special_columns
+from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.cuda.sampler import CudaSampler
+from rollout_engine.model.cuda.upload import upload
+from rollout_engine.model.sampling.sampler import SamplingBatch
+from rollout_engine.sampling_params import SamplingParams
+
+
+@torch.inference_mode()
+def forward_largest_step(model: CudaModel) -> Tensor:
+    """Compute as many tokens as `model.limits` allow; logits [N, V] of its N sequences. KV goes to block 0."""
+    limits, device = model.limits, model.device
+    count = min(limits.num_sequences, limits.num_tokens)
+    bounds = np.linspace(0, limits.num_tokens, count + 1).astype(np.int32)
+    starts = torch.from_numpy(bounds).to(device)
+    tokens = torch.zeros(limits.num_tokens, dtype=torch.int64, device=device)
+    max_blocks = -(-limits.context // model.kv.block_size)
+    tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
+    attention = Batch(starts, starts.diff(), tables, num_decodes=0)
+    batch = CudaBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention)
+    return model.forward(batch, starts[1:].long() - 1)
+
+
+@torch.inference_mode()
+def run_largest_step(model: CudaModel, vocab_size: int) -> None:
+    """`forward_largest_step`, and a draw for each of its sequences."""
+    logits, device = forward_largest_step(model), model.device
+    count = len(logits)
+    params = [SamplingParams(top_p=0.9)] * count
+    drawn = SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count)
+    columns, special = columns_of(drawn, np.arange(count)), special_columns(drawn, [], np.empty(0, np.int64))
+    draws = Draws([], drawn, columns, special, on_host={})
+    arrived = CudaDraws.of(draws, upload(draws.plain, device))
+    CudaSampler(vocab_size, device).draw(logits, arrived, torch.empty(count, dtype=torch.int64, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

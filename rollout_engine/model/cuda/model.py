@@ -1,0 +1,82 @@
+"""One forward of a Hugging Face causal LM over paged KV on a device: a flat batch in, logits of chosen rows out."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.kernels.triton.paged_attention import Limits
+from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool, ModuleStep
+from rollout_engine.model.cuda.compiled_layers import CompiledLayers
+from rollout_engine.model.cuda.decoder import CudaDecoder
+from rollout_engine.model.cuda.decoder_parts import parts_of
+from rollout_engine.model.modules.attention_interface import attending
+from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
+from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.layer_watch import LayerWatch
+
+
+class CudaModel:
+    """A module built with `ATTENTION_NAME`, on a device, and its KV pool.
+
+    `fused`: its layers run by our kernels, not as modules; raises `UnsupportedStructure` where they cannot.
+    `deterministic`: a row's bits do not depend on its batch, which only fused layers can keep. `compiled`: runs in
+    place of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        geometry: Sequence[LayerGeometry],
+        *,
+        num_blocks: int,
+        block_size: int,
+        limits: Limits,
+        fused: bool,
+        deterministic: bool = False,
+        compiled: CompiledLayers | None = None,
+    ) -> None:
+        weight = next(module.parameters())
+        self.module, self.limits, self.device = module, limits, weight.device
+        self.kv = CudaKVPool(
+            geometry, num_blocks=num_blocks, block_size=block_size, dtype=weight.dtype, device=weight.device
+        )
+        self.attention = CudaAttention(geometry, limits, weight.dtype, weight.device, deterministic=deterministic)
+        if deterministic and not fused:
+            raise UnsupportedStructure("its layers run as modules")
+        self.decoder = None
+        if fused:
+            parts = parts_of(module, list(geometry), limits.context)
+            self.decoder = CudaDecoder(parts, self.attention, deterministic=deterministic)
+        self._compiled = compiled
+        self._watch = LayerWatch(module, len(geometry))
+
+    @torch.inference_mode()
+    def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> Tensor:
+        """Compute `batch`, writing its KV; returns logits [len(rows), V] of rows int64. `pool` replaces `kv`."""
+        pool = pool or self.kv
+        self.attention.plan(batch.attention)
+        if self.runs_fused:
+            assert self.decoder is not None
+            return self.decoder.forward(batch, rows, pool)
+        module = self.module
+        if self._compiled is not None and not self._watch.num_watchers:
+            module = self._compiled.module
+        with attending(ModuleStep(pool, self.attention, batch)):
+            out = module(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+            )
+        logits: Tensor = out.logits[0]
+        return logits
+
+    @property
+    def runs_fused(self) -> bool:
+        """Whether the next forward runs by `decoder`, whose layers cannot be watched."""
+        return self.decoder is not None and not self._watch.num_watchers
+
+    def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
+        """Call `watcher(layer, hidden)` with every decoder layer's output [T, H]; returns a function that stops it."""
+        return self._watch.watch(watcher)

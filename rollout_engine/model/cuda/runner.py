@@ -1,0 +1,297 @@
+"""Turns `SchedulerOutput`s into tokens on a device, which computes while the host prepares the next step.
+
+    host      columns of the step ──upload──>   ...                                   <──download── tokens, log-probs
+    device    state of sequences  ──gather──>   batch ── forward ── draw ──> tokens ──scatter──> state of sequences
+
+A drawn token stays on the device and feeds the next step; the host reads it when it asks for the result. Rows that
+logits processors edit are drawn on the host, which waits for them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.errors import StepMemoryError
+from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
+from rollout_engine.kernels.triton.sampling import score
+from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes, shared_prefixes
+from rollout_engine.messages import (
+    ModelRunnerOutput,
+    PromptLogprobs,
+    SchedulerOutput,
+)
+from rollout_engine.model.cuda.attention import CudaBatch
+from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
+from rollout_engine.model.cuda.decode_inputs import DecodeStep
+from rollout_engine.model.cuda.draws import CudaDraws, Draws, DrawSettings, special_columns
+from rollout_engine.model.cuda.edit_records import EditRecords
+from rollout_engine.model.cuda.flat_columns import FlatColumns, decodes_first
+from rollout_engine.model.cuda.host_draws import draw_rows
+from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.cuda.sampler import CudaSampler, DrawMemory, to_output
+from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
+from rollout_engine.model.cuda.upload import Download, upload
+from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
+from rollout_engine.model.sequences.sequence_states import SequenceStates
+
+Result = Callable[[], ModelRunnerOutput]
+
+
+class CudaRunner:
+    """The model, its KV pool, and the sequences they work on."""
+
+    def __init__(
+        self,
+        model: CudaModel,
+        *,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+        shares_prefixes: bool = True,
+    ) -> None:
+        self.model = model
+        self.graphs: DecodeGraphs | None = None
+        """Graphs for decode-only steps, where there are any."""
+        self._prompts = PromptScorer(vocab_size, score)
+        self._sequences = SequenceStates(vocab_size, processors, self._prompts)
+        size = model.kv.block_size
+        self.rows = SequenceRows(-(-model.limits.context // size), model.device)
+        self._records = EditRecords(vocab_size, model.limits.context, model.device)
+        self._sampler = CudaSampler(vocab_size, model.device)
+        self._settings: DrawSettings | None = None
+        """Settings of the last step's draws."""
+        self._prefix_shape = model.attention.prefix_shape if shares_prefixes else None
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences whose state is held; 0 when idle."""
+        return len(self._sequences)
+
+    def block_tables(self) -> dict[int, list[int]]:
+        """Sequence id -> KV blocks, of every sequence whose state is held."""
+        return self.rows.tables()
+
+    @torch.inference_mode()
+    def submit(self, work: SchedulerOutput) -> Result:
+        """Launch `work` after all earlier steps; returns a function that waits for its result, or raises its error."""
+        try:
+            return self._launch(work)
+        except Exception as problem:  # raised where the result is asked for
+            return _raiser(_worded(problem))
+
+    def catch_up(self) -> None:
+        """Wait for every result that has not been asked for yet."""
+        while self._pending:
+            self._pending[0].settle(self._pending)
+
+    def _launch(self, work: SchedulerOutput) -> Result:
+        changes = self._note_changes(work)
+        if not work.scheduled:  # no block copies either: released memory stays released
+            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None)
+        if self.model.kv.memory.restore() and self.graphs is not None:
+            self.graphs.void()
+        self.model.kv.copy_blocks(work.block_copies)
+        order = decodes_first(work.scheduled)
+        scheduled = [work.scheduled[index] for index in order]
+        rows = self.rows.rows([chunk.sequence_id for chunk in scheduled])
+        flat = FlatColumns.of(scheduled, self._sequences, rows, self.rows.matrix, self.model.kv.block_size)
+        asked = _Asked.of(work, order, flat, self._prompts.rows(scheduled))
+        draws = self._draws(work, asked.positions)
+        step = _Step(flat, asked, draws, self._prefixes(flat), changes)
+        logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
+        prompt_logprobs = self._score_prompts(logits[asked.num_distinct :], order)
+        if not work.samples:
+            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs)
+        logits = logits[: asked.num_distinct]
+        if asked.num_distinct < len(work.samples):
+            logits = logits[drawn_rows]
+        outcome = self._sampler.draw(logits, columns, self.rows.last_tokens, drawn)
+        pending = _Pending(draws, Download(outcome), prompt_logprobs)
+        if draws.on_host:
+            return self._draw_on_host(pending, logits)
+        self._pending.append(pending)
+        return lambda: pending.settle(self._pending)
+
+    def _note_changes(self, work: SchedulerOutput) -> TableChanges:
+        if work.finished_sequence_ids or work.new:
+            self._settings = None
+        self._sequences.update(work)
+        for sequence_id in work.finished_sequence_ids:
+            self.rows.forget(sequence_id)
+        self._records.forget([*work.finished_sequence_ids, *(new.sequence_id for new in work.new)])
+        self.rows.add(new.sequence_id for new in work.new)
+        return self.rows.learn(work.scheduled)
+
+    def _replay(self, step: "_Step") -> "_Computed | None":
+        """Run the step by a graph, if one fits: one upload, one launch and the replay; special draws upload apart."""
+        flat, asked, draws = step.flat, step.asked, step.draws
+        if self.graphs is None or flat.num_decodes < len(flat.rows) or not self.model.runs_fused:
+            return None
+        in_order = asked.takes_all_in_order(len(flat.rows))
+        found = self.graphs.run(DecodeStep(flat, draws.plain if in_order else None, step.prefixes, step.changes))
+        if found is None:
+            return None
+        logits, drawn = found
+        if in_order:
+            more = upload(draws.more, self.model.device) if draws.more else []
+            return _Computed(logits, None, CudaDraws.of(draws, self.graphs.draws(len(logits)), more), drawn)
+        sent = [asked.logit_rows, asked.drawn_rows, *draws.plain, *draws.more]
+        logit_rows, drawn_rows, *arrived = upload(sent, self.model.device)
+        return _Computed(logits[logit_rows], drawn_rows, CudaDraws.of(draws, arrived), None)
+
+    def _compute(self, step: "_Step") -> "_Computed":
+        flat, asked, draws, prefixes = step[:4]
+        shared = [] if prefixes is None else [prefixes.items, prefixes.units, prefixes.num_items]
+        of_draws = [asked.drawn_rows, *draws.plain, *draws.more]
+        columns = [*step.changes, *flat[:-1], asked.logit_rows, *shared, *of_draws]
+        arrived = iter(upload(columns, self.model.device))
+        self.rows.write(next(arrived), next(arrived))
+        token_ids, positions, slots, token_rows, starts, lens, rows = islice(arrived, len(flat) - 1)
+        logit_rows = next(arrived)
+        token_ids = torch.where(token_ids < 0, self.rows.last_tokens[token_rows], token_ids)
+        found = Prefixes(*islice(arrived, len(shared))) if shared else None
+        attention = Batch(starts, lens, self.rows.tables_on_device[rows], flat.num_decodes, found)
+        logits = self.model.forward(CudaBatch(token_ids, positions, slots, attention), logit_rows)
+        return _Computed(logits, next(arrived), CudaDraws.of(draws, list(arrived)), None)
+
+    def _prefixes(self, flat: FlatColumns) -> SharedPrefixes | None:
+        count = flat.num_decodes
+        if self._prefix_shape is None or count < 2:
+            return None
+        unit, tokens_per_item = self._prefix_shape
+        found = shared_prefixes(
+            self.rows.matrix[flat.rows[:count]],
+            flat.context_lens[:count],
+            block_size=self.model.kv.block_size,
+            unit=unit,
+            tokens_per_item=tokens_per_item,
+        )
+        return found if len(found.items) else None
+
+    def _score_prompts(self, logits: Tensor, order: list[int]) -> dict[int, PromptLogprobs]:
+        found = self._prompts.score(logits)
+        return {order[index]: logprobs for index, logprobs in found.items()}
+
+    def _draws(self, work: SchedulerOutput, positions: np.ndarray) -> Draws:
+        """The draws of a step. While the same sequences are drawn from, only positions and edits change."""
+        sequence_ids = [task.sequence_id for task in work.samples]
+        sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
+        if self._settings is None or self._settings.sequence_ids != sequence_ids:
+            self._settings = DrawSettings.of(sequences, self.rows.rows(sequence_ids))
+        batch, columns, special = self._settings[1:]
+        edits = self._sequences.edits_of(sequences, positions.tolist())
+        on_host = {row: each for row, each in edits.items() if each.need_host}
+        edited = [row for row in edits if row not in on_host]
+        if edited:
+            special = special_columns(batch, edited, self._records.addresses([edits[row] for row in edited]))
+        return Draws(sequences, batch, columns._replace(positions=positions), special, on_host)
+
+    def _draw_on_host(self, pending: "_Pending", logits: Tensor) -> Result:
+        """Wait for all earlier results, then replace the device's draws by those of the host."""
+        self.catch_up()
+        draws = pending.draws
+        out = pending.arrive(lambda out: draw_rows(out, draws, logits))
+        rows = list(draws.on_host)
+        tokens = torch.tensor([max(out.token_ids[row], 0) for row in rows], device=logits.device)
+        self.rows.last_tokens[torch.from_numpy(draws.columns.places[rows]).to(logits.device)] = tokens
+        return lambda: out
+
+
+class _Step(NamedTuple):
+    """A step on the host."""
+
+    flat: FlatColumns
+    asked: "_Asked"
+    draws: Draws
+    prefixes: SharedPrefixes | None
+    changes: TableChanges
+
+
+class _Computed(NamedTuple):
+    """Logits of the rows that were asked for, and the draws from them."""
+
+    logits: Tensor
+    drawn_rows: Tensor | None
+    """int64 [S], as in `_Asked`; None: all rows in order."""
+    draws: CudaDraws
+    drawn: DrawMemory | None
+
+
+class _Asked(NamedTuple):
+    """The rows whose logits a step needs, and which of them are drawn from."""
+
+    logit_rows: np.ndarray
+    """int64: rows of the flat batch; first the distinct rows to draw from, then those of prompts."""
+    drawn_rows: np.ndarray
+    """int64 [S]: the distinct row of each sample."""
+    positions: np.ndarray
+    """int64 [S]: position of each token to draw in its sequence."""
+    num_distinct: int
+
+    @classmethod
+    def of(cls, work: SchedulerOutput, order: list[int], flat: FlatColumns, prompt_rows: list[int]) -> "_Asked":
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        chunks = place[[task.row for task in work.samples]] if work.samples else np.empty(0, np.int64)
+        distinct = list(dict.fromkeys(chunks.tolist()))  # the n samples of a prompt draw from the same row
+        where = {chunk: index for index, chunk in enumerate(distinct)}
+        return cls(
+            logit_rows=np.array([*(flat.token_starts[1:][distinct] - 1).tolist(), *prompt_rows], np.int64),
+            drawn_rows=np.array([where[chunk] for chunk in chunks.tolist()], np.int64),
+            positions=flat.context_lens[chunks].astype(np.int64),
+            num_distinct=len(distinct),
+        )
+
+    def takes_all_in_order(self, count: int) -> bool:
+        """Whether one token is drawn from each of `count` rows of logits, and nothing else is asked for."""
+        every = np.arange(count)
+        return np.array_equal(self.logit_rows, every) and np.array_equal(self.drawn_rows, every)
+
+
+class _Pending:
+    """A result on its way to the host."""
+
+    def __init__(self, draws: Draws, download: Download, prompt_logprobs: dict[int, PromptLogprobs]) -> None:
+        self.draws, self._download, self._prompt_logprobs = draws, download, prompt_logprobs
+        self._out: ModelRunnerOutput | None = None
+
+    def settle(self, queue: deque["_Pending"]) -> ModelRunnerOutput:
+        """Wait for this result and all earlier ones, and dequeue them."""
+        while self._out is None:
+            queue[0].arrive()
+            queue.popleft()
+        return self._out
+
+    def arrive(self, change: Callable[[ModelRunnerOutput], None] | None = None) -> ModelRunnerOutput:
+        """Wait, let `change` edit the result, and append the tokens to their sequences."""
+        out = to_output(self.draws, self._download.wait())
+        out.prompt_logprobs = self._prompt_logprobs
+        if change is not None:
+            change(out)
+        for sequence, token in zip(self.draws.sequences, out.token_ids, strict=True):
+            sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
+        self._out = out
+        return out
+
+
+def _raiser(problem: Exception) -> Result:
+    def fail() -> ModelRunnerOutput:
+        raise problem
+
+    return fail
+
+
+def _worded(problem: Exception) -> Exception:
+    if not isinstance(problem, torch.OutOfMemoryError):
+        return problem
+    torch.cuda.empty_cache()
+    advice = "Lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or stop what else uses the device."
+    worded = StepMemoryError(f"The device ran out of memory in this step ({problem}). {advice}")
+    worded.__cause__ = problem
+    return worded

@@ -1,0 +1,64 @@
+"""Log-probs of given sequences, by the kernels of steps (on a device). KV is written to a pool of its own."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.token_logprobs import row_temperatures
+from rollout_engine.kernels.triton import sampling
+from rollout_engine.kernels.triton.paged_attention import Batch
+from rollout_engine.model.cuda.attention import CudaBatch, CudaKVPool
+from rollout_engine.model.cuda.model import CudaModel
+from rollout_engine.model.modules.geometry import LayerGeometry
+
+_TOKENS = 512
+"""Tokens whose logits exist at a time."""
+
+
+@torch.inference_mode()
+def sequence_logprobs(
+    model: CudaModel,
+    geometry: Sequence[LayerGeometry],
+    sequences: Sequence[list[int]],
+    num_prompt: Sequence[int],
+    temperature: float,
+) -> list[np.ndarray]:
+    """Log-prob of every token after the prompt: per sequence float32 [len - num_prompt]."""
+    longest = max(map(len, sequences), default=0)
+    size = model.kv.block_size
+    pool = CudaKVPool(
+        geometry,
+        num_blocks=-(-longest // size),
+        block_size=size,
+        dtype=model.kv.layers[0].keys.dtype,
+        device=model.device,
+    )
+    pairs = zip(sequences, num_prompt, strict=True)
+    return [_scored(model, pool, tokens, first, temperature) for tokens, first in pairs]
+
+
+def _scored(model: CudaModel, pool: CudaKVPool, tokens: list[int], num_prompt: int, temperature: float) -> np.ndarray:
+    ids = torch.tensor(tokens, device=model.device)
+    found = [np.empty(0, np.float32)]
+    step = min(_TOKENS, model.limits.num_tokens)
+    for start in range(0, len(tokens) - 1, step):
+        end = min(start + step, len(tokens) - 1)
+        wanted = max(start, num_prompt - 1)
+        rows = torch.arange(wanted - start, max(end - start, wanted - start), device=model.device)
+        logits = model.forward(_chunk(ids, start, end, pool), rows if len(rows) else rows.new_zeros(1), pool)
+        if len(rows):
+            temperatures = row_temperatures(temperature, logits)
+            stats = sampling.score(logits, temperatures, ids[wanted + 1 : end + 1])
+            found.append(stats.logprobs.cpu().numpy())
+    return np.concatenate(found)
+
+
+def _chunk(ids: Tensor, start: int, end: int, pool: CudaKVPool) -> CudaBatch:
+    positions = torch.arange(start, end, device=ids.device)
+    tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=ids.device)[None]
+    bounds = torch.tensor([0, end - start], dtype=torch.int32, device=ids.device)
+    lens = torch.tensor([end], dtype=torch.int32, device=ids.device)
+    attention = Batch(bounds, lens, tables, num_decodes=int(end - start == 1))
+    return CudaBatch(ids[start:end], positions, positions, attention)

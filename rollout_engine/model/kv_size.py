@@ -1,0 +1,72 @@
+"""Sizes the KV pool, and caps the length of a sequence to what fits it."""
+
+import psutil
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.modules.loaded_model import LoadedModel
+
+_CPU_POOL_BYTES = 4 << 30
+
+
+def bytes_per_block(loaded: LoadedModel, block_size: int) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    per_token = sum(layer.num_kv_heads * (layer.head_dim_k + layer.head_dim_v) for layer in loaded.geometry)
+    return per_token * block_size * loaded.dtype.itemsize
+
+
+def describe_pool(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:
+    """The size of the KV pool, for the start-up line."""
+    mib = num_blocks * bytes_per_block(loaded, config.block_size) / 2**20
+    return f"KV pool {num_blocks} blocks of {config.block_size} tokens ({mib:.0f} MiB)"
+
+
+def size_pool(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Number of KV blocks: as given, or as many as `kv_cache_bytes` or the CPU default hold.
+
+    The default never exceeds what `max_num_seqs` sequences of the longest length can fill.
+    """
+    block_bytes = bytes_per_block(loaded, config.block_size)
+    if config.num_kv_blocks is not None:
+        _check_fits("num_kv_blocks", config.num_kv_blocks, config.num_kv_blocks * block_bytes)
+        return config.num_kv_blocks
+    given = config.kv_cache_bytes
+    if given is not None:
+        _check_fits("kv_cache_bytes", given, given)
+    pool_bytes = given if given is not None else min(_CPU_POOL_BYTES, psutil.virtual_memory().available // 4)
+    num_blocks = pool_bytes // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_bytes={pool_bytes} holds not even one KV block: one block of {config.block_size} tokens takes "
+            f"{block_bytes} bytes ({len(loaded.geometry)} layers). Give at least that, or a smaller block_size."
+        )
+    return num_blocks if given is not None else min(num_blocks, most_blocks(config, loaded))
+
+
+def most_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Blocks that `max_num_seqs` sequences of the longest length fill."""
+    return config.max_num_seqs * -(-(config.max_model_len or loaded.max_model_len) // config.block_size)
+
+
+def _check_fits(field: str, value: int, num_bytes: int) -> None:
+    """Refuse a pool larger than memory: its pages come at first touch, so the system would kill the process later."""
+    total = psutil.virtual_memory().total
+    if num_bytes > total:
+        raise ConfigError(f"{field}={value} asks for {num_bytes} bytes of KV pool; this machine has {total} in all.")
+
+
+def cap_model_len(config: EngineConfig, checkpoint_len: int, num_blocks: int) -> int:
+    """`max_model_len`: the checkpoint's or the user's, capped so that one sequence fits the pool."""
+    pool_tokens = num_blocks * config.block_size
+    if config.max_model_len is None:
+        return min(checkpoint_len, pool_tokens)
+    if config.max_model_len > checkpoint_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {checkpoint_len} positions this checkpoint has."
+        )
+    if config.max_model_len > pool_tokens:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} does not fit the KV pool of {num_blocks} blocks of "
+            f"{config.block_size} = {pool_tokens} tokens. Give more KV memory or a smaller max_model_len."
+        )
+    return config.max_model_len

@@ -1,0 +1,1 @@
+"""Loads a checkpoint from disk into a module."""

@@ -1,0 +1,179 @@
+"""Loads a Hugging Face module: builds and admits it, fills every weight, and reads what the engine needs to know."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.admission.gate import admit, build_module, position_limit
+from rollout_engine.model.loading.checkpoint import as_config_errors, find_directory, read_entries
+from rollout_engine.model.loading.weight_table import WeightTable
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.construct import initialize, place_on
+from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.packing.linear_groups import fuse_projections
+from sync.checkpoint import CONFIG_FILE, StoredTensor
+from sync.file_snapshot import SnapshotFile
+
+logger = logging.getLogger(__name__)
+
+_NEVER_EXPECTED = [r"rotary_emb\.inv_freq$"]
+"""Stored by old versions of transformers; computed from the configuration now."""
+_CPU = torch.device("cpu")
+_DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
+
+
+def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel:
+    """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly."""
+    directory = find_directory(config.model, weights=config.load_format == "auto")
+    hf_config, config_file = _read_config(directory)
+    entries = read_entries(directory) if config.load_format == "auto" else []
+    dtype = _resolve_dtype(config.dtype, hf_config, entries, device)
+    module = build_module(hf_config, dtype, ATTENTION_NAME)
+    limit = position_limit(module.config)
+    _check_length(module.config, limit, config.max_model_len)
+    geometry = admit(module)
+    max_model_len = _served_length(limit, config.max_model_len)
+    if device != _CPU:
+        place_on(module, device)
+    fuse_projections(module)
+    table = WeightTable.of(module)
+    if config.load_format == "auto":
+        table.load(entries, ignored=_NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ()))
+        with as_config_errors():
+            config_file.check()
+    else:
+        initialize(module)
+    return LoadedModel(
+        module=module,
+        dtype=dtype,
+        stored_dtype=_stored_dtype(hf_config, entries),
+        geometry=geometry,
+        eos_token_ids=_read_eos_token_ids(directory, module.config),
+        max_model_len=max_model_len,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        targets=table.views,
+        aliases=table.aliases(),
+    )
+
+
+def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
+    """The configuration, and a snapshot of its file to check later."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"{directory} has no config.json, so it is not a checkpoint. Give the directory that holds it."
+        )
+    with as_config_errors():
+        file = SnapshotFile(path)
+    raw = _read_json(path)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True), file
+    except Exception as problem:  # transformers raises many kinds of errors here
+        if "auto_map" in raw:
+            raise ConfigError(
+                f"{path}: model_type '{raw.get('model_type')}' needs code shipped with the checkpoint (auto_map), and "
+                "such code is never run here. Use an architecture that transformers has built in."
+            ) from None
+        raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise ConfigError(f"{path} is not valid JSON ({problem}).") from None
+
+
+def _resolve_dtype(
+    asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor], device: torch.device
+) -> torch.dtype:
+    if device.type != "cpu":
+        return _dtype_on_device(asked, hf_config, entries)
+    if asked == "float16":
+        raise ConfigError(
+            "dtype='float16' is not served on a CPU: use 'float32', which holds float16 weights as they are, or "
+            "'bfloat16'; and dtype=torch.float32 or torch.bfloat16 on the trainer."
+        )
+    if asked != "auto":
+        return torch.float32 if asked == "float32" else torch.bfloat16
+    stored = _stored_dtype(hf_config, entries)
+    dtype = torch.bfloat16 if stored == torch.bfloat16 and _has_native_bfloat16() else torch.float32
+    if dtype != stored and stored is not None:
+        logger.info(
+            "dtype='auto': the checkpoint's %s is served as %s on this CPU. An exact trainer loads it with dtype=%s.",
+            stored,
+            dtype,
+            dtype,
+        )
+    return dtype
+
+
+def _dtype_on_device(asked: str, hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype:
+    chosen = getattr(torch, asked) if asked != "auto" else _stored_dtype(hf_config, entries)
+    return chosen if chosen in _DEVICE_DTYPES else torch.bfloat16
+
+
+def _stored_dtype(hf_config: PretrainedConfig, entries: Iterable[StoredTensor]) -> torch.dtype | None:
+    stored = hf_config.dtype or _first_float_dtype(entries)
+    return getattr(torch, stored) if isinstance(stored, str) else stored
+
+
+def _first_float_dtype(entries: Iterable[StoredTensor]) -> torch.dtype | None:
+    return next((e.dtype for e in entries if e.dtype in _STORED_FLOATS), None)
+
+
+def _has_native_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def _check_length(hf_config: PretrainedConfig, limit: int | None, asked: int | None) -> None:
+    """Raise `ConfigError` unless `asked` positions are within `limit`, the result of `position_limit`."""
+    if limit is None:
+        return
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len={asked} is not allowed: this checkpoint serves exactly up to {limit} positions, its "
+            "original length. Lower it, or leave it out."
+        )
+    if asked is None and limit < hf_config.max_position_embeddings:
+        logger.warning(
+            "Positions past %d are not served, though the checkpoint names %d: there, the rotary frequencies of all "
+            "tokens depend on the longest row of their batch.",
+            limit,
+            hf_config.max_position_embeddings,
+        )
+
+
+def _served_length(limit: int | None, asked: int | None) -> int:
+    """Most positions served: the checkpoint's own limit, or `asked` where it has none.
+
+    Call it after `admit`, whose refusals come first. Raises `ConfigError` where there is neither.
+    """
+    if limit is not None:
+        return limit
+    if asked is None:
+        raise ConfigError(
+            "The checkpoint's configuration does not say how long a sequence may be (it has no "
+            "max_position_embeddings): pass max_model_len, for example max_model_len=2048."
+        )
+    return asked
+
+
+def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:
+    path = directory / "generation_config.json"
+    found = _read_json(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = getattr(hf_config, "eos_token_id", None)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(i, int) for i in ids):
+        raise ConfigError(f"{path}: eos_token_id={found!r} is not allowed: must be a token id or a list of them.")
+    return ids

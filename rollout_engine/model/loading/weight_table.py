@@ -1,0 +1,154 @@
+"""A table from the names of weights, the module's and the checkpoint's, to views of their live storage.
+
+The two namings differ for some architectures (experts stacked in the module, separate in the file). Hugging Face can
+write a module under checkpoint names; run on index tensors instead of weights, that shows which strided view of which
+parameter each checkpoint name denotes. Loading and weight updates both write through these views.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.loading.checkpoint import as_config_errors
+from sync.checkpoint import StoredTensor
+from sync.digests import tensor_bytes
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class WeightTable(NamedTuple):
+    """Views and their owners by name; both dicts have the same keys."""
+
+    views: dict[str, Tensor]
+    owners: dict[str, str]
+    """The module's name of the parameter or buffer that a view is (part of); tied parameters have one owner."""
+
+    @classmethod
+    def of(cls, module: PreTrainedModel) -> "WeightTable":
+        """The table of every persistent tensor of `module`, whose parameters must not move any more.
+
+        Raises `ConfigError` when a checkpoint name does not denote a strided view of a parameter.
+        """
+        stored = module.state_dict(keep_vars=True)
+        first_names: dict[int, str] = {}
+        views = {name: tensor.detach() for name, tensor in stored.items()}
+        owners = {name: first_names.setdefault(id(tensor), name) for name, tensor in stored.items()}
+        for name, checkpoint_name, view in list(_checkpoint_views(module, views)):
+            views[checkpoint_name] = view
+            owners[checkpoint_name] = owners[name]
+        return cls(views, owners)
+
+    def aliases(self) -> list[list[str]]:
+        """Groups of two or more names that denote the same view: tied weights, or both namings of one weight."""
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for name, view in self.views.items():
+            groups.setdefault(_place(view), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+    def load(self, entries: list[StoredTensor], *, ignored: Iterable[str] = ()) -> None:
+        """Fill every view from a checkpoint, converting between floating dtypes (to nearest, ties to even).
+
+        The checkpoint may have further names that match a regular expression of `ignored`. Raises `ConfigError` before
+        anything is written when a name is missing or unexpected, or a shape or dtype differs.
+        """
+        skip = re.compile("|".join(f"({pattern})" for pattern in ignored) or r"(?!)")
+        wanted = [e for e in entries if e.name in self.views or not skip.search(e.name)]
+        self._check(wanted)
+        self._check_complete({e.name for e in wanted})
+        written: dict[tuple[object, ...], str] = {}
+        with as_config_errors():
+            for entry in wanted:
+                view = self.views[entry.name]
+                before = written.setdefault(_place(view), entry.name)
+                if before == entry.name:
+                    _fill(view, entry)
+                elif not torch.equal(view, entry.materialize().to(view.dtype)):
+                    raise ConfigError(
+                        f"{entry.path}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they "
+                        "are meant to differ, set tie_word_embeddings to false in config.json."
+                    )
+            for check in {entry.check for entry in wanted}:
+                check()
+
+    def _check(self, entries: list[StoredTensor]) -> None:
+        _refuse("not in the model", [f"{e.name} ({e.path.name})" for e in entries if e.name not in self.views])
+        known = [(e, self.views[e.name]) for e in entries]
+        _refuse(
+            "of another shape",
+            [
+                f"{e.name}: expected {list(view.shape)}, {e.path.name} has {list(e.shape)}"
+                for e, view in known
+                if tuple(view.shape) != e.shape
+            ],
+        )
+        _refuse(
+            "of a dtype that is not converted",
+            [
+                f"{e.name}: expected {view.dtype}, {e.path.name} has {e.stored_dtype}"
+                for e, view in known
+                if not _convertible(e, view)
+            ],
+        )
+
+    def _check_complete(self, names: set[str]) -> None:
+        given: dict[str, int] = {}
+        places = {_place(self.views[name]): name for name in names}
+        for name in places.values():
+            given[self.owners[name]] = given.get(self.owners[name], 0) + self.views[name].numel()
+        incomplete = {owner for owner in self.owners.values() if given.get(owner, 0) < self.views[owner].numel()}
+        _refuse("missing", [name for name in self.views if self.owners[name] in incomplete and name not in names])
+
+
+def _checkpoint_views(module: PreTrainedModel, views: dict[str, Tensor]) -> Iterable[tuple[str, str, Tensor]]:
+    """(module's name, checkpoint's name, view) wherever the two names differ."""
+    shapes = {name: torch.empty(view.shape, device="meta") for name, view in views.items()}
+    if revert_weight_conversion(module, dict(shapes)).keys() == shapes.keys():
+        return
+    for name, view in views.items():
+        flat = torch.arange(view.numel()).view(view.shape)
+        for checkpoint_name, indices in revert_weight_conversion(module, {name: flat}).items():
+            if checkpoint_name != name:
+                yield name, checkpoint_name, _strided_view(view, indices, checkpoint_name)
+
+
+def _strided_view(whole: Tensor, indices: Tensor, name: str) -> Tensor:
+    """The view of contiguous `whole` whose elements have the flat positions `indices`."""
+    strides = [
+        int((indices.select(d, 1) - indices.select(d, 0)).flatten()[0]) if indices.shape[d] > 1 else 0
+        for d in range(indices.ndim)
+    ]
+    offset = int(indices.flatten()[0])
+    if not torch.equal(torch.as_strided(torch.arange(whole.numel()), indices.shape, strides, offset), indices):
+        raise ConfigError(f"The checkpoint's '{name}' is stored in an order that cannot be written in place here.")
+    return torch.as_strided(whole, indices.shape, strides, whole.storage_offset() + offset)
+
+
+def _place(view: Tensor) -> tuple[object, ...]:
+    return view.data_ptr(), view.shape, view.stride()
+
+
+def _convertible(entry: StoredTensor, view: Tensor) -> bool:
+    return entry.dtype in _FLOATS if view.dtype.is_floating_point else entry.dtype == view.dtype
+
+
+def _fill(view: Tensor, entry: StoredTensor) -> None:
+    """Read a tensor of a checkpoint into `view`, without a copy where both have the same layout."""
+    if view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype:
+        entry.fetch(tensor_bytes(view), 0)
+    else:
+        view.copy_(entry.materialize())
+
+
+def _refuse(what: str, offenders: list[str]) -> None:
+    if offenders:
+        more = f" ... and {len(offenders) - 10} more" if len(offenders) > 10 else ""
+        raise ConfigError(
+            f"The checkpoint does not fit the model: {len(offenders)} tensors {what}: "
+            f"{'; '.join(offenders[:10])}{more}."
+        )

@@ -1,0 +1,111 @@
+"""The attention function that Hugging Face modules call: over paged KV inside the engine, dense on a trainer.
+
+Inside `attending(step)` keys and values go to their slots and queries read the block tables; outside, every batch row
+is a sequence of its own that starts at position 0 (`rollout_engine.exact`).
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.dense_attention import DenseAttention, DenseKernel
+from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
+from rollout_engine.model.modules.packed_rows import packed_rows_expected, sequence_lengths
+
+ATTENTION_NAME = "rollout_engine"
+_active = threading.local()
+
+
+class AttentionStep(Protocol):
+    """Attention of one step: writes its keys and values, and computes what its queries read."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, H, Dk], k [T, Hk, Dk], v [T, Hk, Dv] of the flat batch -> [T, H, Dv]."""
+        ...
+
+
+@contextmanager
+def attending(step: AttentionStep) -> Iterator[None]:
+    """Inside, attention of this thread's forwards is that of `step`."""
+    _active.step = step
+    try:
+        yield
+    finally:
+        _active.step = None
+
+
+def current_step() -> AttentionStep | None:
+    """The step of this thread, inside `attending`."""
+    step: AttentionStep | None = getattr(_active, "step", None)
+    return step
+
+
+def rollout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    *,
+    dense: DenseKernel | None = None,
+    step: AttentionStep | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention interface: q [B, H, T, D], k and v [B, Hk, T, D] -> ([B, T, H, Dv], None).
+
+    Outside a step, `position_ids` that start again within a row mark packed sequences (`model.packed_rows`).
+    `s_aux` [H] are attention sinks. `dense`: what computes outside a step, where it is not the CPU. `step`: who
+    attends, whether this thread is in a step or not.
+    """
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise ConfigError(f"{type(module).__name__} asks for a mask of its own or bidirectional attention: not served.")
+    if dropout:
+        raise ConfigError(
+            f"{type(module).__name__} drops attention weights at random (p={dropout}), which no engine does. Load the "
+            "model with attention_dropout=0.0, or call model.eval()."
+        )
+    strangers = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in HARMLESS_TENSORS]
+    if strangers:
+        raise ConfigError(f"{type(module).__name__} passes {', '.join(strangers)} to attention: not supported.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    params = AttentionParams(scale, sliding_window or 0, softcap or 0.0)
+    step = step or current_step()
+    if step is None:
+        lengths = _packed_lengths(module, query, key, kwargs.get("position_ids"))
+        return DenseAttention.apply(query, key, value, params, s_aux, dense, lengths), None
+    flat = (x[0].transpose(0, 1) for x in (query, key, value))
+    return step.attend(module.layer_idx, *flat, params, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
+
+
+def _packed_lengths(
+    module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor | None
+) -> tuple[int, ...] | None:
+    """Lengths of the packed sequences of a trainer's batch, None where every row is one."""
+    batch, _, length, _ = query.shape
+    if key.shape[2] != length:
+        raise ConfigError(
+            f"{type(module).__name__} was given {length} queries for {key.shape[2]} keys, but an exact model computes "
+            "whole sequences. Pass use_cache=False, or generate with the engine."
+        )
+    if position_ids is None and packed_rows_expected():
+        raise ConfigError(
+            f"{type(module).__name__} does not hand position_ids to attention, so packed rows would see one another. "
+            "Give this model one sequence a row."
+        )
+    return sequence_lengths(position_ids, batch, length)
+
+
+AttentionInterface.register(ATTENTION_NAME, rollout_attention)

@@ -1,0 +1,95 @@
+"""The parts of a Hugging Face module built as Llama is. Only such modules have layers that a fused decoder can run."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from rollout_engine.model.modules.geometry import LayerGeometry
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_QKV = ("q_proj", "k_proj", "v_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class UnsupportedStructure(Exception):
+    """Why the layers of a module must run as modules."""
+
+
+class DecoderLayer(NamedTuple):
+    """One decoder layer; each part is a module of its own."""
+
+    attention_norm: nn.Module
+    qkv: list[nn.Module]
+    head_norms: list[nn.Module]
+    """RMSNorms of the heads of q and k; none where the architecture has none."""
+    out: nn.Module
+    mlp_norm: nn.Module
+    mlp: nn.Module
+    gate_up: list[nn.Module]
+    down: nn.Module
+    geometry: LayerGeometry
+
+
+class DecoderStructure(NamedTuple):
+    """A causal LM."""
+
+    embedding: nn.Module
+    rotary: nn.Module
+    layers: list[DecoderLayer]
+    norm: nn.Module
+    head: nn.Module
+
+
+def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> DecoderStructure:
+    """The parts of `module`, whose weights are loaded. Raises `UnsupportedStructure` if it is not built as Llama is."""
+    base = getattr(module, module.base_model_prefix)
+    children = dict(base.named_children())
+    require(children.keys() == {"embed_tokens", "layers", "norm", "rotary_emb"}, f"{_kind(base)} has other parts")
+    layers = list(children["layers"])
+    require(len(layers) == len(geometry), f"{len(geometry)} of its {len(layers)} layers have attention")
+    return DecoderStructure(
+        embedding=children["embed_tokens"],
+        rotary=children["rotary_emb"],
+        layers=[_layer(layer, one) for layer, one in zip(layers, geometry, strict=True)],
+        norm=children["norm"],
+        head=module.get_output_embeddings(),
+    )
+
+
+def require(condition: bool, otherwise: str) -> None:
+    """Raise `UnsupportedStructure` with the reason `otherwise`, unless `condition` holds."""
+    if not condition:
+        raise UnsupportedStructure(otherwise)
+
+
+def _layer(layer: nn.Module, geometry: LayerGeometry) -> DecoderLayer:
+    children = dict(layer.named_children())
+    require(children.keys() == _LAYER, f"{_kind(layer)} has other parts")
+    attention, mlp = children["self_attn"], children["mlp"]
+    inner, ffn = dict(attention.named_children()), dict(mlp.named_children())
+    head_norms = [inner.pop(name) for name in ("q_norm", "k_norm") if name in inner]
+    require(inner.keys() == {*_QKV, "o_proj"} and len(head_norms) != 1, f"{_kind(attention)} has other parts")
+    require(ffn.keys() >= set(_MLP), f"{_kind(mlp)} has other parts")
+    require(not geometry.has_sinks, "its attention has sinks")
+    owners = [child for child in (layer, attention, mlp) if list(child.parameters(recurse=False))]
+    require(not owners, "its layers have parameters of their own")
+    linears = [*inner.values(), *(ffn[name] for name in _MLP)]
+    require(all(isinstance(child, nn.Linear) for child in linears), "its projections are not linear layers")
+    # Both ways to compute a product with zeros agree, so a trial would prove nothing.
+    require(all(bool(child.weight[0].any()) for child in linears), "its weights are zeros")
+    return DecoderLayer(
+        attention_norm=children["input_layernorm"],
+        qkv=[inner[name] for name in _QKV],
+        head_norms=head_norms,
+        out=inner["o_proj"],
+        mlp_norm=children["post_attention_layernorm"],
+        mlp=mlp,
+        gate_up=[ffn["gate_proj"], ffn["up_proj"]],
+        down=ffn["down_proj"],
+        geometry=geometry,
+    )
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__

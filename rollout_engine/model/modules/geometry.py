@@ -1,0 +1,176 @@
+"""The shapes and parameters of each attention layer, learnt by watching one forward.
+
+Nothing is read from the configuration: a probe replaces attention and mask construction, and records their arguments.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from rollout_engine.kernels.attention_params import AttentionParams
+
+_PROBE_NAME = "rollout_engine_probe"
+_NUM_TOKENS = 6
+HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+"""Tensors that modules pass to attention and that follow from positions."""
+
+
+class LayerGeometry(msgspec.Struct, frozen=True):
+    """One attention layer: query head h reads key/value head h // (num_heads // num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim_k: int
+    """Head size of queries and keys."""
+    head_dim_v: int
+    scale: float
+    """Scores are q @ k * scale."""
+    sliding_window: int | None
+    """Key j is visible to query i where 0 <= i - j < sliding_window; None: every j <= i."""
+    softcap: float | None
+    """c: scores become c * tanh(scores / c)."""
+    has_sinks: bool
+    """One learned logit per head joins the softmax and is dropped from the result."""
+
+    @property
+    def attention_params(self) -> AttentionParams:
+        """The parameters of this layer's attention scores, as kernels take them."""
+        return AttentionParams(self.scale, self.sliding_window or 0, self.softcap or 0.0)
+
+
+class Refusal(Exception):
+    """Why a module cannot be served, as half a sentence for `gate.admit`."""
+
+
+def probe_geometry(module: PreTrainedModel) -> list[LayerGeometry]:
+    """The geometry of every attention layer of a Hugging Face causal LM on the CPU, by one forward of six tokens.
+
+    Weights are not changed and their values do not matter. Raises `Refusal` unless each layer calls Hugging Face's
+    attention interface once, with causal or sliding-window attention and no extra inputs.
+    """
+    calls: list[_Call] = []
+    token = _calls.set(calls)
+    try:
+        with _attention_set_to(module, _PROBE_NAME), torch.no_grad():
+            module(input_ids=torch.arange(1, 1 + _NUM_TOKENS)[None], use_cache=False)
+    except Refusal:
+        raise
+    except Exception as problem:  # foreign modules may fail in any way
+        raise Refusal(
+            f"its forward does not work through the attention interface ({type(problem).__name__}: {problem})"
+        ) from None
+    finally:
+        _calls.reset(token)
+    return _in_layer_order(calls, module.config.num_hidden_layers)
+
+
+class _Call(NamedTuple):
+    layer_idx: int | None
+    geometry: LayerGeometry
+
+
+class _Mask(NamedTuple):
+    """Replaces a mask tensor: the kind of mask that the module asked for."""
+
+    kind: str
+    size: int
+
+
+_calls: ContextVar[list[_Call]] = ContextVar("calls")
+
+
+def _in_layer_order(calls: list[_Call], num_layers: int) -> list[LayerGeometry]:
+    if not calls:
+        raise Refusal("it never calls the attention interface")
+    layers = [call.layer_idx for call in calls]
+    if layers != list(range(num_layers)):
+        raise Refusal(f"attention was called for layers {layers}, expected each of 0..{num_layers - 1} once, in order")
+    return [call.geometry for call in calls]
+
+
+@contextmanager
+def _attention_set_to(module: PreTrainedModel, name: str) -> Iterator[None]:
+    before = module.config._attn_implementation
+    module.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        module.config._attn_implementation = before
+
+
+def _probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Replaces attention: q [1, H, T, Dk], k [1, Hk, T, Dk], v [1, Hk, T, Dv] -> zeros [1, T, H, Dv]."""
+    window = sliding_window or None
+    _check_call(module, attention_mask, window, is_causal, kwargs)
+    geometry = LayerGeometry(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim_k=key.shape[-1],
+        head_dim_v=value.shape[-1],
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        sliding_window=window,
+        softcap=float(softcap) if softcap else None,
+        has_sinks=s_aux is not None,
+    )
+    _calls.get().append(_Call(getattr(module, "layer_idx", None), geometry))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _check_call(
+    module: nn.Module, mask: object, window: int | None, is_causal: bool | None, kwargs: dict[str, Any]
+) -> None:
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise Refusal("its attention is bidirectional")
+    if not isinstance(mask, _Mask):
+        raise Refusal("it makes an attention mask of its own")
+    if mask.kind not in ("causal", "sliding"):
+        raise Refusal(f"its attention mask is {mask.kind}; only causal and sliding-window attention are served")
+    if mask.size != (window or 0):
+        raise Refusal(f"its mask has window {mask.size or None}, but it tells attention {window}")
+    strangers = sorted(
+        name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in HARMLESS_TENSORS
+    )
+    if strangers:
+        raise Refusal(f"it passes tensors this engine does not know to attention: {', '.join(strangers)}")
+
+
+def _probe_mask(*args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any) -> _Mask:
+    """Replaces mask construction: evaluates `mask_function(batch, head, q, kv)` where kinds of mask differ."""
+    size = local_size or 0
+    edges = {size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1} if size else set()
+    queries = sorted({0, 1, 2, 3 * (size or 64)} | edges)
+    reach = size or 9
+    keys = sorted({max(0, q + d) for q in queries for d in (-reach - 1, -reach, -reach + 1, -1, 0, 1)})
+    q, k, zero = torch.tensor(queries)[:, None], torch.tensor(keys)[None], torch.tensor(0)
+    got = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(queries), len(keys))
+    if torch.equal(got, k <= q):
+        return _Mask("causal", 0)
+    if size and torch.equal(got, (k <= q) & (k > q - size)):
+        return _Mask("sliding", size)
+    if size and torch.equal(got, (k <= q) & (k // size == q // size)):
+        return _Mask("chunked", size)
+    return _Mask("of an unknown kind", size)
+
+
+AttentionInterface.register(_PROBE_NAME, _probe_attention)
+AttentionMaskInterface.register(_PROBE_NAME, _probe_mask)

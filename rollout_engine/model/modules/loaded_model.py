@@ -1,0 +1,31 @@
+"""The result of loading a model, which a backend puts to work."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout_engine.model.modules.geometry import LayerGeometry
+
+
+class LoadedModel(NamedTuple):
+    """A causal LM on one device, in eval mode, and what the engine needs to know about it."""
+
+    module: PreTrainedModel
+    """Attention goes to `ATTENTION_NAME`; q/k/v and gate/up parameters are slices of one buffer each."""
+    dtype: torch.dtype
+    stored_dtype: torch.dtype | None
+    """The dtype of the checkpoint's weights, where it is known."""
+    geometry: list[LayerGeometry]
+    """The geometry of each attention layer, in order."""
+    eos_token_ids: list[int]
+    """Ids that end a sequence, by the checkpoint's generation_config.json, else by its config.json; may be empty."""
+    max_model_len: int
+    """Most positions the checkpoint serves exactly."""
+    vocab_size: int
+    """Width of the logits; token ids are below it."""
+    targets: dict[str, Tensor]
+    """Live storage by name, the module's names and the checkpoint's: where a weight update writes."""
+    aliases: list[list[str]]
+    """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""

@@ -1,0 +1,95 @@
+"""Recognises modules that compute a formula we have a kernel for, by trial instead of by name.
+
+A module is run with known weights, so a norm that multiplies by (1 + weight), or rounds elsewhere, is not recognised.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from rollout_engine.kernels.activation import gated_silu, gelu_tanh
+from rollout_engine.kernels.norm import rms_norm
+
+SILU_CLASSES = (nn.SiLU, SiLUActivation)
+_EPSILON_NAMES = ("variance_epsilon", "eps")
+
+
+def is_gated_mlp(child: nn.Module) -> bool:
+    """Whether `child` computes down(silu(gate(x)) * up(x)), tried with small linears."""
+    children = dict(child.named_children())
+    shapes = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
+    if children.keys() != {*shapes, "act_fn"} or type(children["act_fn"]) not in SILU_CLASSES:
+        return False
+    if list(child.parameters(recurse=False)) or any(type(children[name]) is not nn.Linear for name in shapes):
+        return False
+    small = {name: _small_linear(*shape) for name, shape in shapes.items()}
+    trial = copy_with(child, _modules=small | {"act_fn": children["act_fn"]})
+    x = torch.linspace(-4, 4, 24).view(3, 8)
+    return agree(trial, lambda x: small["down_proj"](gated_silu(small["gate_proj"](x), small["up_proj"](x))), x)
+
+
+def rms_norm_epsilon(child: nn.Module) -> float | None:
+    """The epsilon of a module that computes `kernels.norm.rms_norm`, tried with another weight; None of others."""
+    epsilon = next((getattr(child, name) for name in _EPSILON_NAMES if hasattr(child, name)), None)
+    if not isinstance(epsilon, float) or [name for name, _ in child.named_parameters()] != ["weight"]:
+        return None
+    weight = torch.linspace(-1.5, 2.5, child.weight.numel(), dtype=child.weight.dtype)
+    if weight.shape != child.weight.shape or list(child.children()):
+        return None
+    trial = copy_with(child, _parameters=child._parameters | {"weight": nn.Parameter(weight, requires_grad=False)})
+    rows = torch.linspace(-4, 5, 3 * len(weight)).view(3, -1) * torch.tensor([[1.0], [1e-2], [1e-4]])
+    return epsilon if agree(trial, lambda x: rms_norm(x, weight, epsilon), rows.to(weight.dtype)) else None
+
+
+def is_gelu_tanh(child: nn.Module) -> bool:
+    """Whether `child` is an activation that computes `kernels.activation.gelu_tanh`, rounding once."""
+    if type(child).__module__ not in ("transformers.activations", "torch.nn.modules.activation"):
+        return False
+    x = torch.linspace(-6, 6, 301)
+    # Far below zero the usual form loses digits, so rounding is compared above it only.
+    return agree(child, gelu_tanh, x) and agree(child, gelu_tanh, x[x > -1].bfloat16())
+
+
+def _small_linear(in_features: int, out_features: int) -> nn.Linear:
+    """A linear with fixed weights; nothing is drawn from torch's generator."""
+    result = nn.utils.skip_init(nn.Linear, in_features, out_features)
+    for parameter in result.parameters():
+        parameter.data.copy_(torch.arange(parameter.numel()).view(parameter.shape).sin())
+    return result
+
+
+def copy_with(module: nn.Module, **attributes: object) -> nn.Module:
+    """A shallow copy of `module` with some attributes replaced."""
+    trial = copy.copy(module)
+    vars(trial).update(attributes)
+    return trial
+
+
+@torch.no_grad()
+def agree(module: nn.Module, ours: Callable[..., Any], *inputs: Tensor) -> bool:
+    """Whether `module` takes these inputs and gives what `ours` does: all but equal, and mostly equal when rounded."""
+    if len(inspect.signature(module.forward).parameters) != len(inputs):
+        return False
+    try:
+        theirs, mine = _as_tuple(module.forward(*inputs)), _as_tuple(ours(*inputs))  # without the module's hooks
+    except Exception:  # foreign modules may fail in any way: then they are not recognised
+        return False
+    return len(theirs) == len(mine) and all(map(_same, theirs, mine))
+
+
+def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _same(theirs: Tensor, mine: Tensor) -> bool:
+    if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+        return False
+    if not theirs.is_floating_point():
+        return torch.equal(theirs, mine)
+    close = torch.allclose(theirs.float(), mine.float(), rtol=4 * torch.finfo(theirs.dtype).eps, atol=1e-6)
+    return close and (theirs.dtype == torch.float32 or bool((theirs == mine).float().mean() > 0.95))

@@ -1,0 +1,247 @@
+"""The packed copies that a module's linears multiply by, all replaced at once.
+
+    staging(name) ... ──> pack(place) ──> swap()      the next values are staged and packed beside the copies in use,
+                                                      while steps go on; at a step boundary the two change places
+
+A weight that our own kernel multiplies by, and that nothing else reads (`weight_reads`), exists packed only: after
+`take_over` the module's parameter is on meta. Memory for the next copies is allocated during an update, and kept
+between updates while it is small.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from rollout_engine.errors import LifecycleError
+from rollout_engine.kernels import linear
+from rollout_engine.kernels.cpu import gemm
+from rollout_engine.kernels.memory import release_pages
+from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear, linear_groups
+from rollout_engine.model.packing.packed_embedding import PackedEmbedding, read_from_head
+from rollout_engine.model.packing.stacks import Place, stacks_of
+from rollout_engine.model.packing.weight_reads import storages_read
+
+_KEPT_BYTES = 256 << 20
+"""Fresh pages for the next copies cost an update up to a second per gigabyte."""
+
+
+class PackedWeights:
+    """The packed weights of a module after `make_row_invariant`, with plans proven. Without groups calls are no-ops.
+
+    Linears stop checking whether a weight was written: only `swap` changes what they multiply by.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        groups = linear_groups(module)
+        own = [group for group in groups if group.plan.kernel == linear.OWN]
+        _tie_embeddings(module, own)
+        self._module = module
+        read = storages_read(module) if own else set()
+        self._stacks = stacks_of(own, {_storage(tensor) for tensor in _read_in_place(module)} | read)
+        """Stacks by the address of their plain storage; none after `take_over`."""
+        self._held = [group for stack in self._stacks.values() for group in stack.groups]
+        """Groups whose weights exist packed only."""
+        self._likes = [stack.like for stack in self._stacks.values() for _ in stack.groups]
+        held = {id(group) for group in self._held}
+        self._others = [group for group in groups if id(group) not in held]
+        self._live: list[Tensor] = []
+        """Panels in use of `_held`, one piece of memory; none when asleep without values."""
+        self._room: list[Tensor] = []
+        """Panels of the next copies."""
+        self._next: list[tuple[linear.Operand, Tensor | None]] = []
+        """The next operand and bias of `_held`, then of `_others`."""
+        self._places: dict[str, Place] = {}
+        """Places in panels by accepted name."""
+        self._parameters: list[tuple[nn.Module, str, Place]] = []
+        """Module, attribute and place of the parameters on meta."""
+        if self._held:
+            self._live = gemm.empty_panels(self._likes)
+            for group, panels in zip(self._held, self._live, strict=True):
+                group.install(gemm.pack(group.weight(), panels), group.stacked_bias())
+        self.make()
+        for group in groups:
+            group.follows_writes = False
+
+    def take_over(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Free the plain values of weights that exist packed only; call it once, when nothing reads them any more.
+
+        Returns `targets`, names and views of plain storage, with meta tensors where `holds` is true.
+        """
+        for name, view in targets.items():
+            if stack := self._stacks.get(_storage(view)):
+                self._places[name] = stack.place(view)
+        self._put_on_meta()
+        self._stacks = {}
+        return {name: view.to("meta") if name in self._places else view for name, view in targets.items()}
+
+    def holds(self, name: str) -> bool:
+        """Whether the values of `name` exist packed only."""
+        return name in self._places
+
+    def plain(self, name: str) -> Tensor:
+        """A plain copy of packed values in use. Raises `LifecycleError` when they were released."""
+        if not self._live:
+            raise LifecycleError(f"'{name}' has no values now: weights were released. Send a complete update.")
+        return self._copy(self._places[name])
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Inside, the module's parameters on meta are copies of the values in use; writing to them changes nothing."""
+        stand_ins = [(child, name, child.get_parameter(name)) for child, name, _ in self._parameters]
+        copies: dict[int, nn.Parameter] = {}
+        try:
+            for child, name, place in self._parameters:
+                key = id(child.get_parameter(name))
+                if key not in copies:
+                    copies[key] = nn.Parameter(self._copy(place), requires_grad=False)
+                child.register_parameter(name, copies[key])
+            yield
+        finally:
+            for child, name, stand_in in stand_ins:
+                child.register_parameter(name, stand_in)
+
+    def staging(self, name: str) -> Tensor:
+        """The place of the next values of a name that `holds` is true of."""
+        self._make_room()
+        if self._next:
+            self._unpack_next()
+        place = self._places[name]
+        return place.within(self._room[place.first], self._likes[place.first].dtype)
+
+    def carry(self) -> None:
+        """Stage all packed values in use, for an update that overwrites only some of them."""
+        if not self._live:  # surrendered: they are packed where the next ones are staged
+            self._unpack_next()
+            return
+        self._make_room()
+        for panels, like, room in zip(self._live, self._likes, self._room, strict=True):
+            gemm.unpack(_packed(panels, like), room)
+        self._next = []
+
+    def pack(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Make the next copies, from staged values and, for weights that exist plain too, from `place(parameter)`.
+
+        The copies in use are not touched.
+        """
+        self._make_room()
+        if self._next:
+            self._unpack_next()
+        operands: list[linear.Operand] = list(map(gemm.pack_in_place, self._room, self._likes))
+        operands += [_next_operand(group, place) for group in self._others]
+        biases = [group.stacked_bias(place) for group in (*self._held, *self._others)]
+        self._next = list(zip(operands, biases, strict=True))
+
+    def swap(self) -> None:
+        """Multiply by the next copies from now on."""
+        self._live, self._room = self._room, self._live
+        for group, (operand, bias) in zip((*self._held, *self._others), self._next, strict=True):
+            group.install(operand, bias)
+        self._next = []
+
+    def surrender(self) -> None:
+        """Let the next copies overwrite those in use; nothing may run until `swap`."""
+        self._room, self._live = self._live or self._room, []
+        for group in (*self._held, *self._others):
+            group.unpack()
+
+    @property
+    def num_spare_bytes(self) -> int:
+        """Bytes held for the next copies, beside those in use."""
+        return sum(panels.nbytes for panels in self._room)
+
+    @property
+    def num_bytes_to_spare(self) -> int:
+        """Bytes that `pack` will allocate."""
+        room = [] if self._room else self._likes
+        others = [group.packed.panels.nbytes for group in self._others if group.packed is not None]
+        return sum(4 * math.prod(gemm.panels_shape(*like.shape, like.dtype)) for like in room) + sum(others)
+
+    @property
+    def panels(self) -> list[Tensor]:
+        """The panels in use of weights that exist packed only."""
+        return list(self._live)
+
+    def copies(self) -> Iterator[Tensor]:
+        """All other copies for our own kernel, and memory for copies, that exist now."""
+        operands = [*(group.packed for group in self._others), *(operand for operand, _ in self._next)]
+        yield from (operand.panels for operand in operands if isinstance(operand, gemm.PackedWeight))
+        yield from self._room
+
+    def settle(self) -> None:
+        """Drop the next copies, after a swap or instead of one, and free their memory if it is large."""
+        self._next = []
+        if sum(panels.nbytes for panels in self._room) > _KEPT_BYTES:
+            release_pages(self._room)  # at once, whoever still has a view of it
+            self._room = []
+
+    def make(self) -> None:
+        """Pack the weights that exist plain too: at the start, and after `release`."""
+        for group in self._others:
+            group.install(linear.pack(group.weight(), group.plan), group.stacked_bias())
+
+    def release(self, *, forget: bool = False) -> None:
+        """Free what `make` can restore; nothing may run until then. `forget`: free all, until a complete update."""
+        self._room, self._next = [], []
+        for group in self._others:
+            group.unpack()
+        if forget:
+            self._live = []
+            for group in self._held:
+                group.unpack()
+
+    def _copy(self, place: Place) -> Tensor:
+        likes = self._likes[place.first : place.end]
+        copies = gemm.empty_panels(likes)
+        for panels, like, copy in zip(self._live[place.first : place.end], likes, copies, strict=True):
+            gemm.unpack(_packed(panels, like), copy)
+        return place.within(copies[0], likes[0].dtype)
+
+    def _put_on_meta(self) -> None:
+        stand_ins: dict[int, nn.Parameter] = {}
+        for child in self._module.modules():
+            for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+                if stack := self._stacks.get(_storage(parameter)):
+                    stand_in = nn.Parameter(parameter.to("meta"), requires_grad=False)
+                    child.register_parameter(name, stand_ins.setdefault(id(parameter), stand_in))
+                    self._parameters.append((child, name, stack.place(parameter)))
+
+    def _make_room(self) -> None:
+        if self._held and not self._room:
+            self._room = gemm.empty_panels(self._likes)
+
+    def _unpack_next(self) -> None:
+        """Unpack the next copies into staged rows."""
+        for panels, like in zip(self._room, self._likes, strict=True):
+            gemm.unpack(_packed(panels.clone(), like), panels)
+        self._next = []
+
+
+def _packed(panels: Tensor, like: Tensor) -> gemm.PackedWeight:
+    return gemm.PackedWeight(panels, *like.shape, like.dtype)
+
+
+def _next_operand(group: LinearGroup, place: Callable[[Tensor], Tensor]) -> linear.Operand:
+    """The next operand of a group; torch's kernel multiplies by the plain weight, which changes in place."""
+    return linear.pack(group.weight() if group.plan.kernel == linear.LIBRARY else group.weight(place), group.plan)
+
+
+def _tie_embeddings(module: nn.Module, own: list[LinearGroup]) -> None:
+    """Make embeddings that share their parameter with a head read the head's packed weight."""
+    heads = {id(group.children[0].weight): group for group in own if len(group.children) == 1}
+    for child in module.modules():
+        if type(child) is nn.Embedding and child.max_norm is None and id(child.weight) in heads:
+            read_from_head(child, heads[id(child.weight)])
+
+
+def _read_in_place(module: nn.Module) -> Iterator[Tensor]:
+    """All tensors except the matrices of our own linears, routers, experts and embeddings."""
+    for child in module.modules():
+        is_ours = isinstance(child, RowInvariantLinear | PackedEmbedding) or hasattr(child, "_groups")
+        yield from (p for p in child.parameters(recurse=False) if not (is_ours and p.dim() > 1))
+        yield from child.buffers(recurse=False)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,88 @@
+"""Maps views of stacked matrices to places among packed panels.
+
+Thirty-two rows of a matrix, each padded to whole units, are the bytes of one panel (`kernels.cpu.gemm`). So the values
+of a parameter can be staged where its panels will be, with their own strides, and packed in place.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import gemm
+from rollout_engine.model.packing.linear_groups import LinearGroup
+
+
+class Stack(NamedTuple):
+    """A storage that holds matrices of one shape, one per group; more than one only for experts."""
+
+    groups: list[LinearGroup]
+    like: Tensor
+    """[N, K], on meta."""
+    start: int
+    """Number of matrices in earlier stacks."""
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, groups: Sequence[LinearGroup], start: int) -> "Stack | None":
+        """The stack of the groups whose weights are in `storage`; None where their layout is another."""
+        weights = sorted(((group.weight(), group) for group in groups), key=lambda pair: pair[0].data_ptr())
+        like = weights[0][0].to("meta")
+        places = [storage.data_ptr() + i * like.nbytes for i in range(len(weights))]
+        fits = all(w.shape == like.shape and w.is_contiguous() for w, _ in weights)
+        fits &= [w.data_ptr() for w, _ in weights] == places and storage.nbytes() == len(weights) * like.nbytes
+        return cls([group for _, group in weights], like, start) if fits else None
+
+    def place(self, view: Tensor) -> "Place":
+        """The place among panels of a plain `view` of the storage."""
+        num_panels, units, panel = gemm.panels_shape(*self.like.shape, self.like.dtype)
+        padded_columns = units * 4 // self.like.itemsize
+        size, padded_size = self.like.numel(), num_panels * panel * padded_columns
+
+        def moved(index: int) -> int:
+            matrix, index = divmod(index, size)
+            row, column = divmod(index, self.like.shape[1])
+            return matrix * padded_size + row * padded_columns + column
+
+        steps = [(n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True)]
+        strides = [moved(stride) for stride in view.stride()]
+        last = view.storage_offset() + sum(steps)
+        # Where a step runs over the end of a row or matrix, padding is in between.
+        reached = moved(view.storage_offset()) + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
+        assert reached == moved(last), f"a view of shape {tuple(view.shape)} runs across matrices {self.like.shape}"
+        first, offset = divmod(view.storage_offset(), size)
+        end = self.start + last // size + 1
+        return Place(self.start + first, end, moved(offset), tuple(view.shape), tuple(strides))
+
+
+class Place(NamedTuple):
+    """A strided view into the panels of matrices [first, end), counted over all stacks."""
+
+    first: int
+    end: int
+    offset: int
+    """Elements from the start of matrix `first`."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def within(self, panels: Tensor, dtype: torch.dtype) -> Tensor:
+        """The view of staged rows, given the panels of matrix `first`."""
+        rows = gemm.rows_of(panels, dtype)
+        return torch.as_strided(rows, self.shape, self.strides, rows.storage_offset() + self.offset)
+
+
+def stacks_of(groups: Iterable[LinearGroup], excluded: set[int]) -> dict[int, Stack]:
+    """Stacks by the address of their storage; storages in `excluded` are left out."""
+    by_storage: dict[int, tuple[torch.UntypedStorage, list[LinearGroup]]] = {}
+    for group in groups:
+        storages = {s.data_ptr(): s for s in (child.weight.untyped_storage() for child in group.children)}
+        for address, storage in storages.items():
+            if len(storages) == 1 and address not in excluded:
+                by_storage.setdefault(address, (storage, []))[1].append(group)
+    found: dict[int, Stack] = {}
+    start = 0
+    for address, (storage, members) in by_storage.items():
+        if stack := Stack.of(storage, members, start):
+            found[address] = stack
+            start += len(members)
+    return found

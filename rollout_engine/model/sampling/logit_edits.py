@@ -1,0 +1,130 @@
+"""Edits of logits that a request asks for, applied before a token is drawn.
+
+    penalties -> logit_bias -> logits processors -> allowed_token_ids, bad_words, stop ids before min_tokens -> draw
+
+Masks come last, so nothing brings back a token that the request forbids. Edits depend on the sequence's params and
+tokens only, so the result does not depend on the batch, on preemption or on forks.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.messages import NewSequence
+from rollout_engine.model.sampling.logits_processors import LogitsProcessor, SequenceView
+from rollout_engine.model.sampling.penalties import TokenCounts, penalise
+
+
+class LogitEdits:
+    """The edits of one sequence, whose `token_ids` grow in place."""
+
+    def __init__(self, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
+        params = sequence.params
+        self.sequence = sequence
+        self.counts = TokenCounts(sequence.token_ids[: sequence.num_prompt_tokens]) if params.penalises else None
+        self.bias = _as_columns(params.logit_bias)
+        """Token ids int64 and their biases float32."""
+        self.allowed = None if params.allowed_token_ids is None else np.unique(params.allowed_token_ids)
+        """int64, ascending."""
+        self.stop_ids = [t for t in (*sequence.eos_token_ids, *(params.stop_token_ids or ())) if t < vocab_size]
+        self._failure: str | None = None
+        self._processors = [processor for processor in processors if self._is_wanted(processor)]
+        some = self.counts, self.bias, self.allowed, sequence.bad_words or None
+        self._lasts = self.need_host or any(each is not None for each in some)
+
+    @classmethod
+    def of(cls, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> "LogitEdits | None":
+        """The edits of a sequence; None where its logits are never edited."""
+        edits = cls(sequence, processors, vocab_size)
+        return edits if edits._lasts or sequence.params.min_tokens else None
+
+    @property
+    def need_host(self) -> bool:
+        """Whether a logits processor edits the row, or has failed."""
+        return bool(self._processors) or self._failure is not None
+
+    def active_at(self, position: int) -> bool:
+        """Whether the logits of the token at `position` of the sequence are edited."""
+        return self._lasts or position - self.sequence.num_prompt_tokens < self.sequence.params.min_tokens
+
+    def _is_wanted(self, processor: LogitsProcessor) -> bool:
+        try:
+            return processor.wants(self.sequence.params)
+        except (Exception, SystemExit) as problem:  # the request fails when a token is drawn
+            self._failure = _blame(processor, "wants", problem)
+            return False
+
+    def apply(self, logits: Tensor) -> str | None:
+        """Edit one row, `logits` float32 [V], in place. Returns why the row cannot be sampled, or None."""
+        if self._failure is not None:
+            return self._failure
+        row = logits.numpy()
+        if self.counts is not None:
+            self.counts.follow(self.sequence.token_ids)
+            penalise(row, self.counts, self.sequence.params)
+        if self.bias is not None:
+            ids, values = self.bias
+            row[ids] += values
+        for processor in self._processors:
+            failure = self._process(processor, logits)
+            if failure is not None:
+                return failure
+        self._mask(row)
+        return None
+
+    def _process(self, processor: LogitsProcessor, logits: Tensor) -> str | None:
+        sequence = self.sequence
+        view = SequenceView(tuple(sequence.token_ids), sequence.num_prompt_tokens, sequence.params)
+        try:
+            with torch.no_grad():
+                result = processor.apply(logits, view)
+                if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
+                    got = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.60}"
+                    raise TypeError(f"it must return floating logits [{len(logits)}], not {got}")
+                logits.copy_(result)
+        except (Exception, SystemExit) as problem:  # the user's code fails its own request only
+            return _blame(processor, "apply", problem)
+        return None if bool((logits < torch.inf).all()) else _blame(processor, "apply", "it returned NaN or +inf")
+
+    def _mask(self, logits: np.ndarray) -> None:
+        if self.allowed is not None:
+            kept = logits[self.allowed]
+            logits.fill(-np.inf)
+            logits[self.allowed] = kept
+        if self.sequence.bad_words:
+            logits[self._words_completed_by()] = -np.inf
+        if self._num_output_tokens < self.sequence.params.min_tokens:
+            logits[self.stop_ids] = -np.inf
+
+    @property
+    def _num_output_tokens(self) -> int:
+        return len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
+
+    def _words_completed_by(self) -> list[int]:
+        """Tokens that would complete a bad word whose other tokens end the output."""
+        output, num = self.sequence.token_ids, self._num_output_tokens
+        return [
+            word[-1]
+            for word in self.sequence.bad_words
+            if len(word) == 1 or (len(word) <= num + 1 and output[1 - len(word) :] == word[:-1])
+        ]
+
+
+def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
+    """Edit all rows of `logits` float32 [N, V] in place. Returns row -> why it cannot be sampled."""
+    failures = ((row, each.apply(logits[row])) for row, each in enumerate(edits))
+    return {row: failure for row, failure in failures if failure is not None}
+
+
+def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:
+    if not bias:
+        return None
+    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+
+
+def _blame(processor: LogitsProcessor, method: str, problem: BaseException | str) -> str:
+    kind = type(processor)
+    what = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
+    return f"logits processor {kind.__module__}:{kind.__qualname__} failed in {method}: {what}."

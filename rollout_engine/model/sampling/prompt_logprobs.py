@@ -1,0 +1,107 @@
+"""Log-probs of prompts, computed chunk by chunk from the logits of each step.
+
+The logits at position p are for the token at p + 1: a chunk [start, end) of a prompt of P tokens gives the log-probs of
+tokens start + 1 to min(end, P - 1). The scheduler bounds the rows of logits per step. A preempted sequence starts over,
+unless it has sampled tokens: then its prompt log-probs have been returned.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.token_logprobs import RowStatsKernel, logprobs_at, row_blocks, row_stats, row_temperatures
+from rollout_engine.kernels.truncation import most_likely
+from rollout_engine.messages import NewSequence, PromptLogprobs, ScheduledSequence
+
+
+class PromptScorer:
+    """Scores prompts as their chunks are computed."""
+
+    def __init__(self, vocab_size: int, kernel: RowStatsKernel = row_stats) -> None:
+        """`kernel` runs where the logits are."""
+        self._vocab_size, self._kernel = vocab_size, kernel
+        self._prompts: dict[int, _Prompt] = {}
+        self._pieces: list[_Piece] = []
+
+    def add(self, new: Sequence[NewSequence], scheduled: Sequence[ScheduledSequence]) -> None:
+        """Score the prompts of `new` sequences that ask for it and start now; forks share their parent's log-probs."""
+        asked = {each.sequence_id: each for each in new if each.params.prompt_logprobs is not None}
+        for chunk in scheduled if asked else ():
+            sequence = asked.get(chunk.sequence_id)
+            if sequence is not None and len(sequence.token_ids) == sequence.num_prompt_tokens:
+                self._prompts[chunk.sequence_id] = _Prompt(sequence, self._vocab_size)
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop the prompt of a sequence. An unknown id is a no-op."""
+        self._prompts.pop(sequence_id, None)
+
+    def rows(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+        """Rows of this step's flat batch whose logits `score` needs."""
+        self._pieces, rows, first_row = [], [], 0
+        for index, chunk in enumerate(scheduled if self._prompts else ()):
+            prompt = self._prompts.get(chunk.sequence_id)
+            if prompt is not None:
+                end = chunk.num_computed_tokens + chunk.num_scheduled_tokens
+                piece = _Piece(index, prompt, chunk.num_computed_tokens, end)
+                self._pieces.append(piece)
+                rows += range(first_row, first_row + piece.size)
+                if end == len(prompt.token_ids):
+                    del self._prompts[chunk.sequence_id]
+            first_row += chunk.num_scheduled_tokens
+        return rows
+
+    def score(self, logits: Tensor) -> dict[int, PromptLogprobs]:
+        """Score the logits [n, V] of `rows`; returns index into `scheduled` -> log-probs of prompts now complete."""
+        start = 0
+        for piece in self._pieces:
+            piece.score(logits[start : start + piece.size], self._kernel)
+            start += piece.size
+        return {piece.index: piece.prompt.found for piece in self._pieces if piece.end == len(piece.prompt.token_ids)}
+
+
+class _Prompt:
+    """One prompt and its log-probs so far."""
+
+    def __init__(self, sequence: NewSequence, vocab_size: int) -> None:
+        params, length = sequence.params, sequence.num_prompt_tokens
+        self.token_ids = torch.tensor(sequence.token_ids)
+        self.temperature = 1.0 if params.logprobs_mode == "raw" else params.temperature
+        self.num_top = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs or 0
+        shape = length, self.num_top
+        self.found = PromptLogprobs(
+            logprobs=np.full(length, np.nan, np.float32),
+            top_logprobs=(np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32)) if self.num_top else None,
+        )
+
+
+class _Piece(NamedTuple):
+    """Positions [start, end) of a prompt, computed in this step."""
+
+    index: int
+    prompt: _Prompt
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Rows with a token to score: the prompt's last position has none."""
+        return min(self.end, len(self.prompt.token_ids) - 1) - self.start
+
+    def score(self, logits: Tensor, kernel: RowStatsKernel) -> None:
+        if not len(logits):
+            return
+        prompt, scored = self.prompt, slice(self.start + 1, self.start + 1 + self.size)
+        temperatures = row_temperatures(prompt.temperature, logits)
+        stats = kernel(logits, temperatures, prompt.token_ids[scored].to(logits.device))
+        prompt.found.logprobs[scored] = stats.logprobs.cpu().numpy()
+        if prompt.found.top_logprobs is None:
+            return
+        all_ids, all_logprobs = (column[scored] for column in prompt.found.top_logprobs)
+        for block in row_blocks(logits):
+            ids = most_likely(torch.nan_to_num(logits[block]), prompt.num_top)
+            figure = (stats.maximum, temperatures, stats.log_total)
+            logprobs = logprobs_at(logits[block].gather(-1, ids), *(column[block, None] for column in figure))
+            all_ids[block], all_logprobs[block] = ids.cpu().numpy(), logprobs.cpu().numpy()

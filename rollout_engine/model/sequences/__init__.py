@@ -1,0 +1,1 @@
+"""The state of sequences that runners keep between steps."""

@@ -1,0 +1,36 @@
+"""The sequences that a runner works on, kept between steps so that a step carries only changes."""
+
+from collections.abc import Sequence
+
+from rollout_engine.messages import NewSequence, SchedulerOutput
+from rollout_engine.model.sampling.logit_edits import LogitEdits
+from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
+
+
+class SequenceStates(dict[int, NewSequence]):
+    """Sequences by id, with their logit edits and the prompts to score."""
+
+    def __init__(self, vocab_size: int, processors: Sequence[LogitsProcessor], prompts: PromptScorer) -> None:
+        super().__init__()
+        self._vocab_size, self._processors, self._prompts = vocab_size, processors, prompts
+        self._edits: dict[int, LogitEdits] = {}
+        """Logit edits of the sequences that have any."""
+
+    def update(self, work: SchedulerOutput) -> None:
+        """Drop finished sequences and add new ones."""
+        for sequence_id in work.finished_sequence_ids:
+            self.pop(sequence_id, None)
+            self._edits.pop(sequence_id, None)
+            self._prompts.forget(sequence_id)
+        for new in work.new:
+            self[new.sequence_id] = new
+            edits = LogitEdits.of(new, self._processors, self._vocab_size)
+            if edits is not None:
+                self._edits[new.sequence_id] = edits
+        self._prompts.add(work.new, work.scheduled)
+
+    def edits_of(self, sequences: Sequence[NewSequence], positions: Sequence[int]) -> dict[int, LogitEdits]:
+        """Index into `sequences` -> edits, where the logits of the token at `positions[index]` are edited."""
+        known = ((row, self._edits.get(s.sequence_id)) for row, s in enumerate(sequences)) if self._edits else ()
+        return {row: found for row, found in known if found is not None and found.active_at(positions[row])}

@@ -1,0 +1,282 @@
+"""A client's end of the socket to a core, on a thread of its own; any other thread may send and call.
+
+That thread hands outputs and refusals to one listener, and once, when the core is gone, an `EngineDeadError` to
+another. The core is gone when its lifeline closes, its connection drops, it says farewell, it is silent for
+`hang_seconds`, or it sends what is no message.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
+from rollout_engine.process.call_values import Packed
+from rollout_engine.process.core_launcher import CoreProcess, address_in
+from rollout_engine.process.pending_calls import PendingCalls
+from rollout_engine.process.waker import Waker
+from rollout_engine.process.wire import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    AddRequest,
+    Call,
+    Decoder,
+    Encoder,
+    Farewell,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Outputs,
+    Ready,
+    Refused,
+    Rejected,
+    Reply,
+    ToClient,
+    Welcome,
+    WireError,
+    failure_of,
+)
+from sync.owner_process import OwnerProcess
+
+logger = logging.getLogger("rollout_engine")
+
+_CONNECT_SECONDS = 10.0
+_DISCONNECT_SECONDS = 5.0
+"""How long zmq may take to notice the end of a connection, once the core's process is gone."""
+_NEVER_MS = 1 << 30
+_STATUS_SECONDS = 5.0
+"""How long to wait for the exit status of a core's process that has closed its files."""
+
+
+class ClientSocket:
+    """A connection to a core: to the client's own (`start`), which ends with it, or to another's (`connect`)."""
+
+    def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
+        self.directory = directory
+        self.dead_error: EngineDeadError | None = None
+        """Why the core is gone; None while it lives."""
+        self.client_index = -1
+        self._on_message: Callable[[Outputs | Refused], None] = _ignore
+        self._on_death: Callable[[EngineDeadError], None] = _ignore
+        self._process, self._hang_seconds = process, hang_seconds
+        self.owner = OwnerProcess()
+        """The process in which this client's thread runs."""
+        self._encoder, self._decoder = Encoder(), Decoder[ToClient](ToClient)
+        self._outbox: deque[Any] = deque()
+        self._calls = PendingCalls()
+        self._num_outputs = 0
+        self._welcome: Future[Ready] = Future()
+        self._closing = self._is_hung = False
+        self._waker = Waker()
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: callers wait for the answers
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        # A core that is gone does not come back; but "never" (-1) would drop what it sent before and is not read yet.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address_in(directory))
+        self._outbox.append(Hello(PROTOCOL))
+        self._thread = threading.Thread(target=self._run, name="core-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, process: CoreProcess, *, hang_seconds: float) -> "ClientSocket":
+        """Connect to a core's process that is ready; it ends with this client."""
+        return cls(process.directory, process, hang_seconds)
+
+    @classmethod
+    def connect(cls, directory: str, *, hang_seconds: float) -> "ClientSocket":
+        """Connect to the core that lives in `directory`; it goes on when this client leaves."""
+        if not os.path.exists(f"{directory}/core"):
+            raise EngineDeadError(
+                f"No core lives in {directory}: give the `address` of an AsyncLLM that runs on this machine."
+            )
+        return cls(directory, None, hang_seconds)
+
+    def wait_welcome(self) -> Ready:
+        """Block until the core has answered. Raises `EngineDeadError`."""
+        try:
+            return self._welcome.result(_CONNECT_SECONDS)
+        except TimeoutError:
+            self.close()
+            raise EngineDeadError(f"The core in {self.directory} did not answer in {_CONNECT_SECONDS:g} s.") from None
+
+    def listen(
+        self, on_message: Callable[[Outputs | Refused], None], on_death: Callable[[EngineDeadError], None]
+    ) -> None:
+        """Set the listeners, which run on this client's thread. Call it before the first request is sent."""
+        self._on_message, self._on_death = on_message, on_death
+
+    def send(self, message: Any) -> None:
+        """Queue a message. Raises `EngineDeadError` if the core is gone, `LifecycleError` in a forked child."""
+        self.require_own_process()
+        if self.dead_error is not None:
+            raise self.dead_error
+        self._outbox.append(message)
+        self._waker.wake()
+
+    def call(
+        self, name: str, arguments: Packed, kind: Any, *, deadline: float | None = None, title: str = ""
+    ) -> Future[Any]:
+        """Call a verb of the core whose result is of type `kind`. Raises `LifecycleError` in a forked child.
+
+        `title` names the call in errors that are not the engine's own; default: `name`.
+        """
+        self.require_own_process()
+        number, future = self._calls.add(title or name, kind)
+        if not future.done():
+            self._outbox.append(Call(number, name, arguments.body, arguments.arrays, deadline))
+            self._waker.wake()
+        return future
+
+    def close(self) -> None:
+        """Leave the core, or end it if it is ours. Calls in flight raise `EngineDeadError`."""
+        if not self.owner.is_current or self._closing:
+            return
+        self._closing = True
+        self._waker.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def require_own_process(self) -> None:
+        """Raise `LifecycleError` in a forked child, where nobody would send anything."""
+        if not self.owner.is_current:
+            raise LifecycleError(self.owner.error_message("The connection to the engine"))
+
+    def _run(self) -> None:
+        try:
+            reason = self._serve()
+        except Exception as problem:
+            logger.exception("the client's thread failed")
+            reason = f"the client's thread failed: {type(problem).__name__}: {problem}"
+        self._die(reason)
+        self._release()
+
+    def _serve(self) -> str:
+        """Send and receive until the connection ends. Returns why it ended."""
+        poller = zmq.Poller()
+        for source in (self._socket, self._monitor, self._waker):
+            poller.register(source, zmq.POLLIN)
+        if self._process is not None:
+            poller.register(self._process.lifeline.socket, zmq.POLLIN)
+        last_heard = last_looked = time.monotonic()
+        while not self._closing:
+            events = dict(poller.poll(1000 * min(0.1, self._hang_seconds / 4)))
+            if self._waker.fileno() in events:
+                self._waker.drain()
+            self._send_outbox()
+            now = time.monotonic()
+            if self._socket in events or now - last_looked > self._hang_seconds / 2:
+                last_heard = now  # a gap this long means that this thread stood still, not the core
+            last_looked = now
+            farewell = self._receive() if self._socket in events else None
+            if farewell is not None:
+                return farewell
+            if self._process is not None and self._process.lifeline.socket.fileno() in events:
+                return self._last_words()
+            if self._monitor in events:
+                return self._last_words()
+            if now - last_heard > self._hang_seconds:
+                self._is_hung = True
+                return f"it has given no sign of life for {self._hang_seconds:g} s"
+        return "the engine was shut down"
+
+    def _last_words(self) -> str:
+        """Receive what the core sent before it ended. Returns its farewell, else how it ended."""
+        status = None if self._process is None else self._process.wait(_STATUS_SECONDS)
+        if status is not None:
+            self._monitor.poll(1000 * _DISCONNECT_SECONDS)
+        farewell = self._receive()
+        if farewell is not None or self._process is None:
+            return farewell or "its connection is lost"
+        return "its process cannot be reached" if status is None else f"its process has ended with status {status}"
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            message = self._outbox.popleft()
+            try:
+                first, *others = frames = self._encoder.encode(message)
+            except (TypeError, ValueError, OverflowError) as problem:
+                self._on_message(_unsendable(message, problem))
+                continue
+            self._socket.send(first, zmq.SNDMORE if others else 0)
+            for i, frame in enumerate(others, start=2):
+                self._socket.send(frame, zmq.SNDMORE if i < len(frames) else 0, copy=False)
+
+    def _receive(self) -> str | None:
+        """Take every message that has arrived. Returns the core's farewell, or what was wrong with a message."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError:
+                return None
+            try:
+                farewell = self._take(self._decoder.decode([frame.buffer for frame in frames]))
+            except WireError as problem:
+                return f"it sent frames that are no message ({problem})"
+            if farewell is not None:
+                return farewell
+
+    def _take(self, message: Any) -> str | None:
+        match message:
+            case Outputs(number):
+                if number != self._num_outputs:
+                    return f"outputs {self._num_outputs} to {number} of it are lost"
+                self._num_outputs += 1
+                self._on_message(message)
+            case Refused():
+                self._on_message(message)
+            case Reply():
+                self._calls.resolve(message)
+            case Welcome() if self._welcome.done():
+                return "it welcomed this client twice"
+            case Welcome(client_index, ready):
+                self.client_index = client_index
+                self._welcome.set_result(ready)
+            case Rejected(reason):
+                logger.warning("the core rejected a message of this client: %s", reason)
+            case Farewell(reason):
+                return reason
+            case Heartbeat():
+                pass
+        return None
+
+    def _release(self) -> None:
+        """Leave the core, or end it if it is ours: by closing its lifeline, and by a signal if it hangs."""
+        if self._closing and self._process is None:
+            self._socket.send(self._encoder.encode(Goodbye())[0])
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+        if self._process is not None:
+            self._process.end(kill=self._is_hung)
+        self._waker.close()
+
+    def _die(self, reason: str) -> None:
+        error = EngineDeadError(f"The engine's core is gone: {reason}. Make a new engine.")
+        self.dead_error = error
+        self._calls.fail_all(error)
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
+        self._on_death(error)
+
+
+def _unsendable(message: Any, problem: Exception) -> Refused:
+    """The answer to a request that cannot be encoded. Raises `problem` for other messages, which always can."""
+    if not isinstance(message, AddRequest):
+        raise problem
+    what = f"generate: an argument cannot be sent to the engine's process: {problem}."
+    return Refused(message.request.first_sequence_id, failure_of(RequestError(what, field="arguments")))
+
+
+def _ignore(_: Any) -> None:
+    """Stands for the listeners until `listen` sets them."""

@@ -1,0 +1,273 @@
+"""Starts a core's process, and tells both sides when the other ends: one socket, both ends in this file.
+
+    parent   CoreProcess.start ── CoreSettings ──────> child   core_proc.serve
+             wait_ready         <── Ready | Failure ──
+             the socket stays open; the system closes it when either process ends
+
+Every engine has a directory with a random name, mode 0700. It holds the zmq socket and a file that the core keeps
+locked, so that directories of live engines can be told from those that killed ones have left.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+
+import msgspec
+
+from rollout_engine.class_names import import_path, name_elsewhere
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.process.wire import PROTOCOL, Failure, Ready
+from sync.owner_process import OwnerProcess
+from sync.shared_files import lock, try_lock
+
+logger = logging.getLogger("rollout_engine")
+
+CORE_MODULE = "rollout_engine.process.core_proc"
+SHARED_MEMORY = "/dev/shm"
+"""File system in memory, through which weights are sent if they fit."""
+_PREFIX = "rollout-engine-"
+_STALE_SECONDS = 60.0
+"""A directory younger than this is kept: its lock may not be taken yet."""
+_STARTING_SECONDS = 1800.0
+"""A directory without a lock file is kept for this long: on a busy machine, imports take long."""
+_MAX_MESSAGE_BYTES = 1 << 20
+_MAX_ADDRESS_BYTES = 100
+"""Length of a unix socket's address, less than the system's limit."""
+_SPIN_COUNT = "20000"
+"""Spins of an idle OpenMP thread before it sleeps, about 0.4 ms: it is awake when the next step begins, and asleep soon
+after the last one."""
+_END_SECONDS = 5.0
+"""How long a core may take to end before it is killed."""
+
+
+class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings that the parent sends to the core's process."""
+
+    protocol: int
+    config: EngineConfig
+    directory: str
+    heartbeat_seconds: float
+    max_backlog_bytes: int
+    log_level: int
+    import_path: list[str]
+    """`sys.path` of the parent, where the user's modules are found."""
+
+
+def address_in(directory: str | Path) -> str:
+    """The zmq address of the core that has this directory."""
+    return f"ipc://{directory}/core"
+
+
+def config_digest(config: EngineConfig) -> str:
+    """A digest of the configuration, to compare with that of the other process."""
+    return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=16).hexdigest()
+
+
+class Lifeline:
+    """One end of the socket between a core's process and its parent."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        end.set_inheritable(False)
+        _HERE.add(self)
+
+    def close(self) -> None:
+        """Close this end, which tells the other one."""
+        self.socket.close()
+
+    def write(self, message: CoreSettings | Ready | Failure) -> None:
+        """Send a message. Raises `OSError` if the other end is gone."""
+        body = msgspec.msgpack.encode(message)
+        self.socket.sendall(len(body).to_bytes(4, "big") + body)
+
+    def read(self, kind: type, timeout: float | None) -> object:
+        """Wait for the next message.
+
+        Raises `EOFError` if the other end is gone, `TimeoutError` after `timeout` seconds, `msgspec.DecodeError` for
+        bytes that are no message.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        length = int.from_bytes(self._read_exactly(4, deadline), "big")
+        if length > _MAX_MESSAGE_BYTES:
+            raise EOFError(f"a message of {length} bytes")
+        body = self._read_exactly(length, deadline)
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except UnicodeDecodeError as problem:
+            raise msgspec.DecodeError(str(problem)) from None
+
+    def _read_exactly(self, count: int, deadline: float | None) -> bytes:
+        data = b""
+        while len(data) < count:
+            self.socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
+            part = self.socket.recv(count - len(data))
+            if not part:
+                raise EOFError("the other end is gone")
+            data += part
+        return data
+
+
+_HERE: "weakref.WeakSet[Lifeline]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close a forked child's copies, which would keep cores alive that its parent has left."""
+    for lifeline in list(_HERE):
+        lifeline.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
+
+
+class CoreProcess:
+    """The parent's handle of a core's process. `end` leaves neither process nor directory behind."""
+
+    def __init__(self, config: EngineConfig, *, heartbeat_seconds: float, max_backlog_bytes: int) -> None:
+        """Start the process; it loads the model while the caller goes on. Raises `ConfigError`."""
+        _refuse_cores_of_cores()
+        sweep_stale_directories()
+        sweep_stale_directories(SHARED_MEMORY)
+        config = _named_elsewhere(config)
+        self._config, self._owner = config, OwnerProcess()
+        self.directory = tempfile.mkdtemp(prefix=_PREFIX)
+        if len(address_in(self.directory)) > _MAX_ADDRESS_BYTES:
+            os.rmdir(self.directory)
+            raise ConfigError(f"TMPDIR is too long for a unix socket: {self.directory}. Set a shorter one.")
+        settings = CoreSettings(
+            protocol=PROTOCOL,
+            config=config,
+            directory=self.directory,
+            heartbeat_seconds=heartbeat_seconds,
+            max_backlog_bytes=max_backlog_bytes,
+            log_level=logger.getEffectiveLevel(),
+            import_path=import_path(),
+        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", CORE_MODULE, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        self.lifeline = Lifeline(ours)
+        try:
+            self.lifeline.write(settings)
+        except OSError:
+            pass  # it has ended already; `wait_ready` raises
+
+    @property
+    def pid(self) -> int:
+        """Process id of the core."""
+        return self._process.pid
+
+    def wait_ready(self, timeout: float) -> Ready:
+        """Block until the model is loaded. Raises the error that prevented it, or `EngineDeadError`."""
+        try:
+            answer = self.lifeline.read(Ready | Failure, timeout)  # type: ignore[arg-type]
+        except TimeoutError:
+            self.end(kill=True)
+            raise EngineDeadError(f"The core was not ready within {timeout:g} s and was ended.") from None
+        except (EOFError, OSError, msgspec.MsgspecError) as problem:
+            status = self.end()
+            raise EngineDeadError(f"The core ended at start-up with status {status} ({problem}).") from None
+        if isinstance(answer, Failure):
+            self.end()
+            raise answer.as_error("start-up")
+        assert isinstance(answer, Ready), "decoded as Ready | Failure"
+        if answer.config_digest != config_digest(self._config):
+            self.end(kill=True)
+            raise EngineDeadError("The core runs another configuration than it was given.")
+        return answer
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for the process to end. Returns its exit status as `subprocess` does; None: it still runs."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self, *, kill: bool = False) -> int | None:
+        """End the process, wait for it, remove the directory. Returns its status; calling it again is a no-op."""
+        if not self._owner.is_current:  # a forked child: the process belongs to the parent
+            return None
+        if kill:
+            self._process.kill()
+        self.lifeline.close()
+        if self.wait(_END_SECONDS) is None:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        return self._process.returncode
+
+
+def _refuse_cores_of_cores() -> None:
+    """Raise `ConfigError` in a core's process: importing the program for one of its classes must start no core."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == CORE_MODULE:
+        raise ConfigError(
+            "an engine is started where the core's process imports the program: put what the program runs under "
+            '`if __name__ == "__main__":`'
+        )
+
+
+def _named_elsewhere(config: EngineConfig) -> EngineConfig:
+    """Rename the user's classes so that the core's process can import them. Raises `ConfigError`."""
+    fields = ("logits_processors", "worker_extensions")
+    names = {field: tuple(name_elsewhere(name, field) for name in getattr(config, field)) for field in fields}
+    return msgspec.structs.replace(config, **names)
+
+
+def lock_directory(directory: str | Path) -> int:
+    """Mark a directory as in use until this process ends. Returns the descriptor that holds the lock."""
+    descriptor = os.open(Path(directory) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock(descriptor)
+    return descriptor
+
+
+def sweep_stale_directories(parent: str | None = None) -> None:
+    """Remove the directories of engines that were killed together with their parents."""
+    for path in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            status = path.lstat()
+            if status.st_uid == os.getuid() and _is_abandoned(path, time.time() - status.st_mtime):
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue  # another process is removing it
+
+
+def _is_abandoned(directory: Path, age: float) -> bool:
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return age > _STARTING_SECONDS
+    try:
+        return try_lock(descriptor) and age > _STALE_SECONDS
+    finally:
+        os.close(descriptor)
+
+
+def _environment() -> dict[str, str]:
+    """Environment of the core. Its idle threads spin only briefly: the parent needs their CPU cores to read outputs."""
+    environment = os.environ | {"PYTHONPATH": _python_path()}
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    return environment
+
+
+def _python_path() -> str:
+    """PYTHONPATH by which the child imports this copy of the package."""
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

@@ -1,0 +1,237 @@
+"""The core's process: ``python -m rollout_engine.process.core_proc DESCRIPTOR``. Nothing is pickled.
+
+    CoreSocket.inbox ──> EngineCoreProc ──> EngineCore.step ──> OutputBatcher ──> CoreSocket.send
+
+DESCRIPTOR is the child's end of the lifeline (`rollout_engine.process.core_launcher`).
+"""
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.driver import Call
+from rollout_engine.engine.engine_lock import EngineLock
+from rollout_engine.engine.start_up import core_config, engine_info
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.errors import RequestError, RolloutEngineError, RPCError, unknown_name
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.process import wire
+from rollout_engine.process.background import run_in_background
+from rollout_engine.process.call_values import pack, unpack
+from rollout_engine.process.client_routing import check_sequences, sequences_of_client
+from rollout_engine.process.core_launcher import CoreSettings, Lifeline, address_in, config_digest, lock_directory
+from rollout_engine.process.core_socket import ClientLeft, CoreSocket, FromClient, Stop, Wake
+from rollout_engine.process.output_batcher import OutputBatcher
+from rollout_engine.process.weight_rendezvous import remove_directories
+from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
+from rollout_engine.process.wire import PROTOCOL, Abort, AddRequest, Ready, Refused, Reply, WireError, failure_of
+
+logger = logging.getLogger("rollout_engine")
+
+
+class EngineCoreProc:
+    """Runs the steps of one driver, and the requests and calls that clients send."""
+
+    def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreSocket, directory: str) -> None:
+        self._core, self._executor, self._io, self._directory = core, executor, io, directory
+        self._batcher = OutputBatcher(io.send)
+        lock = EngineLock(holds_signals=False)  # a signal ends this process after the step in progress anyway
+        self.driver = ServingDriver(core, executor, self._batcher.deliver, lock=lock, wake=self._wake)
+        self.driver.io_stats = io.stats
+        self._thread = threading.get_ident()
+        self._stop_reason: str | None = None
+
+    def run(self) -> str:
+        """Run the busy loop: take messages, compute a step, deliver its outputs. Returns why it ended."""
+        while self._stop_reason is None:
+            self._take_all(wait=not self.driver.can_progress())
+            self.driver.turn()
+        with self.driver.lock:
+            self._batcher.deliver(self._core.abort_sequences(self._core.unfinished_sequences))
+            self._batcher.flush()
+        return self._stop_reason
+
+    def _wake(self) -> None:
+        if threading.get_ident() != self._thread:
+            self._io.inbox.put(Wake())
+
+    def _take_all(self, *, wait: bool) -> None:
+        """Take all messages of the inbox; with `wait`, at least one. Held outputs are sent first."""
+        inbox = self._io.inbox
+        if wait or inbox.qsize():
+            with self.driver.lock:
+                self._batcher.flush()
+        if wait:
+            self._take(inbox.get())
+        for _ in range(inbox.qsize()):
+            self._take(inbox.get())
+
+    def _take(self, item: FromClient | ClientLeft | Wake | Stop) -> None:
+        match item:
+            case FromClient(client_index, AddRequest() as message):
+                self._add(client_index, message)
+            case FromClient(client_index, Abort(sequence_ids)):
+                self.driver.abort(sequences_of_client(client_index, sequence_ids))
+            case FromClient(client_index, wire.Call() as message):
+                self._call(client_index, message)
+            case ClientLeft(client_index):
+                self._forget(client_index)
+            case Stop(reason):
+                self._stop_reason = reason
+
+    def _add(self, client_index: int, message: AddRequest) -> None:
+        try:
+            message.request.params.check()
+            check_sequences(client_index, message.request)
+            with self.driver.lock:
+                self.driver.add_request(message.request)
+                self._batcher.watch(message.request)
+        except Exception as error:
+            self._io.send(client_index, Refused(message.request.first_sequence_id, _failure(error)))
+
+    def _call(self, client_index: int, message: wire.Call) -> None:
+        try:
+            call = _driver_call(client_index, message)
+            beside = self.driver.runs_beside_steps(call)
+        except Exception as error:
+            self._io.send(client_index, Reply(message.number, failure=_failure(error)))
+            return
+        call.future.add_done_callback(lambda done: self._io.send(client_index, _reply(message.number, call, done)))
+        if beside:
+            run_in_background(self.driver.run, call, name=message.name)
+        else:
+            self.driver.run(call)
+
+    def _forget(self, client_index: int) -> None:
+        """End the requests, calls and updates of a client that has left."""
+        self.driver.weights.leave(client_index)
+        threading.Thread(target=self._executor.caller_left, args=(client_index,), daemon=True).start()
+        remove_directories(self._directory, client_index)
+        self.driver.abort(sequences_of_client(client_index, self._core.unfinished_sequences))
+        with self.driver.lock:
+            self._batcher.forget(client_index)
+
+
+def _driver_call(client_index: int, message: wire.Call) -> Call:
+    """Make the call that a message asks for. Raises `RequestError` for an unknown verb or wrong arguments."""
+    verb = VERBS.get(message.name) or WEIGHT_VERBS.get(message.name)
+    if verb is None or not verb.crosses:
+        known = [name for name, each in VERBS.items() if each.crosses]
+        raise RequestError(unknown_name("verb", message.name[:80], known), field="name", value=message.name)
+    try:
+        arguments = unpack(message.arguments, message.arrays, dict[str, Any])
+    except WireError as problem:
+        raise RequestError(f"{verb.name}: {problem}.", field="arguments") from None
+    return Call(verb, arguments, caller=client_index, deadline=message.deadline)
+
+
+def _reply(number: int, call: Call, done: Future[Any]) -> Reply:
+    error = done.exception()
+    if error is None:
+        try:
+            body, arrays = pack(done.result())
+            return Reply(number, body, arrays=arrays)
+        except (TypeError, ValueError, OverflowError) as problem:
+            title = call.verb.title(call.arguments)
+            error = RPCError(f"{title} ran, but its result cannot travel: {problem}.", method=title)
+    return Reply(number, failure=_failure(error))
+
+
+def _failure(error: BaseException) -> Any:
+    known = isinstance(error, RolloutEngineError)
+    if not known:
+        logger.error("a client's message failed", exc_info=error)
+    return failure_of(error, "" if known else "".join(traceback.format_exception(error)))
+
+
+def serve(lifeline: Lifeline) -> int:
+    """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status."""
+    settings = lifeline.read(CoreSettings, timeout=60)
+    assert isinstance(settings, CoreSettings), "decoded as that type"
+    logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
+    lock_directory(settings.directory)
+    sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
+    try:
+        settings.config.check()
+        executor = InlineExecutor.from_config(settings.config)
+        core = EngineCore(executor, core_config(settings.config, executor.info))
+        io = CoreSocket(
+            address_in(settings.directory),
+            lifeline.socket,
+            heartbeat_seconds=settings.heartbeat_seconds,
+            max_backlog_bytes=settings.max_backlog_bytes,
+        )
+    except Exception as error:
+        lifeline.write(_failure(error))
+        return 1
+    gc.collect()
+    gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
+    proc = EngineCoreProc(core, executor, io, settings.directory)
+    _stop_on_signals(io)
+    io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _vanish(settings.directory))
+    lifeline.write(_ready(settings, core, executor))
+    return _run(proc, io, settings.directory)
+
+
+def _run(proc: EngineCoreProc, io: CoreSocket, directory: str) -> int:
+    status = 0
+    try:
+        reason = proc.run()
+    except BaseException as error:
+        logger.critical("the core failed and ends", exc_info=error)
+        reason, status = f"it failed: {type(error).__name__}: {error}", 1
+    io.close(reason)
+    remove_directories(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    return status
+
+
+def _stop_on_signals(io: CoreSocket) -> None:
+    """End the process after the step in progress at the first SIGTERM or SIGINT; ignore more of them."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        io.inbox.put(Stop(f"it received {signal.Signals(number).name}"))
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, stop)
+
+
+def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -> Ready:
+    return Ready(
+        protocol=PROTOCOL,
+        pid=os.getpid(),
+        config_digest=config_digest(settings.config),
+        heartbeat_seconds=settings.heartbeat_seconds,
+        policy_version=core.policy_version,
+        info=engine_info(settings.config, executor.info),
+    )
+
+
+def _vanish(directory: str) -> None:
+    """End at once: the parent is dead, the busy loop is in a long step, and nobody waits for it."""
+    remove_directories(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
+
+
+def main() -> None:
+    """Serve as a core's process; only `CoreProcess` starts one."""
+    status = serve(Lifeline(socket.socket(fileno=int(sys.argv[1]))))
+    logging.shutdown()
+    os._exit(status)  # finalizing the interpreter takes longer than the parent waits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The core's end of the socket, on a thread of its own: a long step delays neither heartbeats nor incoming messages.
+
+    clients ──frames──> ROUTER ──> inbox ──────────────> busy loop
+            <─frames───        <── outbox, one waker <──
+
+The lifeline is a socket whose other end the parent process holds. When it closes, the parent has died, and the core
+ends too.
+"""
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from rollout_engine.engine.health import IoStats
+from rollout_engine.process.peers import Peer, Peers
+from rollout_engine.process.waker import Waker
+from rollout_engine.process.wire import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    Decoder,
+    Farewell,
+    Frame,
+    Goodbye,
+    Hello,
+    Ready,
+    Rejected,
+    ToCore,
+    Welcome,
+    WireError,
+)
+
+MAX_CLIENTS = 1024
+_MAX_WAITING = 4096
+"""Messages that may wait for the busy loop before the socket is left unread."""
+_RETRY_SECONDS = 0.01
+"""How often a backlog is tried again."""
+_FLUSH_SECONDS = 2.0
+"""How long `close` waits at most for clients to take their last messages."""
+_ORPHAN_SECONDS = 0.5
+"""How long the busy loop may take to end once the parent has died."""
+
+
+class FromClient(msgspec.Struct, frozen=True):
+    """A message for the busy loop, and the index of the client that sent it."""
+
+    client_index: int
+    message: Any
+
+
+class ClientLeft(msgspec.Struct, frozen=True):
+    """A client is gone or was cut off: its requests are to be aborted."""
+
+    client_index: int
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """Another thread has changed the engine: the busy loop may have work now."""
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """End the process."""
+
+    reason: str
+
+
+class CoreSocket:
+    """Runs the ROUTER socket. `send` and `close` may be called by other threads."""
+
+    def __init__(
+        self, address: str, lifeline: socket.socket, *, heartbeat_seconds: float, max_backlog_bytes: int
+    ) -> None:
+        self.inbox: queue.SimpleQueue[FromClient | ClientLeft | Wake | Stop] = queue.SimpleQueue()
+        self.stats = IoStats()
+        self._lifeline, self._parent = lifeline, os.getppid()
+        self._heartbeat_seconds = heartbeat_seconds
+        self._ready: Callable[[], Ready] | None = None
+        self._decoder = Decoder[ToCore](ToCore)
+        self._outbox: deque[tuple[int, Any]] = deque()
+        self._farewell: str | None = None
+        self._orphaned_at: float | None = None
+        self._waker = Waker()
+        self._context = zmq.Context(io_threads=1)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.LINGER, int(_FLUSH_SECONDS * 1000))
+        self._router.setsockopt(zmq.SNDHWM, 64)
+        self._router.setsockopt(zmq.RCVHWM, 256)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._router.bind(address)
+        self._peers = Peers(self._router, self.stats, self._on_left, max_backlog_bytes=max_backlog_bytes)
+        self._thread = threading.Thread(target=self._run, name="core-socket", daemon=True)
+
+    def start(self, ready: Callable[[], Ready], on_orphaned: Callable[[], None]) -> None:
+        """Start to serve clients. `on_orphaned` runs if the busy loop does not end soon after the parent has."""
+        self._ready, self._on_orphaned = ready, on_orphaned
+        self._thread.start()
+
+    def send(self, client_index: int, message: Any) -> None:
+        """Queue a message for a client; if it has left, the message is dropped."""
+        self._outbox.append((client_index, message))
+        self._waker.wake()
+
+    def close(self, reason: str) -> None:
+        """Send what is queued, say farewell to every client, and end the thread."""
+        self._farewell = reason
+        self._waker.wake()
+        self._thread.join()
+        self._router.close()
+        self._context.term()
+        self._waker.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._waker, zmq.POLLIN)
+        poller.register(self._lifeline, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        next_beat = 0.0
+        while self._farewell is None:
+            events = dict(poller.poll(self._timeout_ms(next_beat)))
+            if self._waker.fileno() in events:
+                self._waker.drain()
+            self._send_outbox()
+            if self._router in events:
+                self._receive()
+            if self._orphaned_at is not None or self._lifeline.fileno() in events or os.getppid() != self._parent:
+                self._stop_orphaned(poller)
+            now = time.monotonic()
+            if now >= next_beat:
+                self._peers.send_heartbeats(self._heartbeat_seconds / 2)
+                next_beat = now + self._heartbeat_seconds
+            self._peers.retry()
+        self._send_outbox()
+        self._say_farewell(self._farewell)
+
+    def _timeout_ms(self, next_beat: float) -> float:
+        is_waiting = self._peers.has_backlog or self._peers.num_leaving or self._orphaned_at is not None
+        return 1000 * (_RETRY_SECONDS if is_waiting else max(next_beat - time.monotonic(), 0.0))
+
+    def _receive(self) -> None:
+        for _ in range(_MAX_WAITING // 16):
+            if self.inbox.qsize() >= _MAX_WAITING:
+                time.sleep(_RETRY_SECONDS)
+                return
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._take(identity.bytes, [frame.buffer for frame in frames])
+
+    def _take(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        peer = self._peers.get(identity)
+        try:
+            message = self._decoder.decode(frames)
+            if peer is None and self._peers.has_left(identity) and not isinstance(message, Hello):
+                return
+            if isinstance(message, Hello) == (peer is not None):
+                raise WireError("say hello first, once")
+        except WireError as problem:
+            self.stats.num_rejected += 1
+            self._peers.send(peer or Peer(identity, -1), Rejected(str(problem)[:500]))
+            return
+        if peer is None:
+            self._welcome(identity, message)
+        elif isinstance(message, Goodbye):
+            self._peers.forget(peer)
+        else:
+            self.inbox.put(FromClient(peer.index, message))
+
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            reason = f"the core speaks protocol {PROTOCOL}, the client {hello.protocol}"
+            self._peers.send(Peer(identity, -1), Farewell(reason))
+        elif len(self._peers) >= MAX_CLIENTS:
+            self._peers.send(Peer(identity, -1), Farewell(f"the core has {MAX_CLIENTS} clients already"))
+        else:
+            assert self._ready is not None, "started"
+            peer = self._peers.add(identity)
+            self._peers.send(peer, Welcome(peer.index, self._ready()))
+
+    def _on_left(self, client_index: int) -> None:
+        self.inbox.put(ClientLeft(client_index))
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            self._peers.send_to(*self._outbox.popleft())
+
+    def _stop_orphaned(self, poller: zmq.Poller) -> None:
+        """Tell the busy loop that the parent has died; if it does not end in time, call `on_orphaned`."""
+        now = time.monotonic()
+        if self._orphaned_at is None:
+            self._orphaned_at = now
+            poller.unregister(self._lifeline)  # a closed socket is readable for ever
+            self.inbox.put(Stop("the process that started the core has died"))
+        elif now - self._orphaned_at > _ORPHAN_SECONDS:
+            self._on_orphaned()
+
+    def _say_farewell(self, reason: str) -> None:
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        self._peers.send_all(Farewell(reason))
+        while self._peers.has_backlog and time.monotonic() < deadline:
+            self._peers.retry()
+            time.sleep(_RETRY_SECONDS)

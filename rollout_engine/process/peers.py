@@ -1,0 +1,157 @@
+"""The clients of a core's ROUTER socket, each with a bounded backlog of messages that its pipe did not take at once."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from rollout_engine.engine.health import IoStats
+from rollout_engine.process.wire import Encoder, Farewell, Frame, Heartbeat
+
+logger = logging.getLogger("rollout_engine")
+
+_MAX_REMEMBERED = 4096
+"""Clients that left, whose last messages may still be on their way."""
+
+
+class Peer:
+    """One client as the core sees it."""
+
+    def __init__(self, identity: bytes, index: int) -> None:
+        self.identity, self.index = identity, index
+        """`index` -1: a stranger, which has no backlog."""
+        self.backlog: deque[list[Frame]] = deque()
+        self.num_backlog_bytes = 0
+        self.last_sent = 0.0
+
+    def push(self, frames: list[Frame]) -> None:
+        """Append a message to the backlog."""
+        self.backlog.append(frames)
+        self.num_backlog_bytes += sum(map(len, frames))
+
+    def pop(self) -> None:
+        """Remove the first message of the backlog."""
+        self.num_backlog_bytes -= sum(map(len, self.backlog.popleft()))
+
+
+class Peers:
+    """Connected clients, and the sending of messages to them. One thread only.
+
+    Args:
+        router: the ROUTER socket, with ROUTER_MANDATORY.
+        stats: kept up to date.
+        on_left: called with the index of a client that is gone, or was cut off because its backlog was full.
+    """
+
+    def __init__(
+        self, router: zmq.Socket[bytes], stats: IoStats, on_left: Callable[[int], None], *, max_backlog_bytes: int
+    ) -> None:
+        self._router, self._stats, self._on_left = router, stats, on_left
+        self._max_backlog_bytes = max_backlog_bytes
+        self._encoder = Encoder()
+        self._by_identity: dict[bytes, Peer] = {}
+        self._by_index: dict[int, Peer] = {}
+        self._leaving: list[Peer] = []
+        self._left: deque[bytes] = deque(maxlen=_MAX_REMEMBERED)
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether a connected client has a backlog."""
+        return any(peer.backlog for peer in self._by_identity.values())
+
+    @property
+    def num_leaving(self) -> int:
+        """Clients that were cut off and have not taken their farewell yet."""
+        return len(self._leaving)
+
+    def get(self, identity: bytes) -> Peer | None:
+        """The connected client with this zmq identity."""
+        return self._by_identity.get(identity)
+
+    def has_left(self, identity: bytes) -> bool:
+        """Whether a client with this zmq identity was connected not long ago."""
+        return identity in self._left
+
+    def add(self, identity: bytes) -> Peer:
+        """Connect a client, under the next index."""
+        peer = Peer(identity, self._num_added)
+        self._num_added += 1
+        self._by_identity[identity] = self._by_index[peer.index] = peer
+        self._stats.num_clients = len(self)
+        return peer
+
+    def forget(self, peer: Peer) -> None:
+        """Disconnect a client and drop its backlog."""
+        peer.backlog.clear()
+        peer.num_backlog_bytes = 0
+        if self._by_identity.pop(peer.identity, None) is not None:
+            del self._by_index[peer.index]
+            self._left.append(peer.identity)
+            self._stats.num_clients = len(self)
+            self._on_left(peer.index)
+
+    def send(self, peer: Peer, message: Any) -> None:
+        """Send a message, or append it to the client's backlog. A full backlog ends the client."""
+        frames = self._encoder.encode(message)
+        if not peer.backlog and self._try_send(peer, frames):
+            return
+        if peer.index >= 0:
+            peer.push([bytes(frame) for frame in frames])
+            if peer.num_backlog_bytes > self._max_backlog_bytes:
+                self._cut_off(peer)
+
+    def send_to(self, index: int, message: Any) -> None:
+        """Send a message to the client with this index; if it has left, the message is dropped."""
+        if index in self._by_index:
+            self.send(self._by_index[index], message)
+
+    def send_all(self, message: Any) -> None:
+        """Send a message to every client."""
+        for peer in [*self._by_identity.values()]:
+            self.send(peer, message)
+
+    def send_heartbeats(self, silence: float) -> None:
+        """Send a heartbeat to clients that were sent nothing for `silence` seconds. It shows which are gone, too."""
+        now = time.monotonic()
+        for peer in [*self._by_identity.values()]:
+            if not peer.backlog and now - peer.last_sent >= silence:
+                self.send(peer, Heartbeat())
+
+    def retry(self) -> None:
+        """Send as much of every backlog as the clients' pipes take now."""
+        for peer in [*self._by_identity.values(), *self._leaving]:
+            while peer.backlog and self._try_send(peer, peer.backlog[0]):
+                if peer.backlog:  # empty if the client turned out to be gone
+                    peer.pop()
+        self._leaving = [peer for peer in self._leaving if peer.backlog]
+
+    def _try_send(self, peer: Peer, frames: Sequence[Frame]) -> bool:
+        """Return False if the client's pipe is full. A client that is gone is forgotten."""
+        try:
+            self._router.send(peer.identity, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:  # no such peer any more
+            self.forget(peer)
+            return True
+        *others, last = frames
+        for frame in others:
+            self._router.send(frame, zmq.SNDMORE, copy=frame is frames[0])
+        self._router.send(last, copy=last is frames[0])
+        peer.last_sent = time.monotonic()
+        return True
+
+    def _cut_off(self, peer: Peer) -> None:
+        self._stats.num_clients_cut_off += 1
+        reason = f"the client stopped reading: {peer.num_backlog_bytes} bytes wait for it"
+        logger.warning("client %d was cut off: %s", peer.index, reason)
+        self.forget(peer)
+        peer.push([bytes(frame) for frame in self._encoder.encode(Farewell(reason))])
+        self._leaving.append(peer)

@@ -1,0 +1,54 @@
+"""The calls of one client that have not been answered yet."""
+
+import itertools
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from rollout_engine.errors import EngineDeadError
+from rollout_engine.process.call_values import unpack
+from rollout_engine.process.wire import Reply
+
+
+class PendingCalls:
+    """Numbers calls, and resolves the future of each by the `Reply` with its number. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Held so that no call is added after `fail_all` has failed the others."""
+        self._numbers = itertools.count()
+        self._calls: dict[int, tuple[str, Any, Future[Any]]] = {}
+        self._error: EngineDeadError | None = None
+
+    def add(self, title: str, kind: Any) -> tuple[int, Future[Any]]:
+        """Add a call whose result is of type `kind`. Returns its number and its future, which may have failed at once.
+
+        `title` names the call in errors that are not the engine's own.
+        """
+        number, future = next(self._numbers), Future[Any]()
+        future.set_running_or_notify_cancel()  # for all that this end knows the core has begun
+        with self._lock:
+            if self._error is None:
+                self._calls[number] = title, kind, future
+            else:
+                future.set_exception(self._error)
+        return number, future
+
+    def resolve(self, reply: Reply) -> None:
+        """Give a call its result or its error. A reply to no call is dropped."""
+        with self._lock:
+            title, kind, future = self._calls.pop(reply.number, ("", None, Future()))
+        try:
+            if reply.failure is not None:
+                raise reply.failure.as_error(title)
+            future.set_result(unpack(reply.result, reply.arrays, kind))
+        except Exception as error:
+            future.set_exception(error)
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """Fail every call, and from now on those that are added."""
+        with self._lock:
+            self._error = error
+            calls, self._calls = self._calls, {}
+        for _, _, future in calls.values():
+            future.set_exception(error)

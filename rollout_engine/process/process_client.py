@@ -1,0 +1,170 @@
+"""The client of a core that runs in another process."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Self
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.engine.client import EngineInfo, Listener
+from rollout_engine.engine.verb import Verb
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RPCError
+from rollout_engine.messages import EngineCoreRequest, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.process.call_values import pack
+from rollout_engine.process.client_routing import slices
+from rollout_engine.process.client_socket import ClientSocket
+from rollout_engine.process.core_launcher import CoreProcess
+from rollout_engine.process.weight_client import WeightClient
+from rollout_engine.process.weight_server import WEIGHT_VERBS
+from rollout_engine.process.wire import Abort, AddRequest, Outputs, Refused
+from sync.base import WeightSource
+
+logger = logging.getLogger("rollout_engine")
+
+HANG_SECONDS = 5.0
+"""How long a core may give no sign of life before it is killed."""
+START_SECONDS = 600.0
+"""How long a core may take to load its model."""
+HEARTBEAT_SECONDS = 0.5
+MAX_BACKLOG_BYTES = 64 << 20
+"""Bytes that may wait for a client that does not read before the core cuts it off."""
+
+
+class ProcessClient:
+    """An `EngineClient` over a socket. Outputs are delivered on the socket's thread."""
+
+    needs_turns = False
+
+    def __init__(self, socket: ClientSocket) -> None:
+        self._socket = socket
+        ready = socket.wait_welcome()
+        self.pid = ready.pid
+        """Process id of the core."""
+        self.info: EngineInfo = ready.info
+        self.policy_version = ready.policy_version
+        self._listener: Listener | None = None
+        self._weights = WeightClient(self)
+        socket.listen(self._take, self._die)
+
+    @classmethod
+    def start(
+        cls,
+        config: EngineConfig,
+        meanwhile: Callable[[], object] = lambda: None,
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        start_seconds: float = START_SECONDS,
+    ) -> Self:
+        """Start a core, which ends with this client. `meanwhile` is called while the core loads the model.
+
+        `hang_seconds`: a core that gives no sign of life for this long is killed. `start_seconds`: how long loading may
+        take. Raises `ConfigError`, `EngineDeadError`.
+        """
+        process = CoreProcess(config, heartbeat_seconds=HEARTBEAT_SECONDS, max_backlog_bytes=MAX_BACKLOG_BYTES)
+        try:
+            meanwhile()
+            process.wait_ready(start_seconds)
+            client = cls(ClientSocket.start(process, hang_seconds=hang_seconds))
+        except BaseException:
+            process.end(kill=True)
+            raise
+        logger.info("%s, core process %d", client.info.choices, process.pid)
+        return client
+
+    @classmethod
+    def connect(cls, address: str, *, hang_seconds: float = HANG_SECONDS) -> Self:
+        """Connect to a core that was started elsewhere. Raises `EngineDeadError`."""
+        return cls(ClientSocket.connect(address, hang_seconds=hang_seconds))
+
+    @property
+    def index(self) -> int:
+        """Which client of its core this is, from 0."""
+        return self._socket.client_index
+
+    @property
+    def address(self) -> str:
+        """Directory of the core, to which other clients connect; only this user may enter it."""
+        return self._socket.directory
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is gone; None while it lives."""
+        return self._socket.dead_error
+
+    def listen(self, listener: Listener) -> None:
+        """Set the listener for outputs. Call it before the first request is added."""
+        self._listener = listener
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. If the core refuses it, the listener gets the error. Raises `EngineDeadError`."""
+        self.require_usable()
+        self._socket.send(AddRequest(request))
+
+    def abort(self, sequence_ids: list[int]) -> None:
+        """End sequences; no-op if the core is gone."""
+        if sequence_ids and self.dead_error is None:
+            self._socket.send(Abort(sequence_ids))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Call a verb; the future gives its result, or raises what it raised.
+
+        Raises, before a byte is sent, `RequestError` or `RPCError` for arguments that cannot cross.
+        """
+        verb = VERBS.get(name) or WEIGHT_VERBS[name]
+        if not verb.crosses:
+            self.require_usable()
+            advice = "call a method of a worker extension by collective_rpc, or use an engine in this process"
+            raise LifecycleError(f"{name}: functions do not cross processes; {advice}.")
+        try:
+            packed = pack(dict(arguments))
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise _unsendable(verb, arguments, problem) from None
+        seconds = verb.seconds(arguments)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        return self._socket.call(name, packed, verb.result, deadline=deadline, title=verb.title(arguments))
+
+    def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """Carry out one whole weight update. Blocks."""
+        report = self._weights.push(source, version, options)
+        self.policy_version = report.version
+        return report
+
+    def turn(self, has_news: Callable[[], bool]) -> bool:
+        """Return False: steps are computed in the core's process."""
+        self._socket.require_own_process()
+        return False
+
+    def require_usable(self) -> None:
+        """Raise `LifecycleError` in a forked child, `EngineDeadError` if the core is gone."""
+        self._socket.require_own_process()
+        if self.dead_error is not None:
+            raise EngineDeadError(*self.dead_error.args)
+
+    def shutdown(self) -> None:
+        """Leave the core, or end it if it is this client's. Calls in flight raise `EngineDeadError`."""
+        self._socket.close()
+        self._weights.close()
+
+    def _take(self, message: Outputs | Refused) -> None:
+        assert self._listener is not None, "a listener is set before requests are added"
+        if isinstance(message, Refused):
+            self._listener.refuse(message.first_sequence_id, message.failure.as_error())
+            return
+        for outputs in message.steps:
+            self.policy_version = outputs.policy_version
+            for part in slices(outputs):
+                self._listener.deliver(part)
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._listener is not None:
+            self._listener.fail_all(error)
+
+
+def _unsendable(verb: Verb, arguments: Mapping[str, Any], problem: Exception) -> Exception:
+    title = verb.title(arguments)
+    if verb.name == "collective_rpc":
+        return RPCError(f"collective_rpc: {title}: {problem}.", method=str(title)[:80])
+    return RequestError(f"{title}: an argument cannot be sent to the engine's process: {problem}.", field="arguments")

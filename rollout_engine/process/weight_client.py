@@ -1,0 +1,136 @@
+"""Sends weight updates to a core in another process.
+
+    client   begin_weight_update(version, manifest, rendezvous) ──>   core, on a thread of its own
+             <── accepted                                          begin
+             send ─────────── by the transport ────────────────>   stage, verify; commit between two steps
+             end_weight_update  <── UpdateReport ───────────────
+
+A path is read by the core itself: there is one call, `load_weights`.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from rollout_engine.errors import LifecycleError, TransferTimeoutError, as_weight_errors
+from rollout_engine.messages import UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.process.weight_rendezvous import (
+    DEFAULT,
+    Rendezvous,
+    check_remote,
+    make_directory,
+    remove_directories,
+)
+from sync.base import Metadata, WeightSender, WeightSource
+from sync.cast_notice import CastNotice
+from sync.owner_process import OwnerProcess
+from sync.source import read_source
+
+_GRACE_SECONDS = 10.0
+"""Added to an update's timeout while waiting for its answer: the core's own deadline comes first, and says why."""
+
+
+class Caller(Protocol):
+    """The client of the core whose weights are updated."""
+
+    @property
+    def index(self) -> int:
+        """Which client of its core it is."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Directory of the core."""
+        ...
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Call a verb of the core."""
+        ...
+
+
+class WeightClient:
+    """Pushes weights to one core. The sender and its memory are kept from push to push."""
+
+    def __init__(self, client: Caller) -> None:
+        self._client, self._owner = client, OwnerProcess()
+        self._pushing = threading.Lock()
+        self._cast_notice = CastNotice()
+        self._directory, self._lock = "", -1
+        self._rendezvous: Rendezvous | None = None
+        self._sender: WeightSender | None = None
+        self._num_groups = 0
+
+    def push(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """Carry out one whole update; blocks. Raises as `Frontend.update_weights`, and `EngineDeadError`."""
+        transport = DEFAULT if options.transport is None else options.transport
+        if isinstance(source, str | os.PathLike):
+            if options.transport is not None:
+                raise LifecycleError("update_weights: the engine reads a path itself; leave transport=None.")
+            path = os.path.abspath(os.path.expanduser(source))
+            return self._ask("load_weights", options.timeout, path=path, version=version, options=options)
+        check_remote(transport)
+        if not self._pushing.acquire(blocking=False):
+            raise LifecycleError("update_weights: another update is under way; wait until it has ended.")
+        try:
+            return self._push(source, version, transport, options)
+        except BaseException:
+            self._disconnect()
+            raise
+        finally:
+            self._pushing.release()
+
+    def close(self) -> None:
+        """Free the transport and its memory."""
+        if self._directory and self._owner.is_current:
+            self._disconnect()
+            remove_directories(self._client.address, self._client.index)
+            os.close(self._lock)
+            self._directory = ""
+
+    def _push(self, source: WeightSource, version: int | None, transport: str, options: UpdateOptions) -> UpdateReport:
+        live, metadata = self._ask("get_live_weights", options.timeout)
+        with as_weight_errors():
+            rendezvous, sender = self._connected(transport, metadata, options.timeout)
+            pairs = read_source(source)
+            self._cast_notice.warn_if_cast(pairs, metadata)
+            manifest = sender.offer(pairs, live + 1 if version is None else version, metadata)
+        accepted = self._ask(
+            "begin_weight_update", options.timeout, manifest=manifest, rendezvous=rendezvous, options=options
+        )
+        try:
+            if accepted:
+                with as_weight_errors():
+                    sender.send()
+        finally:
+            report = self._ask("end_weight_update", options.timeout)  # if sending failed, its error says why
+        return report
+
+    def _connected(self, transport: str, metadata: Metadata, timeout: float) -> tuple[Rendezvous, WeightSender]:
+        if self._sender is None or self._rendezvous is None or self._rendezvous.transport != transport:
+            self._disconnect()
+            if not self._directory:
+                core, index = self._client.address, self._client.index
+                self._directory, self._lock = make_directory(core, index, metadata)
+            self._num_groups += 1
+            self._rendezvous = Rendezvous(transport, self._directory, timeout, self._num_groups)
+            self._sender = self._rendezvous.make_sender()
+        return self._rendezvous, self._sender
+
+    def _disconnect(self) -> None:
+        sender, self._sender, self._rendezvous = self._sender, None, None
+        if sender is not None:
+            sender.close()
+
+    def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+        answer = self._client.call(name, arguments)
+        try:
+            return answer.result(timeout + _GRACE_SECONDS)
+        except TimeoutError:
+            if answer.done():  # the core raised it
+                raise
+            self._client.call("abort_weight_update", {})
+            what = f"The engine did not answer within {timeout + _GRACE_SECONDS:g} s"
+            raise TransferTimeoutError(f"update_weights: {what}; the update is called off.") from None

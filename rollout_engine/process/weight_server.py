@@ -1,0 +1,182 @@
+"""Receives weight updates in a core's process: one at a time, each on its own thread, committed between two steps."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.engine.update_steps import UpdateSteps
+from rollout_engine.engine.verb import VerbTable
+from rollout_engine.errors import LifecycleError, as_weight_errors
+from rollout_engine.messages import UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.process.background import run_in_background
+from rollout_engine.process.weight_rendezvous import Rendezvous
+from rollout_engine.weights.update import apply_update, update_from_source
+from sync.base import WeightReceiver
+from sync.errors import TransferTimeout
+from sync.manifest import WeightManifest
+
+_POLL_SECONDS = 0.005
+
+WEIGHT_VERBS = VerbTable()
+"""Verbs by which a `WeightClient` updates the weights of a core in another process."""
+
+
+class ServingDriver(EngineDriver):
+    """An `EngineDriver` with a `WeightServer`, for a core that other processes use."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.weights = WeightServer(self)
+
+
+@WEIGHT_VERBS.add(public=False)
+def get_live_weights(driver: ServingDriver) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Version of the live weights, and name -> (dtype, shape) of each."""
+    return driver.core.policy_version, driver.executor.metadata()
+
+
+@WEIGHT_VERBS.add(public=False)
+def begin_weight_update(
+    driver: ServingDriver, manifest: WeightManifest, rendezvous: Rendezvous, options: UpdateOptions
+) -> Future[bool]:
+    """Open an update. True: the manifest is accepted, send the tensors. False: these weights are live already."""
+    return driver.weights.begin(driver.caller, manifest, rendezvous, options)
+
+
+@WEIGHT_VERBS.add(public=False)
+def end_weight_update(driver: ServingDriver) -> Future[UpdateReport]:
+    """Return the report of this client's last update once it is complete, or raise its error."""
+    return driver.weights.report(driver.caller)
+
+
+@WEIGHT_VERBS.add(public=False)
+def abort_weight_update(driver: ServingDriver) -> None:
+    """Abort this client's update, unless it has been committed."""
+    driver.weights.call_off(driver.caller)
+
+
+@WEIGHT_VERBS.add(public=False)
+def load_weights(driver: ServingDriver, path: str, version: int | None, options: UpdateOptions) -> Future[UpdateReport]:
+    """Carry out a whole update from a published store or a checkpoint that this process can read."""
+    return driver.weights.load(driver.caller, path, version, options)
+
+
+class WeightServer:
+    """Receives the updates of all clients. Its methods are called between two steps."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self._driver = driver
+        self._last: dict[int, _Update] = {}
+        """Last update of each client."""
+        self._receiver: tuple[Rendezvous, WeightReceiver] | None = None
+        """The last update's receiver, kept so that the next one need not map its memory or join its group again."""
+
+    def begin(
+        self, client_index: int, manifest: WeightManifest, rendezvous: Rendezvous, options: UpdateOptions
+    ) -> Future[bool]:
+        """Open an update. True: its manifest is accepted, and its tensors are awaited. False: these weights are live.
+
+        Raises `LifecycleError` if an update is open, or the weights are released.
+        """
+
+        def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
+            with as_weight_errors():
+                receiver = self._connected(rendezvous)
+            try:
+                update.attach(receiver)
+                updater, accepted = self._driver.executor.updater, partial(update.accepted.set_result, True)
+                return apply_update(updater, manifest, receiver, steps, options, update.check, accepted)
+            except BaseException:
+                self._receiver = None
+                receiver.close()
+                raise
+
+        return self._start(client_index, options, apply).accepted
+
+    def load(self, client_index: int, path: str, version: int | None, options: UpdateOptions) -> Future[UpdateReport]:
+        """Carry out a whole update from a path that this process can read."""
+
+        def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
+            return update_from_source(self._driver.executor.updater, path, steps, options, version, update.check)
+
+        return self._start(client_index, options, apply).report
+
+    def report(self, client_index: int) -> Future[UpdateReport]:
+        """Return the report of this client's last update. Raises `LifecycleError` if there was none."""
+        if client_index not in self._last:
+            raise LifecycleError("end_weight_update: this client has begun no update.")
+        return self._last[client_index].report
+
+    def call_off(self, client_index: int) -> None:
+        """Abort this client's update, unless it has been committed."""
+        if client_index in self._last:
+            self._last[client_index].call_off()
+
+    def leave(self, client_index: int) -> None:
+        """Abort the update of a client that has left, and forget the client."""
+        self.call_off(client_index)
+        self._last.pop(client_index, None)
+
+    def _start(
+        self, client_index: int, options: UpdateOptions, apply: "Callable[[_Update, UpdateSteps], UpdateReport]"
+    ) -> "_Update":
+        UpdateOptions.checked(**msgspec.structs.asdict(options))
+        update = _Update()
+        steps = UpdateSteps(self._driver, options.kv, lambda: time.sleep(_POLL_SECONDS), update.check)
+        steps.begin()
+        self._last[client_index] = update
+        run_in_background(update.run, partial(steps.run, partial(apply, update, steps)), name="weight-update")
+        return update
+
+    def _connected(self, rendezvous: Rendezvous) -> WeightReceiver:
+        if self._receiver is None or self._receiver[0] != rendezvous:
+            if self._receiver is not None:
+                self._receiver[1].close()
+            self._receiver = rendezvous, rendezvous.make_receiver()
+        return self._receiver[1]
+
+
+class _Update:
+    """One update, which runs on its own thread."""
+
+    def __init__(self) -> None:
+        self.accepted: Future[bool] = Future()
+        self.report: Future[UpdateReport] = Future()
+        self._called_off = threading.Event()
+        self._receiver: WeightReceiver | None = None
+
+    def attach(self, receiver: WeightReceiver) -> None:
+        """Let `call_off` close this receiver, which ends a wait in it. Raises as `check`."""
+        self._receiver = receiver
+        self.check()
+
+    def check(self) -> None:
+        """Raise `TransferTimeout` if the update was called off."""
+        if self._called_off.is_set():
+            raise TransferTimeout("The client left, or gave up, before the update was complete.")
+
+    def call_off(self) -> None:
+        """Abort the update, unless it has been committed. Any thread may call it."""
+        self._called_off.set()
+        if self._receiver is not None and not self.report.done():
+            self._receiver.close()
+
+    def run(self, update: Callable[[], UpdateReport]) -> None:
+        """Call `update` and resolve both futures."""
+        try:
+            report = update()
+        except Exception as problem:
+            self.report.set_exception(problem)
+            if not self.accepted.done():
+                self.accepted.set_exception(problem)
+        else:
+            self.report.set_result(report)
+            if not self.accepted.done():
+                self.accepted.set_result(False)

@@ -1,0 +1,259 @@
+"""Messages between a client and a core's process, and their encoding as frames: both ends in one file.
+
+    client ──> core    Hello  AddRequest  Abort  Call  Goodbye
+    core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Farewell
+
+A message is one zmq multipart: first the tagged struct as msgpack, then the bytes of its large arrays, not copied. In
+the struct an array is `(dtype, shape, data)`, with `data` its bytes or the index of the frame that holds them. Decoding
+is strict: an unknown tag, an unknown field, trailing bytes, an array that does not fit its bytes or a frame that no
+array refers to raises `WireError`, and nothing of the message is used.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from rollout_engine import errors
+from rollout_engine.engine.client import EngineInfo
+from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+
+PROTOCOL = 4
+"""Version of the messages; both ends must have the same."""
+MAX_FRAME_BYTES = 64 << 20
+"""A frame longer than this ends the connection it came over."""
+MAX_FRAMES = 1024
+"""Frames of a message at most."""
+
+_INLINE_BYTES = 2048
+"""Arrays up to this size are sent inside the struct: a frame of their own would cost more than the copy."""
+_DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("u1", "<i4", "<i8", "<f4", "<f8"))}
+
+Frame = bytes | bytearray | memoryview
+
+
+class WireError(RolloutEngineError):
+    """Frames that are no message. They were dropped; the connection stays."""
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
+    """An error in a message: one of `rollout_engine.errors` by name, or any other with its traceback."""
+
+    kind: str
+    message: str
+    field: str = ""
+    bound: str = ""
+    traceback: str = ""
+    method: str = ""
+    rank: int | None = None
+
+    def as_error(self, method: str = "") -> RolloutEngineError:
+        """Make the error to raise on this end. `method` names the call that failed, if it was a call."""
+        if self.kind in ("RPCError", "RPCTimeoutError"):
+            where = dict(method=self.method, rank=self.rank, traceback=self.traceback)
+            return _ERRORS[self.kind](self.message, **where)
+        if self.kind == "RequestError":
+            return RequestError(self.message, field=self.field, bound=self.bound)
+        if self.kind in _ERRORS:
+            return _ERRORS[self.kind](self.message)
+        return RPCError(f"{method}: {self.kind}: {self.message}", method=method, traceback=self.traceback)
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", forbid_unknown_fields=True):
+    """A core has loaded its model; what a client needs to know of it."""
+
+    protocol: int
+    pid: int
+    config_digest: str
+    heartbeat_seconds: float
+    """How often the core sends a sign of life."""
+    policy_version: int
+    info: EngineInfo
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+    """A client's first message."""
+
+    protocol: int
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
+    """Queue a request. Answered by `Outputs` until its sequences have ended, or by `Refused`."""
+
+    request: EngineCoreRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+    """End sequences; unknown ids are a no-op."""
+
+    sequence_ids: list[int]
+
+
+class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
+    """Call a verb. Answered by the `Reply` with the same number."""
+
+    number: int
+    name: str
+    arguments: msgspec.Raw
+    """Arguments by name, encoded by `call_values.pack`."""
+    arrays: list[np.ndarray] = []
+    """Arrays of `arguments`, uint8 each."""
+    deadline: float | None = None
+    """`time.monotonic()` at which the caller stops waiting; a call that has not begun by then never does."""
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
+    """The client leaves; its requests are aborted."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
+    """Answer to `Hello`."""
+
+    client_index: int
+    ready: Ready
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs", forbid_unknown_fields=True):
+    """Outputs of one client's requests."""
+
+    number: int
+    """Counts the messages to this client from 0; a gap means that some were lost."""
+    steps: list[EngineCoreOutputs]
+    """One entry a step, in order."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+    """The core refused a request."""
+
+    first_sequence_id: int
+    """First sequence id of the request."""
+    failure: Failure
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply", forbid_unknown_fields=True):
+    """The result of a call, or its error."""
+
+    number: int
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    failure: Failure | None = None
+    arrays: list[np.ndarray] = []
+    """Arrays of `result`, uint8 each."""
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
+    """The core dropped frames of this client: they are no message, or not one that may come now."""
+
+    reason: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fields=True):
+    """The core's process is alive, however long its step takes."""
+
+
+class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_fields=True):
+    """The last message to a client: the core ends, or has cut this client off."""
+
+    reason: str
+
+
+ToCore = Hello | AddRequest | Abort | Call | Goodbye
+ToClient = Welcome | Outputs | Refused | Reply | Rejected | Heartbeat | Farewell
+Message = TypeVar("Message")
+
+_ERRORS = {
+    name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)
+} | {"WireError": WireError}
+
+
+class Encoder:
+    """Encodes messages as frames. The first frame is a buffer that the next message overwrites; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._array)
+        self._first = bytearray()
+        self._arrays: list[memoryview] = []
+
+    def encode(self, message: Any) -> list[Frame]:
+        """Return the frames of a message. Those of arrays are views of the arrays' memory."""
+        self._arrays = []
+        self._encoder.encode_into(message, self._first)
+        return [self._first, *self._arrays]
+
+    def _array(self, value: Any) -> Any:
+        array = _as_sendable(value)
+        if array.nbytes <= _INLINE_BYTES:
+            return array.dtype.str, array.shape, array.tobytes()
+        self._arrays.append(memoryview(array.reshape(-1).view(np.uint8)))
+        return array.dtype.str, array.shape, len(self._arrays)
+
+
+class Decoder(Generic[Message]):
+    """Decodes frames as messages of one union. Not thread-safe."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union, dec_hook=self._array)
+        self._frames: Sequence[Frame] = ()
+        self._unclaimed: set[int] = set()
+
+    def decode(self, frames: Sequence[Frame]) -> Message:
+        """Return the message; its large arrays are views of their frames. Raises `WireError`."""
+        if not 1 <= len(frames) <= MAX_FRAMES:
+            raise WireError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
+        self._frames, self._unclaimed = frames, set(range(1, len(frames)))
+        try:
+            message: Message = self._decoder.decode(frames[0])
+        except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError) as problem:
+            raise WireError(f"no message: {problem}") from None
+        finally:
+            self._frames = ()
+        if self._unclaimed:
+            raise WireError(f"{len(self._unclaimed)} of {len(frames)} frames belong to no array of the message")
+        return message
+
+    def _array(self, kind: type, value: Any) -> np.ndarray:
+        return _array_from(value, self._claim)
+
+    def _claim(self, index: int) -> Frame:
+        if index not in self._unclaimed:
+            raise ValueError(f"frame {index} is absent, or claimed twice")
+        self._unclaimed.remove(index)
+        return self._frames[index]
+
+
+def failure_of(error: BaseException, traceback: str = "") -> Failure:
+    """Encode an error, to be raised on the other end."""
+    kind = type(error).__name__
+    if isinstance(error, RPCError):
+        return Failure(kind, str(error), traceback=error.traceback, method=error.method, rank=error.rank)
+    known = _ERRORS.get(kind) is type(error)
+    field, bound = getattr(error, "field", ""), getattr(error, "bound", "")
+    is_request = isinstance(error, RequestError)
+    return Failure(
+        kind, str(error), field if is_request else "", bound if is_request else "", "" if known else traceback
+    )
+
+
+def _as_sendable(value: Any) -> np.ndarray:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} has no place in a message: {value!r:.80}")
+    if value.dtype.str not in _DTYPES:
+        raise TypeError(f"arrays of {value.dtype} have no place in a message; known: {', '.join(_DTYPES)}")
+    return np.ascontiguousarray(value)
+
+
+def _array_from(value: Any, claim: Any) -> np.ndarray:
+    match value:
+        case [str(name), [*shape], bytes() | int() as data] if name in _DTYPES:
+            pass
+        case _:
+            raise ValueError("expected an array (dtype, shape, data)")
+    if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > 8:
+        raise ValueError(f"no array has shape {shape!r:.80}")
+    data = claim(data) if isinstance(data, int) else bytearray(data)
+    dtype = _DTYPES[name]
+    if math.prod(shape) * dtype.itemsize != len(memoryview(data).cast("B")):
+        raise ValueError(f"an array {name} {shape!r:.80} does not have {len(data)} bytes")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)

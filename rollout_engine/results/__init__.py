@@ -1,0 +1,1 @@
+"""Gathers the outputs of the core's steps into one `RequestOutput` per request."""

@@ -1,0 +1,139 @@
+"""Holds the open requests of one client and wakes their readers. Any thread may call anything here.
+
+engine's thread: deliver(outputs) ──> OutputProcessor.update ──> wake the readers of what changed
+reader:          take(stream) <── rendered when it is read: a slow reader delays nobody else
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.metrics import RequestStats
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.results.output_processor import OpenRequest, OutputProcessor
+from rollout_engine.text.tokenizer import TextCodec
+
+
+class Stream:
+    """One open request; `wake` tells its reader that there is something to `take`."""
+
+    def __init__(self, request: OpenRequest, wake: Callable[["Stream"], None]) -> None:
+        self.request, self.wake = request, wake
+        self.error: RolloutEngineError | None = None
+        """Why the request has no further output, if an error ended it."""
+
+    @property
+    def request_id(self) -> str:
+        """Id that the user gave the request, or the engine made."""
+        return self.request.request_id
+
+    @property
+    def first_sequence_id(self) -> int:
+        """Id of its first sequence in the core."""
+        return self.request.sequence_ids.start
+
+
+class OpenStreams:
+    """Guards an `OutputProcessor` with a lock and keeps a stream for each of its requests."""
+
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        abort: Callable[[list[int]], None],
+        *,
+        stream_interval: int = 1,
+        on_closed: Callable[[OpenRequest, BaseException | None], None] = lambda request, error: None,
+    ) -> None:
+        """`abort` ends sequences in the core."""
+        self._processor = OutputProcessor(codec, stream_interval=stream_interval, on_closed=on_closed)
+        self._abort = abort
+        self._streams: dict[int, Stream] = {}
+        """Streams by the id of their first sequence."""
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request of that id is open."""
+        return request_id in self._processor
+
+    def has_live(self) -> bool:
+        """Whether some request has a sample that has not ended."""
+        return self._processor.has_live
+
+    @property
+    def stats(self) -> RequestStats:
+        """Timings of all requests so far."""
+        return self._processor.stats
+
+    def sequence_ids_of(self, request_ids: Iterable[str]) -> list[int]:
+        """Return the sequence ids of these open requests, in order. Unknown request ids have none."""
+        with self._lock:
+            return self._processor.sequence_ids_of(request_ids)
+
+    def num_tokens(self, request_ids: Iterable[str]) -> int:
+        """Count the tokens of these open requests so far; 0 for those whose finished output was taken."""
+        with self._lock:
+            return self._processor.num_tokens(request_ids)
+
+    def add(
+        self,
+        request_id: str,
+        request: EngineCoreRequest,
+        text: str | None,
+        wake: Callable[[Stream], None],
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """Open a request; call it before the core gets it. `wake` is called when there is something to take."""
+        with self._lock:
+            stream = Stream(self._processor.add(request_id, request, text, trace_headers), wake)
+            self._streams[request.first_sequence_id] = stream
+            return stream
+
+    def take(self, stream: Stream) -> RequestOutput | None:
+        """Take the new output of a request, if any. Raises the error that ended it, after its last output."""
+        with self._lock:
+            output = self._processor.take(stream.request) if stream.first_sequence_id in self._streams else None
+            if output is not None and output.finished:
+                del self._streams[stream.first_sequence_id]
+        if output is None and stream.error is not None:
+            raise stream.error
+        return output
+
+    def close(self, stream: Stream) -> None:
+        """Stop reading a stream; an unfinished request is aborted without a result."""
+        with self._lock:
+            if self._streams.pop(stream.first_sequence_id, None) is None:
+                return
+            self._processor.discard(stream.request_id, stream.error)
+        if stream.error is None:
+            self._abort(list(stream.request.sequence_ids))
+
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Add the outputs of a step, and wake the readers that have something to take."""
+        with self._lock:
+            changed, stopped = self._processor.update(outputs)
+            streams = [self._streams[request.sequence_ids.start] for request in changed]
+        if stopped:
+            self._abort(stopped)  # before a reader asks the core whether work is left
+        for stream in streams:
+            stream.wake(stream)
+
+    def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
+        """End a request that the core did not accept."""
+        self._fail([first_sequence_id], lambda: error)
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """End every open request after the core has died."""
+        with self._lock:
+            open_now = list(self._streams)
+        self._fail(open_now, lambda: EngineDeadError(*error.args))
+
+    def _fail(self, first_sequence_ids: Iterable[int], make_error: Callable[[], RolloutEngineError]) -> None:
+        with self._lock:
+            streams = [self._streams[first] for first in first_sequence_ids if first in self._streams]
+        for stream in streams:
+            stream.error = make_error()  # one each: raising an error adds to its traceback
+            stream.wake(stream)

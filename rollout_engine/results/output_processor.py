@@ -1,0 +1,277 @@
+"""Gathers the outputs of the core's steps into `RequestOutput`s: n samples a request, streamed or at the end."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd
+from rollout_engine.metrics import RequestStats
+from rollout_engine.outputs import RequestMetrics, RequestOutput
+from rollout_engine.results.request_timer import RequestTimer
+from rollout_engine.results.sample import Sample
+from rollout_engine.seeds import child_seed
+from rollout_engine.text.detokenizer import Detokenizer
+from rollout_engine.text.tokenizer import TextCodec
+
+logger = logging.getLogger("rollout_engine")
+
+_NUM_LOGGED = 8
+"""Most samples named in one log line."""
+
+
+class OutputProcessor:
+    """Holds every open request. Each ends in exactly one `RequestOutput` with `finished=True`.
+
+    While a request runs, its `output_kind` decides what is returned: "cumulative": the samples that changed, whole;
+    "delta": their new part; "final_only": nothing. The finished output has all samples; with "delta" the new part of
+    those that changed.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        *,
+        stream_interval: int = 1,
+        on_closed: "Callable[[OpenRequest, BaseException | None], None]" = lambda request, error: None,
+    ) -> None:
+        """`on_closed` is called once per request: when its last sample has ended, or when it is discarded before."""
+        self._codec = codec
+        self._stream_interval = stream_interval
+        self._on_closed = on_closed
+        self._requests: dict[str, OpenRequest] = {}
+        """Open requests by request id."""
+        self._owners: dict[int, OpenRequest] = {}
+        """Request of each sequence id, of all open requests."""
+        self._live: dict[int, Sample] = {}
+        """Samples that have not ended, by sequence id."""
+        self._timer = RequestTimer()
+
+    @property
+    def stats(self) -> RequestStats:
+        """Timings of all requests so far."""
+        return self._timer.stats
+
+    @property
+    def has_live(self) -> bool:
+        """Whether some sample has not ended."""
+        return bool(self._live)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(
+        self,
+        request_id: str,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> "OpenRequest":
+        """Open a request; call it before the core gets it. `prompt` is its text, if it had one."""
+        assert request_id not in self._requests, "the caller has checked the id"
+        opened = OpenRequest(request_id, request, prompt, self._codec, trace_headers)
+        self._requests[request_id] = opened
+        for sequence_id, sample in zip(opened.sequence_ids, opened.samples, strict=True):
+            self._owners[sequence_id], self._live[sequence_id] = opened, sample
+        return opened
+
+    def sequence_ids_of(self, request_ids: Iterable[str]) -> list[int]:
+        """Return the sequence ids of these open requests, in order. Unknown request ids have none."""
+        found = (self._requests[request_id] for request_id in request_ids if request_id in self._requests)
+        return [sequence_id for request in found for sequence_id in request.sequence_ids]
+
+    def num_tokens(self, request_ids: Iterable[str]) -> int:
+        """Count the tokens of these open requests so far. Unknown ids have none."""
+        return sum(self._requests[id].num_tokens for id in request_ids if id in self._requests)
+
+    def discard(self, request_id: str, error: BaseException | None = None) -> None:
+        """Close a request without a result, for `error` if there is one. An unknown id is a no-op."""
+        if request_id in self._requests:
+            request = self._requests.pop(request_id)
+            if request.num_live:
+                self._on_closed(request, error)
+            self._timer.discarded(request.sequence_ids)
+            for sequence_id in request.sequence_ids:
+                del self._owners[sequence_id]
+                self._live.pop(sequence_id, None)
+
+    def update(self, outputs: EngineCoreOutputs) -> tuple[list["OpenRequest"], list[int]]:
+        """Add a step. Returns (requests with something to `take`, ids of sequences that their text ended, to abort)."""
+        for sequence_id, num_cached_tokens in outputs.num_cached_tokens.items():
+            if sequence_id in self._owners:
+                self._owners[sequence_id].num_cached_tokens = num_cached_tokens
+                self._timer.scheduled(self._owners[sequence_id].metrics, outputs.start_time)
+        for sequence_id, logprobs in outputs.prompt_logprobs.items():
+            if sequence_id in self._owners:
+                self._owners[sequence_id].prompt_logprobs = logprobs
+        self._timer.tokens(outputs.sequence_ids, outputs.start_time)
+        changed = self._append(outputs)
+        stopped = [sequence_id for sequence_id in changed if self._live[sequence_id].read_text()]
+        for sequence_id in stopped:
+            self._end(sequence_id, outputs.policy_version)
+        if self._stream_interval > 1:
+            changed = [sequence_id for sequence_id in changed if self._is_due(sequence_id)]
+        self._log_errors(outputs.ended)
+        for end in outputs.ended:
+            if end.sequence_id in self._live:  # neither discarded nor ended by its text before
+                self._live[end.sequence_id].finish(end)
+                self._end(end.sequence_id, outputs.policy_version)
+                changed.append(end.sequence_id)
+            else:
+                self._timer.discarded([end.sequence_id])
+        return self._mark(changed), stopped
+
+    def take(self, request: "OpenRequest") -> RequestOutput | None:
+        """Return what is new of a request since the last call, if anything; a finished request is closed."""
+        result = request.render()
+        if result is not None and result.finished:
+            self.discard(result.request_id)
+        return result
+
+    def _is_due(self, sequence_id: int) -> bool:
+        """Whether a sample that changed is to be output: it has ended, or has `stream_interval` new tokens."""
+        sample = self._live.get(sequence_id)
+        if sample is None or not sample.num_rendered:
+            return True
+        return sample.num_tokens - sample.num_rendered >= self._stream_interval
+
+    def _append(self, outputs: EngineCoreOutputs) -> list[int]:
+        """Append a step's columns to the samples. Returns the ids of the sequences whose samples are watched.
+
+        The only code here that touches every token of every step.
+        """
+        live, watched, version = self._live, [], outputs.policy_version
+        sequence_ids = outputs.sequence_ids
+        nothing = [None] * len(sequence_ids)
+        columns = (sequence_ids, outputs.token_ids, outputs.kv_min_versions, outputs.logprobs or nothing)
+        for sequence_id, token_id, kv_min_version, logprob in zip(*columns, strict=True):
+            sample = live.get(sequence_id)
+            if sample is not None:  # else discarded, or ended by its text
+                sample.append(token_id, logprob, version, kv_min_version)
+                if sample.is_watched:
+                    watched.append(sequence_id)
+        if outputs.kept_logprob_mass is not None:
+            for sequence_id, mass in zip(sequence_ids, outputs.kept_logprob_mass, strict=True):
+                if sequence_id in live:
+                    live[sequence_id].append_kept_mass(mass)
+        if outputs.top_logprobs is not None:
+            for sequence_id, ids, logprobs in zip(sequence_ids, *outputs.top_logprobs, strict=True):
+                if sequence_id in live:
+                    live[sequence_id].append_top(ids, logprobs)
+        if outputs.sampled_ranks is not None:
+            for sequence_id, rank in zip(sequence_ids, outputs.sampled_ranks.tolist(), strict=True):
+                if sequence_id in live:
+                    live[sequence_id].append_rank(rank)
+        if outputs.id_logprobs is not None:
+            for sequence_id, logprobs in outputs.id_logprobs.rows():
+                if sequence_id in live:
+                    live[sequence_id].append_id_logprobs(logprobs)
+        return watched
+
+    def _end(self, sequence_id: int, live_version: int) -> None:
+        request, sample = self._owners[sequence_id], self._live.pop(sequence_id)
+        request.num_live -= 1
+        self._timer.ended(sequence_id, sample.finish_reason, sample.policy_versions, live_version)
+        if request.num_live == 0:
+            self._timer.finished(request.metrics, request.num_prompt_tokens, request.num_tokens)
+            self._on_closed(request, None)
+
+    def _log_errors(self, ended: list[SequenceEnd]) -> None:
+        """Log which requests failed, by their ids: the core's own log has only sequence ids."""
+        failed: dict[str | None, list[str]] = {}
+        for end in ended:
+            if end.finish_reason == "error" and end.sequence_id in self._live:
+                request = self._owners[end.sequence_id]
+                sample = f"sample {end.sequence_id - request.sequence_ids.start} of {request.request_id!r}"
+                failed.setdefault(end.error, []).append(f"{sample} (sequence {end.sequence_id})")
+        for error, samples in failed.items():
+            more = f" and {len(samples) - _NUM_LOGGED} more" if len(samples) > _NUM_LOGGED else ""
+            logger.warning("%s; this ended %s%s", error, ", ".join(samples[:_NUM_LOGGED]), more)
+
+    def _mark(self, sequence_ids: list[int]) -> list["OpenRequest"]:
+        """Mark these samples as changed. Returns their requests, each once."""
+        requests: dict[OpenRequest, None] = {}
+        for sequence_id in sequence_ids:
+            request = self._owners[sequence_id]
+            request.changed.add(sequence_id - request.sequence_ids.start)
+            requests[request] = None
+        return list(requests)
+
+
+class OpenRequest:
+    """A prompt and its n samples while they grow."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        codec: TextCodec | None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
+        params = request.params
+        self.trace_headers = trace_headers
+        """W3C trace context of the caller."""
+        self.request_id = request_id
+        """Id that the user gave the request, or the engine made."""
+        self.sequence_ids = range(request.first_sequence_id, request.first_sequence_id + params.n)
+        """Ids of its sequences in the core, one per sample."""
+        self.changed: set[int] = set()
+        """Indexes of samples that changed since the last `render`."""
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Log-probs of the prompt that have not been returned yet, if asked for."""
+        self._kind = params.output_kind
+        self._prompt = prompt
+        self._prompt_token_ids = (
+            request.prompt_token_ids.copy()
+        )  # for the user, who may change it; the core reads the other
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_live = params.n
+        """Number of samples that have not ended."""
+        self.metrics = RequestMetrics(time.monotonic())
+        self.samples = [
+            Sample(index, child_seed(request.seed, index), params, _detokenizer(codec, request), self.metrics)
+            for index in range(params.n)
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    def render(self) -> RequestOutput | None:
+        """Return what is new since the last call, if anything."""
+        finished = self.num_live == 0
+        if not self.changed or (self._kind == "final_only" and not finished):
+            return None
+        whole = finished and self._kind != "delta"
+        shown = self.samples if whole else [self.samples[index] for index in sorted(self.changed)]
+        self.changed.clear()
+        prompt = self.prompt_logprobs
+        if self._kind == "delta":
+            self.prompt_logprobs = None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=None if prompt is None else prompt.logprobs,
+            prompt_top_logprobs=None if prompt is None else prompt.top_logprobs,
+            outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
+            finished=finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=copy(self.metrics),
+        )
+
+
+def _detokenizer(codec: TextCodec | None, request: EngineCoreRequest) -> Detokenizer | None:
+    """Make the detokenizer of one sample; None where its text is not asked for."""
+    params = request.params
+    if codec is None or not params.detokenize:
+        return None
+    stream = codec.new_stream(
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        prompt_token_ids=request.prompt_token_ids,
+    )
+    return Detokenizer(stream, params, {*request.eos_token_ids, *(params.stop_token_ids or ())})

@@ -1,0 +1,59 @@
+"""Times requests and their tokens, as their client sees them."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from rollout_engine.metrics import RequestStats, staleness
+from rollout_engine.outputs import FinishReason, RequestMetrics
+
+
+class RequestTimer:
+    """Fills the `RequestStats` of one client. Per step it makes two passes over the sequences, both in C."""
+
+    def __init__(self) -> None:
+        self.stats = RequestStats()
+        self._last_token: dict[int, float] = {}
+        """Start time of the last step that sampled a token of each live sequence, by its id."""
+
+    def scheduled(self, metrics: RequestMetrics, start: float) -> None:
+        """Record that a step on a request's prompt began at `start`; only the first such step counts."""
+        if metrics.scheduled_time is not None:
+            return
+        metrics.scheduled_time = max(start, metrics.arrival_time)
+        self.stats.queue_seconds.observe(metrics.scheduled_time - metrics.arrival_time)
+
+    def tokens(self, sequence_ids: list[int], start: float) -> None:
+        """Record one new token for each sequence, from a step that began at `start` (0: unknown).
+
+        Arrival times would not do: several steps may arrive together.
+        """
+        at = start or time.monotonic()
+        for last, times in Counter(map(self._last_token.get, sequence_ids)).items():
+            if last is not None:
+                self.stats.inter_token_seconds.observe(at - last, times)
+        self._last_token.update(dict.fromkeys(sequence_ids, at))
+
+    def ended(
+        self, sequence_id: int, reason: FinishReason | None, policy_versions: set[int], live_version: int
+    ) -> None:
+        """Record the end of a sequence. `policy_versions`: those that sampled its tokens."""
+        self._last_token.pop(sequence_id, None)
+        assert reason is not None, "ended without a reason"
+        self.stats.finished[reason] += 1
+        if policy_versions:
+            self.stats.staleness.observe(staleness(live_version, policy_versions))
+
+    def finished(self, metrics: RequestMetrics, num_prompt_tokens: int, num_generation_tokens: int) -> None:
+        """Record the end of a request's last sample."""
+        metrics.finished_time = time.monotonic()
+        self.stats.request_seconds.observe(metrics.finished_time - metrics.arrival_time)
+        self.stats.prompt_tokens.observe(num_prompt_tokens)
+        self.stats.generation_tokens.observe(num_generation_tokens)
+        if metrics.first_token_time is not None:
+            self.stats.time_to_first_token_seconds.observe(metrics.first_token_time - metrics.arrival_time)
+
+    def discarded(self, sequence_ids: Iterable[int]) -> None:
+        """Forget these sequences: nobody reads them any more."""
+        for sequence_id in sequence_ids:
+            self._last_token.pop(sequence_id, None)

@@ -1,0 +1,234 @@
+"""Gathers one sample of a request: its tokens' columns, version spans and text."""
+
+import time
+from array import array
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollout_engine.messages import SequenceEnd
+from rollout_engine.outputs import CompletionOutput, FinishReason, RequestMetrics, VersionSpan
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.text.detokenizer import Detokenizer
+
+_T = TypeVar("_T")
+
+
+class Sample:
+    """Collects a sequence's tokens from the steps and renders `CompletionOutput`s."""
+
+    def __init__(
+        self, index: int, seed: int, params: SamplingParams, text: Detokenizer | None, metrics: RequestMetrics
+    ) -> None:
+        self.is_watched = params.output_kind != "final_only" or params.stops_on_text
+        """Whether each token matters as it comes: the request streams, or its text may stop it."""
+        self._index = index
+        self._seed = seed
+        self._text = text
+        self._undecodable: str | None = None
+        """Why it has no text, if the tokenizer raised."""
+        self._metrics = metrics
+        self.finish_reason: FinishReason | None = None
+        """Why it has ended; None while it grows."""
+        self._stop_reason: int | str | None = None
+        self.error: str | None = None
+        """Why it failed, if it has."""
+        self._token_ids: list[int] = []
+        self._logprobs: Any = None if params.logprobs is None else array("f")
+        self._top_logprobs = _top_column(params)
+        self._sampled_ranks = array("i") if params.wants_ranks else None
+        self._asked_ids = params.logprob_token_ids or None
+        self._id_logprobs: list[np.ndarray] | None = None if self._asked_ids is None else []
+        self._kept_logprob_mass = array("f") if params.truncates else None
+        self._policy_version = self._kv_min_version = -1
+        self._spans: list[tuple[int, int, int]] = []
+        """(first token, policy_version, kv_min_version); each ends where the next starts."""
+        self._cumulative_logprob = 0.0
+        self._num_read = self._num_summed = self._num_rendered_chars = 0
+        self.num_rendered = 0
+        """Number of tokens in the last output."""
+
+    @property
+    def policy_versions(self) -> set[int]:
+        """Policy versions that sampled its tokens."""
+        return {policy_version for _, policy_version, _ in self._spans}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self._token_ids)
+
+    def append(self, token_id: int, logprob: float | None, policy_version: int, kv_min_version: int) -> None:
+        """Add one token."""
+        if kv_min_version != self._kv_min_version or policy_version != self._policy_version:
+            self._start_span(policy_version, kv_min_version)
+        self._token_ids.append(token_id)
+        if self._logprobs is not None:
+            self._logprobs.append(logprob)
+
+    def append_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Add the most likely tokens at the last token's position, if asked for."""
+        if self._top_logprobs is not None:
+            self._top_logprobs.append(ids, logprobs)
+
+    def append_rank(self, rank: int) -> None:
+        """Add the last token's rank, if asked for."""
+        if self._sampled_ranks is not None:
+            self._sampled_ranks.append(rank)
+
+    def append_id_logprobs(self, logprobs: np.ndarray) -> None:
+        """Add log-probs at the last token's position: of the whole vocabulary, or of the ids asked for."""
+        if isinstance(self._top_logprobs, AllLogprobs):
+            self._top_logprobs.append_all(logprobs)
+            logprobs = logprobs[self._asked_ids or []]
+        if self._id_logprobs is not None:
+            self._id_logprobs.append(logprobs)
+
+    def append_kept_mass(self, mass: float) -> None:
+        """Add the last token's kept mass, if asked for."""
+        if self._kept_logprob_mass is not None:
+            self._kept_logprob_mass.append(mass)
+
+    def read_text(self) -> bool:
+        """Decode the new tokens. Returns whether the text, or a failure to decode it, has ended the sample, so that the
+        core can abort it."""
+        if self._text is not None:
+            new, self._num_read = self._token_ids[self._num_read :], len(self._token_ids)
+            self._decoded(partial(self._text.push, new))
+        return self._is_ended_by_text()
+
+    def finish(self, end: SequenceEnd) -> None:
+        """Record that the core has ended the sequence."""
+        self.finish_reason, self._stop_reason, self.error = end.finish_reason, end.stop_reason, end.error
+        self.read_text()
+        if self._text is not None:
+            self._decoded(self._text.finish)
+        self._is_ended_by_text()
+
+    def render(self, *, only_new: bool) -> CompletionOutput:
+        """Render the sample, or what is new since the last call. Spans count positions from the start either way."""
+        num_tokens = len(self._token_ids)
+        for column in (
+            *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
+            *(self._sampled_ranks, self._id_logprobs),
+        ):
+            assert column is None or len(column) == num_tokens, f"a column of {len(column)} for {num_tokens} tokens"
+        start = self.num_rendered if only_new else 0
+        first_char = self._num_rendered_chars if only_new else 0
+        text = "" if self._text is None else self._decoded(self._text.text) or ""
+        self.num_rendered, self._num_rendered_chars = num_tokens, len(text)
+        return CompletionOutput(
+            index=self._index,
+            text=text[first_char:],
+            token_ids=self._token_ids[start:],
+            logprobs=_from(start, self._logprobs),
+            top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stacked(start),
+            cumulative_logprob=None if self._logprobs is None else self._sum_logprobs(),
+            kept_logprob_mass=_from(start, self._kept_logprob_mass),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            version_spans=self._spans_from(start),
+            seed=self._seed,
+            error=self.error,
+            sampled_ranks=None if self._sampled_ranks is None else np.array(self._sampled_ranks[start:], np.int32),
+            token_id_logprobs=self._id_logprobs_from(start),
+        )
+
+    def _id_logprobs_from(self, start: int) -> np.ndarray | None:
+        if self._id_logprobs is None or self._asked_ids is None:
+            return None
+        shape = len(self._id_logprobs) - start, len(self._asked_ids)
+        return np.array(self._id_logprobs[start:], dtype=np.float32).reshape(shape)
+
+    def _is_ended_by_text(self) -> bool:
+        """Record and return whether a stop string or pattern, or a failure to decode, has ended the sample."""
+        error = self._undecodable if self._text is None else self._text.error
+        if error is not None:
+            self.finish_reason, self._stop_reason, self.error = "error", None, error
+        elif self._text is not None and self._text.stop is not None:
+            self.finish_reason, self._stop_reason, self.error = "stop", self._text.stop, None
+        else:
+            return False
+        return True
+
+    def _decoded(self, decode: Callable[[], _T]) -> _T | None:
+        """Call `decode`. If it raises, the sample fails: its tokens stay, its text is empty."""
+        try:
+            return decode()
+        except Exception as problem:  # the tokenizer may be the user's own; other samples go on
+            what = f"the tokenizer cannot decode its tokens: {type(problem).__name__}: {problem}"
+            self._undecodable = f"{what}. SamplingParams(detokenize=False) does without text."
+            self._text = None
+            return None
+
+    def _start_span(self, policy_version: int, kv_min_version: int) -> None:
+        self._policy_version, self._kv_min_version = policy_version, kv_min_version
+        self._spans.append((len(self._token_ids), policy_version, kv_min_version))
+        if self._metrics.first_token_time is None:  # every first token starts a span
+            self._metrics.first_token_time = time.monotonic()
+
+    def _spans_from(self, start: int) -> list[VersionSpan]:
+        ends = (len(self._token_ids), 0, 0)
+        return [
+            VersionSpan(max(first, start), end, policy_version, kv_min_version)
+            for (first, policy_version, kv_min_version), (end, _, _) in pairwise([*self._spans, ends])
+            if end > start
+        ]
+
+    def _sum_logprobs(self) -> float:
+        for logprob in self._logprobs[self._num_summed :]:
+            self._cumulative_logprob += logprob
+        self._num_summed = len(self._logprobs)
+        return self._cumulative_logprob
+
+
+class TopLogprobs:
+    """The k most likely tokens at each position, one row per position."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._ids: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def append(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Add a position: int32 [K] ids and float32 [K] log-probs, most likely first, of which k are kept."""
+        self._ids.append(ids[: self._k])
+        self._logprobs.append(logprobs[: self._k])
+
+    def stacked(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32 [T, k], log-probs float32 [T, k]) of positions from `start` on."""
+        shape = (len(self._ids) - start, self._k)
+        ids = np.array(self._ids[start:], dtype=np.int32).reshape(shape)
+        return ids, np.array(self._logprobs[start:], dtype=np.float32).reshape(shape)
+
+
+class AllLogprobs(TopLogprobs):
+    """All tokens of the vocabulary at each position, most likely first, ties to the lowest id."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def append(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Do nothing: these were asked for by another request of the step."""
+
+    def append_all(self, logprobs: np.ndarray) -> None:
+        """Add a position: float32 [V] log-probs by token id."""
+        self._k = len(logprobs)
+        ids = np.argsort(-logprobs, kind="stable").astype(np.int32)
+        super().append(ids, logprobs[ids])
+
+
+def _top_column(params: SamplingParams) -> TopLogprobs | None:
+    if params.logprobs == -1:
+        return AllLogprobs()
+    return TopLogprobs(params.logprobs) if params.logprobs else None
+
+
+def _from(start: int, column: "array[float] | None") -> np.ndarray | None:
+    return None if column is None else np.array(column[start:], dtype=np.float32)

@@ -1,0 +1,1 @@
+"""Reports what an engine does: stat loggers, tracing spans and progress bars."""

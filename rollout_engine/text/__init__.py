@@ -1,0 +1,1 @@
+"""Turns prompts into token ids and token ids into text: tokenizers, chat templates, stop strings."""

@@ -1,0 +1,123 @@
+"""Checks the form of conversations: their messages and the options of their chat template.
+
+A message is a dictionary with "role" and "content"; templates may read further keys ("tool_calls", "name",
+"reasoning_content"). Content is text, or OpenAI's list of parts, of which only text parts can be served.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+from rollout_engine.errors import RequestError
+
+PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
+"""Keys that make a dictionary a prompt rather than a message."""
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEMPLATE_ARGUMENTS = {
+    "messages",
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "tokenizer_kwargs",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+}
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of the chat template, which turns a conversation into text."""
+
+    tools: list[dict[str, Any] | Callable[..., Any]] | None
+    """JSON schemas of functions, or functions whose type hints and docstrings give the schemas."""
+    chat_template: str | None
+    """A Jinja template, or the name of one of the tokenizer's templates; None: the tokenizer's default."""
+    chat_template_kwargs: dict[str, Any] | None
+    """Variables of the template, for example {"enable_thinking": False}."""
+    add_generation_prompt: bool | None
+    """End the prompt with the header of the assistant's next message. None: yes, unless `continue_final_message`."""
+    continue_final_message: bool
+    """Leave the last message open for the model to continue."""
+
+
+CHAT_KEYS = tuple(ChatOptions.__annotations__)
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is meant as a message: a dictionary with a role or content and no key of a prompt."""
+    return isinstance(value, Mapping) and ("role" in value or "content" in value) and not set(PROMPT_KINDS) & set(value)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a list holds messages rather than prompts: its first element is one."""
+    return isinstance(value, list | tuple) and bool(value) and is_message(value[0])
+
+
+def as_messages(value: Any) -> list[dict[str, Any]]:
+    """Return a conversation's messages, text parts joined by newlines. Raises `RequestError` naming the message."""
+    if not isinstance(value, list | tuple) or not value:
+        raise RequestError.for_field("messages", value, "a list of at least one message")
+    return [_as_message(message, f"messages[{i}]") for i, message in enumerate(value)]
+
+
+def check_chat_options(fields: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for an option of `ChatOptions` that has the wrong form."""
+    for i, tool in enumerate(_of_type(fields, "tools", list) or ()):
+        if not isinstance(tool, Mapping) and not callable(tool):
+            raise RequestError.for_field(f"tools[{i}]", tool, "a dict (a JSON schema) or a function")
+    _of_type(fields, "chat_template", str)
+    for name in _of_type(fields, "chat_template_kwargs", dict) or ():
+        if not isinstance(name, str) or name in _TEMPLATE_ARGUMENTS:
+            bound = "names of the template's own variables, for example enable_thinking"
+            raise RequestError.for_field("chat_template_kwargs", name, bound)
+    opens = _of_type(fields, "add_generation_prompt", bool)
+    if _of_type(fields, "continue_final_message", bool) and opens:
+        hint = "The last message is either left open or followed by a new one."
+        raise RequestError.for_field("add_generation_prompt", True, "absent with continue_final_message=True", hint)
+
+
+def _of_type(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise RequestError.for_field(name, value, f"a {kind.__name__}")
+    return value
+
+
+def _as_message(message: Any, field: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        hint = "A list of conversations is a list of prompts." if isinstance(message, list | tuple) else ""
+        raise RequestError.for_field(field, message, "a message: a dict with 'role' and 'content'", hint)
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if "role" not in message:
+        raise RequestError.for_field(field, dict(message), "a message with 'role'")
+    if not isinstance(role, str) or not role:
+        raise RequestError.for_field(f"{field}['role']", role, "a str: 'system', 'user', 'assistant' or 'tool'")
+    if content is None and role == "assistant" and isinstance(calls, list | tuple) and calls:
+        return dict(message)
+    if "content" not in message:
+        raise RequestError.for_field(field, dict(message), "a message with 'content'")
+    if isinstance(content, list | tuple):
+        parts = [_text_of(part, f"{field}['content'][{i}]") for i, part in enumerate(content)]
+        return {**message, "content": "\n".join(parts)}
+    if not isinstance(content, str):
+        hint = "Write data as text first (json.dumps)." if isinstance(content, dict) else ""
+        raise RequestError.for_field(f"{field}['content']", content, "a str, or a list of text parts", hint)
+    return dict(message)
+
+
+def _text_of(part: Any, field: str) -> str:
+    """Return the text of one content part. Raises `RequestError` for an image, audio, or anything else."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        got, where = (part, field) if kind is None else (kind, f"{field}['type']")
+        hint = "Images, audio and files are not served."
+        raise RequestError.for_field(where, got, "a text part, {'type': 'text', 'text': ...}", hint)
+    if not isinstance(part.get("text"), str):
+        raise RequestError.for_field(f"{field}['text']", part.get("text"), "a str")
+    return str(part["text"])

@@ -1,0 +1,37 @@
+"""Reads the sampling settings that a checkpoint recommends; they are never applied automatically."""
+
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.sampling_params import SamplingParams
+
+_FILE = "generation_config.json"
+_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Hugging Face's names -> those of `SamplingParams`."""
+
+
+def read_default_params(model: str) -> SamplingParams:
+    """Read the sampling settings in the generation_config.json of `model`; those it does not name have our defaults.
+
+    `do_sample: false` there is temperature 0. Raises `ConfigError` for a file that cannot be read and `RequestError`
+    for a value out of bounds.
+    """
+    try:
+        found = GenerationConfig.from_pretrained(model)
+    except OSError as problem:
+        if (Path(model) / _FILE).is_file():
+            raise ConfigError(f"{Path(model) / _FILE} cannot be read: {problem}") from problem
+        return SamplingParams()
+    values = {ours: getattr(found, theirs, None) for theirs, ours in _FIELDS.items()}
+    if found.do_sample is False:
+        values["temperature"] = 0.0
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})

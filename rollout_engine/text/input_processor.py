@@ -1,0 +1,288 @@
+"""Turns any prompt and its `SamplingParams` into one `EngineCoreRequest`; every bound is checked here."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self
+
+from rollout_engine._structs import plain
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import RequestError
+from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
+from rollout_engine.seeds import mix, unsigned
+from rollout_engine.text.conversations import CHAT_KEYS
+from rollout_engine.text.default_params import read_default_params
+from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
+from rollout_engine.text.tokenizer import TextCodec
+from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
+
+logger = logging.getLogger("rollout_engine")
+
+
+class ModelSizes(Protocol):
+    """Sizes of a loaded model that limit its requests."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> list[int]: ...
+
+
+class CheckedPrompt(NamedTuple):
+    """A prompt that passed all checks, with its params; not yet queued."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    cache_salt: str
+    bad_words: list[list[int]]
+
+
+class InputProcessor:
+    """Checks prompts (`check`, `check_batch`) and turns them into requests (`admit`), which alone draw seeds."""
+
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        takes_extra_args: bool = False,
+        clamps: bool = False,
+        gives_id_logprobs: bool = True,
+        default_params: Callable[[], SamplingParams] = SamplingParams,
+        first_sequence_id: int = 0,
+    ) -> None:
+        """`first_sequence_id`: id of the first admitted sequence; the others count up from it."""
+        self.codec = codec
+        """None with `skip_tokenizer_init`: all prompts are token ids."""
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._seed = seed
+        self._takes_extra_args = takes_extra_args
+        """Whether the engine has logits processors, which may read `extra_args`."""
+        self._gives_id_logprobs = gives_id_logprobs
+        """Whether the engine's sampler returns log-probs of given token ids, as the CPU's does."""
+        self._clamps = clamps
+        """Whether a `max_tokens` that does not fit is shortened instead of refused."""
+        self.default_params = default_params
+        """Reads the sampling settings that the checkpoint recommends."""
+        self._prepared: tuple[SamplingParams, SamplingParams, list[list[int]]] | None = None
+        self._num_admitted = 0
+        self._next_sequence_id = first_sequence_id
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        codec: TextCodec | None,
+        sizes: ModelSizes,
+        *,
+        seed: int | None = None,
+        first_sequence_id: int = 0,
+    ) -> Self:
+        """Make the processor of one engine. `seed`: the root of its requests' seeds; None: the config's.
+
+        Where the checkpoint names no end ids, the tokenizer's end token ends sequences, and a warning is logged. So is
+        one for a tokenizer that is larger than the vocabulary.
+        """
+        if codec is not None:
+            warn_of_larger_tokenizer(codec, sizes.vocab_size)
+        return cls(
+            codec,
+            max_model_len=sizes.max_model_len,
+            vocab_size=sizes.vocab_size,
+            eos_token_ids=end_ids(sizes.eos_token_ids, codec, sizes.vocab_size),
+            seed=config.seed if seed is None else seed,
+            takes_extra_args=bool(config.logits_processors),
+            clamps=config.on_long == "clamp",
+            gives_id_logprobs=config.device != "cuda",
+            default_params=partial(read_default_params, config.model),
+            first_sequence_id=first_sequence_id,
+        )
+
+    def check_batch(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingLike | Sequence[SamplingLike] | None
+    ) -> list[CheckedPrompt]:
+        """Check one prompt or a list of them, with one params or one each. Raises `RequestError` naming the index."""
+        batch = as_batch(prompts)
+        params = params if isinstance(params, list | tuple) else as_sampling_params(params)
+        each = one_each("sampling_params", params, 1 if batch is None else len(batch), "one SamplingParams")
+        if batch is None:
+            return [self.check(prompts, each[0])]
+        checked = [self._check_at(i, prompt, each[i]) for i, prompt in enumerate(batch)]
+        self._log_clamped(checked)
+        return checked
+
+    def check(self, prompt: Any, params: SamplingLike | None) -> CheckedPrompt:
+        """Raise `RequestError` unless this prompt can be served with `params` (a dict of them; None: the defaults)."""
+        checked = self._check(prompt, params)
+        self._log_clamped([checked])
+        return checked
+
+    def admit(self, checked: CheckedPrompt, *, priority: int = 0) -> EngineCoreRequest:
+        """Make the request to the core. Without a seed of its own it gets one from the engine's seed and its number."""
+        priority = plain(priority)
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise RequestError.for_field("priority", priority, "an int in [-2**63, 2**63)")
+        params = checked.params
+        seed = mix(self._seed, self._num_admitted) if params.seed is None else unsigned(params.seed)
+        self._num_admitted += 1
+        first_sequence_id = self._next_sequence_id
+        self._next_sequence_id += params.n
+        return EngineCoreRequest(
+            prompt_token_ids=checked.token_ids,
+            params=params,
+            max_tokens=checked.max_tokens,
+            seed=seed,
+            first_sequence_id=first_sequence_id,
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            priority=priority,
+            cache_salt=checked.cache_salt,
+            bad_words=checked.bad_words,
+        )
+
+    def _check(self, prompt: Any, params: SamplingLike | None) -> CheckedPrompt:
+        params, bad_words = self._prepare(as_sampling_params(params))
+        fields = as_fields(prompt)
+        text, token_ids = self._encode(fields)
+        token_ids = self._truncated(token_ids, params)
+        if not token_ids:
+            raise RequestError.for_field("prompt", prompt, "at least one token long", "It is empty.")
+        max_tokens = self._room(len(token_ids), params)
+        params.check_num_logprobs(len(token_ids), max_tokens, self._vocab_size)
+        return CheckedPrompt(
+            text=text,
+            token_ids=token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            cache_salt=fields.get("cache_salt") or "",
+            bad_words=bad_words,
+        )
+
+    def _check_at(self, index: int, prompt: Any, params: Any) -> CheckedPrompt:
+        try:
+            return self._check(prompt, params)
+        except RequestError as error:
+            raise at_index("prompts", index, error) from error
+
+    def _prepare(self, params: SamplingParams) -> tuple[SamplingParams, list[list[int]]]:
+        """Check params and spell their bad words as token ids; once for all prompts of a batch that share them.
+
+        The params are cloned, which checks them again: `msgspec.structs.replace` checks nothing.
+        """
+        prepared = self._prepared  # another thread may replace it meanwhile
+        if prepared is None or prepared[0] is not params:
+            clone = params.clone()
+            self._check_params(clone)
+            self._prepared = prepared = params, clone, self._spell(clone.bad_words or [])
+        return prepared[1:]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for field in ("stop", "stop_regex", "bad_words"):
+            if getattr(params, field) and self.codec is None:
+                bound = "absent with skip_tokenizer_init=True"
+                raise RequestError.for_field(field, getattr(params, field), bound, "It needs text.")
+        for field in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, field) or 0) > self._vocab_size:
+                bound = f"at most {self._vocab_size}, the vocabulary"
+                raise RequestError.for_field(field, getattr(params, field), bound)
+        if params.asks_for_ids and not self._gives_id_logprobs:
+            field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
+            hint = f"Its sampler returns log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."
+            raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
+        if params.extra_args and not self._takes_extra_args:
+            hint = "This engine has no logits_processors to read them."
+            raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+            for token_id in getattr(params, field) or ():
+                if token_id >= self._vocab_size:
+                    bound = f"ids in [0, {self._vocab_size}), the vocabulary"
+                    raise RequestError.for_field(field, token_id, bound)
+
+    def _spell(self, words: list[str]) -> list[list[int]]:
+        """Return every spelling of `words` as token ids."""
+        spelt = [(word, ids) for word in words if self.codec for ids in self.codec.encode_word(word)]
+        for word, ids in spelt:
+            if not ids:
+                raise RequestError.for_field("bad_words", word, "words that the tokenizer has tokens for")
+            as_token_ids(ids, "bad_words as token ids", self._vocab_size)
+        return [ids for _, ids in spelt]
+
+    def _encode(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
+        if "prompt_token_ids" in fields:
+            return None, as_token_ids(fields["prompt_token_ids"], "prompt_token_ids", self._vocab_size)
+        kind = "prompt" if "prompt" in fields else "messages"
+        if self.codec is None:
+            bound = "token ids: the engine has no tokenizer (skip_tokenizer_init=True)"
+            raise RequestError.for_field(kind, fields[kind], bound)
+        if kind == "prompt":
+            text, adds = fields["prompt"], fields.get("add_special_tokens")
+            token_ids = self.codec.encode(text, add_special_tokens=adds is None or adds)
+        else:
+            options = {key: fields[key] for key in CHAT_KEYS if key in fields}
+            text, token_ids = self.codec.encode_chat(fields["messages"], **options)
+        return text, as_token_ids(token_ids, f"{kind} as token ids", self._vocab_size)
+
+    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = self._max_model_len - max(params.max_tokens or 1, params.min_tokens)
+            if most < 1:
+                bound = f"below max_model_len={self._max_model_len}, to leave room for the prompt"
+                raise RequestError.for_field("max_tokens", params.max_tokens, bound)
+        return token_ids if most is None else token_ids[-most:]
+
+    def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Resolve `max_tokens`: as many as fit where it is None, or is shortened to what fits."""
+        limit = f"max_model_len={self._max_model_len}"
+        room = self._max_model_len - num_prompt_tokens
+        if room < 1:
+            bound = f"shorter than {limit} tokens, to leave room for one more"
+            raise RequestError.for_field("prompt", f"{num_prompt_tokens} tokens", bound, "See truncate_prompt_tokens.")
+        hint = f"The prompt has {num_prompt_tokens} tokens; both together must stay within {limit}."
+        if (params.max_tokens or 0) > room and not self._clamps:
+            hint += " EngineConfig(on_long='clamp') shortens it instead."
+            raise RequestError.for_field("max_tokens", params.max_tokens, f"at most {room}", hint)
+        if params.min_tokens > room:
+            raise RequestError.for_field("min_tokens", params.min_tokens, f"at most {room}", hint)
+        return min(params.max_tokens or room, room)
+
+    def _log_clamped(self, batch: list[CheckedPrompt]) -> None:
+        """Warn of the prompts of a call whose `max_tokens` was shortened."""
+        clamped = [(i, each) for i, each in enumerate(batch) if each.max_tokens < (each.params.max_tokens or 0)]
+        if clamped:
+            index, first = clamped[0]
+            logger.warning(
+                "max_tokens of %d of %d prompts was shortened to the room left in max_model_len=%d "
+                "(first of prompts[%d], from %d to %d).",
+                len(clamped),
+                len(batch),
+                self._max_model_len,
+                index,
+                first.params.max_tokens,
+                first.max_tokens,
+            )
+
+
+def one_each(field: str, given: Any, count: int, single: str) -> list[Any]:
+    """Return one value per prompt: one for all (`single` describes it) or a list. Raises `RequestError`."""
+    given = plain(given)
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError.for_field(field, f"a list of {len(given)}", f"{single}, or {count}: one per prompt")
+    return list(given)
+
+
+def at_index(name: str, index: int, error: RequestError) -> RequestError:
+    """Return the same error with the index of the batch's element that it is about."""
+    return RequestError(f"{name}[{index}]: {error}", field=error.field, value=error.value, bound=error.bound)

@@ -1,0 +1,194 @@
+"""Tells the kinds of prompts apart and checks their form.
+
+    "text"   [1, 2, 3]   [{"role": "user", "content": "text"}]
+    {"prompt": "text"}   {"prompt_token_ids": [1, 2, 3]}   {"messages": [{"role": ...}], "tools": [...]}
+
+Token ids may be an array or tensor of one dimension. Dictionaries may also carry "cache_salt", with a text
+"add_special_tokens" (False: none that the tokenizer adds by itself), and with a conversation the options of
+`ChatOptions`. A list of any of these is a batch; a list that starts with an int or with a message (a
+dictionary with "role" or "content") is one prompt.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout_engine._structs import plain
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import RequestError, unknown_name
+from rollout_engine.peer_options import CALL_PEERS, SAMPLING_PEERS, peer_option
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.text.conversations import (
+    CHAT_KEYS,
+    PROMPT_KINDS,
+    ChatOptions,
+    as_messages,
+    check_chat_options,
+    is_conversation,
+    is_message,
+)
+
+Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
+
+PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt")
+_PEERS = {
+    "vLLM's": dict.fromkeys(
+        ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt"),
+        "a prompt is text or token ids",
+    ),
+    "Hugging Face's": {
+        "input_ids": "give prompt_token_ids, without padding",
+        "attention_mask": "give prompt_token_ids without padding, and no mask",
+        "conversation": "give messages",
+    },
+}
+
+
+def as_batch(prompts: Any) -> list[Any] | None:
+    """Return the prompts of a batch, or None for a single prompt. Raises `RequestError` for anything else."""
+    if isinstance(prompts, str | Mapping):
+        return None
+    if _is_array(prompts) and getattr(prompts.dtype, "kind", "") not in ("O", "U"):
+        _refuse_rows(prompts)
+        return None
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | set | frozenset):
+        raise _not_a_prompt(prompts)
+    listed = list(prompts)
+    return None if listed and _is_id(listed[0]) or is_conversation(listed) else listed
+
+
+def as_fields(prompt: Any) -> dict[str, Any]:
+    """Return any prompt as a dictionary. Raises `RequestError` for unknown keys and values of the wrong form."""
+    fields = _keyed(prompt)
+    for key in fields:
+        if key not in PROMPT_KEYS:
+            raise RequestError(_unknown_key(str(key), fields), field=str(key), value=fields[key])
+    if is_conversation(fields.get("prompt")) and "messages" not in fields:
+        fields = {"messages" if key == "prompt" else key: value for key, value in fields.items()}
+    given = [kind for kind in PROMPT_KINDS if kind in fields]
+    if len(given) != 1:
+        raise RequestError.for_field("prompt", given, f"a dictionary with exactly one of {', '.join(PROMPT_KINDS)}")
+    _check_text(fields, "prompt", "a str, or a conversation")
+    if fields.get("cache_salt") is not None:
+        _check_text(fields, "cache_salt", "a str")
+    adds = fields.get("add_special_tokens")
+    if adds is not None and not ("prompt" in fields and isinstance(adds, bool)):
+        raise RequestError.for_field("add_special_tokens", adds, "a bool, given with a text (prompt)")
+    check_chat_options(fields)
+    if "messages" in fields:
+        return {**fields, "messages": as_messages(fields["messages"])}
+    for key in CHAT_KEYS:
+        if fields.get(key) is not None:
+            raise RequestError.for_field(key, fields[key], "given with a conversation (messages)")
+    return fields
+
+
+def check_chat_arguments(options: Mapping[str, Any], verb: Callable[..., Any]) -> None:
+    """Raise `RequestError` for a keyword argument of `verb` that is not in `ChatOptions`, saying where it belongs."""
+    for name, value in options.items():
+        if name not in CHAT_KEYS:
+            raise RequestError(_unknown_argument(name, verb), field=name, value=value)
+
+
+def with_chat_options(prompts: Any, options: ChatOptions) -> Any:
+    """Return the prompt or batch with `options` added to every prompt; a prompt's own options win."""
+    if not options:
+        return prompts
+    batch = as_batch(prompts)
+    return _with(options, prompts) if batch is None else [_with(options, prompt) for prompt in batch]
+
+
+def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
+    """Return a new list of ids in [0, vocab_size). Raises `RequestError` naming the first bad position."""
+    if _is_array(value) and value.ndim == 1:
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise RequestError.for_field(field, value, "a list of token ids")
+    token_ids = list(value)
+    if set(map(type, token_ids)) - {int}:  # rare: numpy integers, or a mistake
+        token_ids = [_as_int(token_id, f"{field}[{i}]") for i, token_id in enumerate(token_ids)]
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        bound = f"in [0, {vocab_size}), the vocabulary"
+        raise RequestError.for_field(f"{field}[{position}]", token_ids[position], bound)
+    return token_ids
+
+
+def _with(options: ChatOptions, prompt: Any) -> Any:
+    try:
+        return {**options, **_keyed(prompt)}
+    except RequestError:
+        return prompt  # refused with its index where all prompts are checked
+
+
+def _keyed(prompt: Any) -> dict[str, Any]:
+    """Return any prompt as a dictionary without checking its values."""
+    if isinstance(prompt, Mapping):
+        if is_message(prompt):
+            raise RequestError.for_field("prompt", prompt, "a prompt, not a message", "Put the message into a list.")
+        return dict(prompt)
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if is_conversation(prompt):
+        return {"messages": prompt}
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple | Mapping):
+        hint = "Each request of add_request and AsyncLLM.generate is one."
+        raise RequestError.for_field("prompt", prompt, "one prompt, not a list of them", hint)
+    if isinstance(prompt, list | tuple) or _is_array(prompt):
+        return {"prompt_token_ids": prompt}
+    raise _not_a_prompt(prompt)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether `value` is an array or tensor; numpy's scalars are not."""
+    return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, np.generic | type)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) or (_is_array(value) and value.ndim == 0)
+
+
+def _refuse_rows(array: Any) -> None:
+    if array.ndim > 1:
+        bound = "of one dimension: the token ids of one prompt"
+        hint = "Rows of a padded batch would be sampled with their padding: give a list of prompts."
+        raise RequestError.for_field("prompts", f"an array of shape {tuple(array.shape)}", bound, hint)
+
+
+def _as_int(token_id: Any, field: str) -> int:
+    number = plain(token_id)
+    if type(number) is not int:
+        raise RequestError.for_field(field, token_id, "an int, a token id")
+    return number
+
+
+def _check_text(fields: dict[str, Any], key: str, bound: str) -> None:
+    if key in fields and not isinstance(fields[key], str):
+        raise RequestError.for_field(key, fields[key], bound)
+
+
+def _unknown_key(key: str, fields: dict[str, Any]) -> str:
+    has_prompt = any(kind in fields for kind in PROMPT_KINDS)
+    hint = " Other columns of a dataset go to rollout(..., columns={...})." if has_prompt else ""
+    return peer_option(_PEERS, key) or unknown_name("prompt key", key, PROMPT_KEYS) + hint
+
+
+def _unknown_argument(name: str, verb: Callable[..., Any]) -> str:
+    unknown = f"'{name}' is not an argument of {verb.__name__}:"
+    if name in SamplingParams.__struct_fields__:
+        return f"{unknown} give sampling_params=SamplingParams({name}=...)."
+    if name in EngineConfig.__struct_fields__:
+        return f"{unknown} it is an option of the engine, given when that is made."
+    own = [key for key, each in inspect.signature(verb).parameters.items() if each.kind != each.VAR_KEYWORD]
+    peers = peer_option(CALL_PEERS, name) or peer_option(SAMPLING_PEERS, name)
+    return peers or unknown_name(f"argument of {verb.__name__}", name, [*own, *CHAT_KEYS])
+
+
+def _not_a_prompt(value: Any) -> RequestError:
+    kinds = (
+        "a str, a list of token ids, a conversation (a list of messages), a dictionary (prompt, prompt_token_ids or "
+        "messages), or a list of these"
+    )
+    return RequestError.for_field("prompt", value, kinds)

@@ -1,0 +1,160 @@
+"""Wraps a Hugging Face tokenizer: encodes text, renders chats, decodes in a stream."""
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.locations import describe_missing, located
+from rollout_engine.text.text_stream import ByteStream, TextStream, TokenBytes, WindowStream
+
+logger = logging.getLogger("rollout_engine")
+
+
+class TextCodec:
+    """Turns text into ids and ids into text with a Hugging Face tokenizer (`hf`)."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+        self.hf = hf
+        added = hf.added_tokens_decoder
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._warned: set[str] = set()
+        self._tables = {}
+        if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
+            for skipped in (frozenset[int](), self._special):
+                self._tables[skipped] = TokenBytes(hf.backend_tokenizer, skipped)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "TextCodec | None":
+        """Load an engine's tokenizer; None with `skip_tokenizer_init`. Raises `ConfigError`."""
+        if config.skip_tokenizer_init:
+            return None
+        return cls.from_pretrained(config.tokenizer or config.model, "tokenizer" if config.tokenizer else "model")
+
+    @classmethod
+    def from_pretrained(cls, name: str, field: str = "tokenizer") -> "TextCodec":
+        """Load from a directory or hub id. Raises `ConfigError`; `field` is the option that gave `name`."""
+        name = located(field, name)
+        try:
+            hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except Exception as problem:  # a broken file may raise anything
+            missing = "" if Path(name).exists() else f"the path does not exist ({describe_missing(Path(name))}); "
+            raise _cannot_load(name, f"{missing}{type(problem).__name__}: {problem}") from problem
+        if len(hf) <= len(hf.added_tokens_decoder):  # the loader returns an empty one where the files are missing
+            raise _cannot_load(name, "it has no vocabulary; are its files (tokenizer.json) there?")
+        return cls(hf)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a prompt, with the special tokens that the tokenizer adds. Raises `RequestError`."""
+        token_ids = self._encode(text, add_special_tokens=add_special_tokens)
+        first = self.hf.bos_token_id
+        if first is not None and token_ids[:2] == [first, first]:
+            self._warn_once(
+                f"A prompt's text begins with {self.hf.bos_token!r}, which the tokenizer adds by itself: it is there "
+                'twice. Give {"prompt": text, "add_special_tokens": False}, or the conversation itself.'
+            )
+        return token_ids
+
+    def encode_word(self, word: str) -> list[list[int]]:
+        """Return the ids of a word alone, and after a space where those differ. Raises `RequestError`."""
+        texts = (word, f" {word.lstrip()}")
+        plain, spaced = (self._encode(text, add_special_tokens=False, field="bad_words") for text in texts)
+        return [plain] if spaced == plain else [plain, spaced]
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = False,
+    ) -> tuple[str, list[int]]:
+        """Render a conversation as (text, ids); options as in `ChatOptions`. Raises `RequestError`."""
+        variables = chat_template_kwargs or {}
+        self._warn_of_unread(self._template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
+        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        try:
+            text = str(
+                self.hf.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=opens,
+                    continue_final_message=bool(continue_final_message),
+                    tokenize=False,
+                    **variables,
+                )
+            )
+        except Exception as problem:  # a template is a program: it may raise anything
+            raise RequestError(
+                f"The chat template cannot render these messages: {type(problem).__name__}: {problem}",
+                field="messages",
+                value=messages,
+            ) from problem
+        return text, self._encode(text, add_special_tokens=False)
+
+    def new_stream(
+        self,
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> TextStream:
+        """Make a decoder for a completion of `prompt_token_ids`."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        if skipped in self._tables:  # byte-level decoders put no spaces between tokens
+            return ByteStream(self._tables[skipped], prompt_token_ids)
+        unspaced = {} if skip_special_tokens or spaces_between_special_tokens else self._added
+        return WindowStream(self._decode, skipped, prompt_token_ids, unspaced)
+
+    def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        try:
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        except Exception as problem:  # for example a lone surrogate, which is not valid text
+            bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
+            raise RequestError.for_field(field, text, bound) from problem
+
+    def _template(self, named: str | None, tools: list[Any] | None) -> str:
+        """Return the text of the chat template that will be used. Raises `RequestError` where there is none."""
+        own = self.hf.chat_template
+        if named is not None and "{" not in named and not (isinstance(own, dict) and named in own):
+            names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
+            raise RequestError.for_field("chat_template", named, f"a Jinja template{names}", "A path is not read.")
+        if named is None and own is None:
+            bound = "text or token ids: this tokenizer has no chat template"
+            raise RequestError.for_field("messages", "a conversation", bound, "Or give chat_template=...")
+        try:
+            return str(self.hf.get_chat_template(named, tools))
+        except ValueError as problem:  # several templates, and no default among them
+            raise RequestError.for_field("chat_template", named, f"one of {', '.join(own)}", str(problem)) from None
+
+    def _warn_of_unread(self, template: str, names: list[str]) -> None:
+        """Warn of each variable in `names` that a template never reads."""
+        for name in names:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                self._warn_once(f"The chat template never reads '{name}': giving it changes no prompt.")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self.hf.is_fast:  # without the clean-up of `decode`, which rewrites earlier text
+            return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
+        return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _cannot_load(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"No tokenizer could be loaded from '{name}': {reason}. "
+        "Give tokenizer=..., or skip_tokenizer_init=True to work with token ids only."
+    )

@@ -1,0 +1,1 @@
+"""The live weights of a worker and the transactions that replace them."""

@@ -1,0 +1,76 @@
+"""Checks that the manifest of an update describes the engine's weights: names, ties, shapes, dtypes."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from rollout_engine.weights.coverage import Coverage
+from sync.base import Metadata
+from sync.errors import ManifestMismatch
+from sync.manifest import TensorSpec, WeightManifest, first_names
+
+
+class ManifestChecks:
+    """Compares manifests with the weights of one engine.
+
+    Args:
+        targets: every accepted name, the module's and the checkpoint's, as a view of live storage.
+        aliases: groups of names that are one and the same view (tied weights).
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], aliases: Iterable[Iterable[str]]) -> None:
+        self._same_as = {name: group[0] for group in map(list, aliases) for name in group}
+        self._coverage = Coverage(targets)
+        self.canonical = self._coverage.canonical
+        """Names that together are every weight once, in order."""
+
+    def check(self, manifest: WeightManifest, live: Metadata, *, partial: bool) -> None:
+        """Raise `ManifestMismatch` unless the manifest sends every weight once, in the form of `live`.
+
+        `partial`: it may leave weights out, but has to send some.
+        """
+        manifest.check()
+        self._check_names(manifest, live, partial=partial)
+        _check_forms(manifest, live)
+
+    def _check_names(self, manifest: WeightManifest, live: Metadata, *, partial: bool) -> None:
+        names = [spec.name for spec in manifest.tensors]
+        mentioned = names + [name for group in manifest.aliases for name in group]
+        if unknown := sorted({name for name in mentioned if name not in live}):
+            raise ManifestMismatch(f"{len(unknown)} names are not in the model: {first_names(unknown)}.")
+        self._check_ties(manifest)
+        chosen = {self._owner(name) for name in names}
+        if twice := self._coverage.overlapping(chosen):
+            raise ManifestMismatch(f"{len(twice)} names overlap others of the manifest: {first_names(twice)}.")
+        if partial and not names:
+            raise ManifestMismatch("partial=True, and the update has no tensor: send at least one.")
+        if not partial and (missing := self._coverage.missing(chosen)):
+            advice = "Send every weight, or only some with partial=True, which leaves the others as they are."
+            raise ManifestMismatch(f"{len(missing)} tensors are missing: {first_names(missing)}. {advice}")
+
+    def _check_ties(self, manifest: WeightManifest) -> None:
+        """Ties at the source must be ties here; names tied here may all be sent if they carry the same values."""
+        for first, *others in manifest.aliases:
+            if apart := [name for name in others if self._owner(name) != self._owner(first)]:
+                what = f"tied to '{first}' at the source, but not in the engine"
+                raise ManifestMismatch(f"{first_names(apart)}: {what}.")
+        sent: dict[str, TensorSpec] = {}
+        for spec in manifest.tensors:
+            other = sent.setdefault(self._owner(spec.name), spec)
+            if other.digest != spec.digest:
+                what = "are tied in the engine, but differ at the source"
+                raise ManifestMismatch(f"'{other.name}' and '{spec.name}' {what}.")
+
+    def _owner(self, name: str) -> str:
+        return self._same_as.get(name, name)
+
+
+def _check_forms(manifest: WeightManifest, live: Metadata) -> None:
+    wrong = [
+        f"'{spec.name}': expected {live[spec.name]}, came {(spec.dtype, spec.shape)}"
+        for spec in manifest.tensors
+        if (spec.dtype, spec.shape) != live[spec.name]
+    ]
+    if wrong:
+        hint = "Shapes must be equal; only floating dtypes are cast."
+        raise ManifestMismatch(f"{len(wrong)} tensors do not fit: {first_names(wrong)}. {hint}")

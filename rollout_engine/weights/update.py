@@ -1,0 +1,170 @@
+"""One whole weight update: from a source to the report, by the verbs of `WeightUpdater`.
+
+    shadow      begin  stage ... stage  verify   drain │ commit │ confirm
+                steps go on                     end in └────────┘ between two steps
+    in place    begin  drain │ stage ... stage  verify  commit │ confirm
+                             └─────────── no steps ────────────┘
+
+`drain` lets requests in flight go on ("keep"), finish first ("wait"), or ends them now ("abort").
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from rollout_engine.errors import DirtyWeightsError, as_weight_errors
+from rollout_engine.messages import Staging, UpdateMode, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.weights.transaction import WeightUpdater
+from sync.base import WeightReceiver, WeightSource
+from sync.errors import TransferTimeout
+from sync.manifest import WeightManifest
+from sync.published import checked_manifest, is_store, lease_current
+from sync.source import read_source
+from sync.transports import make_receiver, make_sender
+
+
+class StepControl(Protocol):
+    """Control of an engine's steps, as far as an update of its weights needs it."""
+
+    def boundary(self) -> AbstractContextManager[object]:
+        """Keep steps out while inside, with none in flight."""
+
+    def drain(self, mode: UpdateMode, deadline: float) -> None:
+        """End ("abort") or finish ("wait") requests in flight, and let no new one start before the update has ended.
+
+        Raises `DrainTimeoutError` at `deadline` (`time.monotonic`).
+        """
+
+    def stop(self) -> None:
+        """Let no step begin before the update has ended. Called inside `boundary`."""
+
+    def commit_version(self, version: int) -> int:
+        """Make `version` the live one; returns the number of requests in flight. Called inside `boundary`."""
+
+
+def update_from_source(
+    updater: WeightUpdater,
+    source: WeightSource,
+    steps: StepControl,
+    options: UpdateOptions,
+    version: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> UpdateReport:
+    """Carry out one whole update from a source in this process, or raise and change nothing.
+
+    `version=None` is a published store's own, else the live version + 1. `check` and errors as in `apply_update`.
+    """
+    start = time.perf_counter()
+    metadata = updater.metadata()
+    if isinstance(source, str | os.PathLike):
+        source = Path(os.path.expanduser(source))
+    if isinstance(source, Path) and is_store(source):
+        with as_weight_errors():
+            published = checked_manifest(lease_current(source))
+        version = published.version if version is None else version
+        needs_cast = any(spec.dtype != metadata[spec.name][0] for spec in published.tensors if spec.name in metadata)
+        if version == published.version and not needs_cast:
+            return apply_update(updater, published, make_receiver("store", directory=source), steps, options, check)
+    sender = make_sender("inproc")
+    try:
+        with as_weight_errors():
+            pairs = read_source(source)
+            updater.cast_notice.warn_if_cast(pairs, metadata)
+            manifest = sender.offer(pairs, updater.version + 1 if version is None else version, metadata)
+        report = apply_update(updater, manifest, make_receiver("inproc", sender=sender), steps, options, check)
+    finally:
+        sender.close()
+    return msgspec.structs.replace(report, seconds=time.perf_counter() - start)
+
+
+def apply_update(
+    updater: WeightUpdater,
+    manifest: WeightManifest,
+    receiver: WeightReceiver,
+    steps: StepControl,
+    options: UpdateOptions,
+    check: Callable[[], None] = lambda: None,
+    accepted: Callable[[], object] = lambda: None,
+) -> UpdateReport:
+    """Carry out one whole update with the tensors of `receiver`.
+
+    `check` is called as each tensor arrives and before the commit; an exception it raises ends the update. `accepted`
+    is called when the manifest is accepted, before the first tensor is asked for.
+
+    Raises the weight errors; `DirtyWeightsError` where the weights are incomplete now and were not before.
+    """
+    start, deadline = time.perf_counter(), time.monotonic() + options.timeout
+    inplace = _in_place(updater, options.staging)
+    with as_weight_errors():
+        if not updater.begin(manifest, options, inplace=inplace):
+            digest = updater.digest() if options.partial else manifest.digest
+            return UpdateReport(manifest.version, digest, 0, 0, time.perf_counter() - start, 0.0, 0)
+        with _aborting_at_end(updater, manifest.version):
+            stalled = 0.0
+            if inplace:
+                steps.drain(options.mode, deadline)
+                with steps.boundary():
+                    stalled = time.perf_counter()
+                    steps.stop()
+            accepted()
+            updater.receive(receiver, check=_in_time(deadline, check))
+            updater.verify()
+            if not inplace:
+                steps.drain(options.mode, deadline)
+            check()
+            with steps.boundary():
+                stalled = stalled or time.perf_counter()
+                updater.commit(manifest.version)
+                num_in_flight = steps.commit_version(manifest.version)
+                resumed = time.perf_counter()
+            digest = updater.confirm()
+            num_shadow_bytes = updater.num_shadow_bytes
+    return UpdateReport(
+        manifest.version,
+        digest,
+        len(manifest.tensors),
+        manifest.num_bytes,
+        resumed - start,
+        resumed - stalled,
+        num_in_flight,
+        "inplace" if inplace else "shadow",
+        num_shadow_bytes,
+        updater.pack_seconds,
+    )
+
+
+@contextmanager
+def _aborting_at_end(updater: WeightUpdater, version: int) -> Iterator[None]:
+    """Leaves no update open. An error that leaves the weights incomplete, where they were not, says so."""
+    was_dirty = updater.dirty
+    try:
+        yield
+    except Exception as problem:
+        if updater.dirty and not was_dirty and not isinstance(problem, DirtyWeightsError):
+            what = f"The update to version {version} in place failed: {problem}"
+            raise DirtyWeightsError(f"{what} Live weights are a mixture: send them again.") from problem
+        raise
+    finally:
+        updater.abort()
+
+
+def _in_place(updater: WeightUpdater, staging: Staging) -> bool:
+    """For "auto": whether there is nothing to protect, or no memory for a shadow."""
+    if staging != "auto":
+        return staging == "inplace"
+    return updater.dirty or not updater.has_room_for_shadow
+
+
+def _in_time(deadline: float, check: Callable[[], None]) -> Callable[[str], None]:
+    def check_all(name: str) -> None:
+        check()
+        if time.monotonic() > deadline:
+            raise TransferTimeout(f"The weights did not arrive in time: '{name}' came after the deadline.")
+
+    return check_all

@@ -1,0 +1,240 @@
+"""A scenario for each verb: what it does on an engine that runs and is empty, told as plain values.
+
+Every client plays every scenario and has to tell the same; then the verb is called in every state. A new verb gets a
+function of its name here:
+
+    @scenario(refused_in="asleep dirty")
+    def get_block_size(engine):
+        return engine.get_block_size()
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from rollout_engine import LLMEngine
+from rollout_engine.errors import LifecycleError, RequestError, RPCError
+from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
+
+
+class Scenario(NamedTuple):
+    """A verb's row."""
+
+    play: Callable[[LLMEngine], Any]
+    refused_in: frozenset[str]
+    """States of `test_states` in which it raises. After shutdown it does too, unless its row says `after_shutdown`."""
+    arguments: dict[str, Any]
+    """Those that a call needs."""
+
+
+SCENARIOS: dict[str, Scenario] = {}
+"""By the name of the verb."""
+
+
+def scenario(refused_in: str = "", **arguments: Any) -> Callable[[Callable[[LLMEngine], Any]], None]:
+    """Decorate the scenario of the verb of its name."""
+
+    def register(play: Callable[[LLMEngine], Any]) -> None:
+        SCENARIOS[play.__name__] = Scenario(play, frozenset(refused_in.split()), arguments)
+
+    return register
+
+
+def call(engine, name, /, **arguments):
+    """Call a verb by its name, past the faces."""
+    return engine.frontend.client.call(name, arguments).result()
+
+
+@scenario()
+def pause_generation(engine):
+    with pytest.raises(LifecycleError, match="pause_generation: mode='later'"):
+        engine.pause_generation(mode="later")
+    before = engine.stats.pause_seconds.count
+    for mode in ("abort", "wait", "keep", "keep"):
+        engine.pause_generation(mode=mode)
+        assert engine.is_paused()
+    engine.pause_generation(wait_for_inflight_requests=True, clear_cache=True)
+    engine.resume_generation()
+    return engine.stats.pause_seconds.count - before
+
+
+@scenario(refused_in="asleep updating")
+def resume_generation(engine):
+    engine.resume_generation()
+    engine.pause_generation()
+    engine.resume_generation()
+    engine.resume_generation()
+    return told(last_of(engine, "hello", SHORT))
+
+
+@scenario()
+def is_paused(engine):
+    found = [engine.is_paused()]
+    engine.pause_generation()
+    engine.sleep()
+    found.append(engine.is_paused())
+    engine.wake_up()
+    found.append(engine.is_paused())
+    engine.resume_generation()
+    return [*found, engine.is_paused()]
+
+
+@scenario(refused_in="frozen")
+def wait_for_requests_to_drain(engine):
+    engine.add_request("r", "hello", SHORT)
+    engine.wait_for_requests_to_drain()
+    unfinished = call(engine, "get_num_unfinished_requests")
+    (output,) = engine.step()
+    engine.wait_for_requests_to_drain(drain_timeout=0.5)
+    return unfinished, told(output)
+
+
+@scenario(refused_in="updating")
+def sleep(engine):
+    for wrong in (dict(level=3), dict(mode="later")):
+        with pytest.raises(LifecycleError, match=f"sleep: {next(iter(wrong))}="):
+            engine.sleep(**wrong)
+    engine.sleep()
+    engine.sleep(level=1, mode="wait")
+    found = engine.is_sleeping(), engine.get_metrics().core.state
+    engine.wake_up()
+    return found, told(last_of(engine, "hello", SHORT))
+
+
+@scenario(refused_in="updating")
+def wake_up(engine):
+    with pytest.raises(LifecycleError, match="wake_up: tags=.'heap'"):
+        engine.wake_up("heap")
+    engine.wake_up()
+    engine.sleep()
+    found = []
+    for tags in (["weights"], "weights", ("kv_cache",), None):
+        engine.wake_up(tags)
+        found.append(engine.is_sleeping())
+    return found
+
+
+@scenario()
+def is_sleeping(engine):
+    found = [engine.is_sleeping()]
+    engine.sleep()
+    found.append(engine.is_sleeping())
+    engine.wake_up(["kv_cache"])
+    found.append(engine.is_sleeping())
+    engine.wake_up()
+    return [*found, engine.is_sleeping()]
+
+
+@scenario()
+def reset_prefix_cache(engine):
+    prompt = list(range(3, 60))
+    assert engine.reset_prefix_cache()
+    cached = [last_of(engine, prompt, SHORT).num_cached_tokens for _ in range(2)]
+    with in_flight(engine, prompt):
+        refused = engine.reset_prefix_cache()
+        done = engine.reset_prefix_cache(reset_running_requests=True)
+        step_further(engine)
+    assert engine.reset_prefix_cache()
+    return cached, refused, done, last_of(engine, prompt, SHORT).num_cached_tokens
+
+
+@scenario(refused_in="asleep dirty", prompt_token_ids=[[5]], completion_token_ids=[[6]])
+def score(engine):
+    for prompts, completions, match in (
+        ([[5]], [[999]], r"completion_token_ids\[0\]"),
+        ([[]], [[5]], r"prompt_token_ids\[0\]"),
+        ([[5]], [], "completion_token_ids"),
+        ([[5]], ["text"], r"completion_token_ids"),
+    ):
+        with pytest.raises(RequestError, match=match):
+            engine.score(prompts, completions)
+    with pytest.raises(RequestError, match="temperature"):
+        engine.score([[5]], [[6]], temperature=-1)
+    sampled = last_of(engine, [5, 6, 7], SHORT).outputs[0]
+    (scored,) = engine.score([[5, 6, 7]], [sampled.token_ids])
+    assert np.array_equal(scored, sampled.logprobs)
+    return plain(engine.score([[5, 6, 7], [8]], np.array([[9, 10], [11, 12]]), temperature=0.7))
+
+
+@scenario(method="get_memory_usage")
+def collective_rpc(engine):
+    for wrong, match in (
+        (dict(method="nothing"), "Unknown method"),
+        (dict(method="numbers", args=[{"start": "a", "stop": 2}]), "numbers"),
+        (dict(method="numbers", kwargs={"between": 1}), "between"),
+        (dict(method="fail"), "KeyError: 'of the extension'"),
+        (dict(method="__init__"), "Unknown method"),
+        (dict(method=3), "method must be a name"),
+        (dict(method="count", args=3), "args must be a list"),
+        (dict(method="count", kwargs=[3]), "kwargs must be a dict"),
+        (dict(method="count", timeout=0), "timeout must be seconds"),
+    ):
+        with pytest.raises(RPCError, match=match):
+            engine.collective_rpc(**wrong)
+    (doubled,) = engine.collective_rpc("double", args=[np.arange(3, dtype=np.float32)])
+    (numbers,) = engine.collective_rpc("numbers", 5, [{"start": 1, "stop": 9}], {"step": 3})
+    return plain(doubled), numbers, engine.collective_rpc("get_weight_digest")
+
+
+@scenario(refused_in="asleep dirty updating", fn=lambda module: None)
+def apply_model(engine):
+    try:
+        return engine.apply_model(lambda module: [name for name, _ in module.named_parameters()])[0][0]
+    except LifecycleError as error:  # functions do not cross processes
+        assert "apply_model: functions do not cross processes" in str(error)
+        return "model.embed_tokens.weight"
+
+
+@scenario()
+def get_model_metadata(engine):
+    return engine.get_model_metadata()
+
+
+@scenario()
+def get_cache_usage(engine):
+    found = [engine.get_cache_usage()]
+    with in_flight(engine, list(range(3, 60))):
+        assert engine.get_cache_usage() > 3 / 2048
+    return found
+
+
+@scenario()
+def get_num_unfinished_requests(engine):
+    engine.pause_generation()
+    counts = [call(engine, "get_num_unfinished_requests")]
+    for request_id in ("a", "b"):
+        engine.add_request(request_id, "hello", ENDLESS)
+        counts.append(call(engine, "get_num_unfinished_requests"))
+    engine.abort_request(["a", "b"], discard=True)
+    engine.resume_generation()
+    return [*counts, call(engine, "get_num_unfinished_requests")]
+
+
+@scenario()
+def check_health(engine):
+    before = engine.check_health()
+    last_of(engine, "hello", SHORT)
+    after = engine.check_health()
+    assert after.pid == before.pid and after.policy_version == engine.policy_version
+    return after.num_unfinished_requests, after.num_steps > before.num_steps
+
+
+@scenario()
+def check_integrity(engine):
+    with in_flight(engine):
+        return engine.check_integrity()
+
+
+@scenario()
+def get_core_metrics(engine):
+    before = call(engine, "get_core_metrics").counters.num_tokens_sampled
+    sampled = len(last_of(engine, "hello", SHORT).outputs[0].token_ids)
+    metrics = call(engine, "get_core_metrics")
+    return metrics.state, metrics.counters.num_tokens_sampled - before - sampled
+
+
+@scenario(refused_in="paused asleep dirty frozen", verb="generate")
+def require_running(engine):
+    return call(engine, "require_running", verb="generate")

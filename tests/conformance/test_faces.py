@@ -1,0 +1,100 @@
+"""Every face gives the same tokens over every client."""
+
+import asyncio
+
+import pytest
+
+from rollout_engine import LLM, AsyncLLM, LifecycleError, RolloutPolicy, SamplingParams
+from tests.conformance.clients import CLIENTS
+from tests.conformance.running import plain, told_of_sample
+
+PROMPTS = ["hello", [5, 6, 7], {"messages": [{"role": "user", "content": "hi"}]}]
+PARAMS = SamplingParams(n=2, seed=5, max_tokens=12, logprobs=0)
+
+
+def samples_of(outputs):
+    """Of every prompt, the samples."""
+    return [[told_of_sample(sample) for sample in output.outputs] for output in outputs]
+
+
+def told_of_batch(batch):
+    return [plain(batch[key].numpy()) for key in (("tokens", "full"), ("log_probs", "full"), "seed", "group_id")]
+
+
+@pytest.fixture
+def expected(engine):
+    """What `LLMEngine.step` brings."""
+    ids = engine.add_requests(PROMPTS, PARAMS)
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return samples_of(done[request_id] for request_id in ids)
+
+
+def test_generate_gives_what_stepping_gives(engine, same, expected):
+    llm = LLM.from_engine(engine)
+    assert samples_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert samples_of(llm.chat(PROMPTS[2]["messages"], PARAMS, use_tqdm=False)) == expected[2:]
+    same(expected)
+
+
+def test_a_policy_rolls_out_what_stepping_gives(engine, same, expected):
+    policy = RolloutPolicy(engine)
+    batch = policy.rollout(PROMPTS, PARAMS, use_tqdm=False)
+    assert batch["seed"].tolist() == [
+        sample.seed if sample.seed < 2**63 else sample.seed - 2**64
+        for output in LLM.from_engine(engine).generate(PROMPTS, PARAMS, use_tqdm=False)
+        for sample in output.outputs
+    ]
+    assert plain(policy.score(batch).numpy()) == plain(batch["log_probs", "full"].numpy())
+
+    async def groups():
+        return [group async for group in policy.arollout(PROMPTS, PARAMS)]
+
+    by_prompt = {int(group["group_id"][0]): group for group in asyncio.run(groups())}
+    rewarded = policy.rollout(PROMPTS, PARAMS, use_tqdm=False, reward_fn=lambda completions: [1.0] * len(completions))
+    assert told_of_batch(rewarded) == told_of_batch(batch)
+    alone = [policy.rollout([prompt], PARAMS, use_tqdm=False) for prompt in PROMPTS]
+    assert [told_of_batch(by_prompt[i])[:3] for i in range(3)] == [told_of_batch(group)[:3] for group in alone]
+    same(told_of_batch(batch))
+
+
+def test_no_face_waits_for_ever_while_paused(engine):
+    engine.pause_generation()
+    for verb, generate in (
+        ("generate", lambda: LLM.from_engine(engine).generate("hello", PARAMS, use_tqdm=False)),
+        ("rollout", lambda: RolloutPolicy(engine).rollout("hello", PARAMS, use_tqdm=False)),
+    ):
+        with pytest.raises(LifecycleError, match=f"{verb}: not possible while the engine is PAUSED"):
+            generate()
+    engine.resume_generation()
+
+
+def test_the_asynchronous_face_gives_the_same(kind, config, engine, same, expected):
+    """Over a client of its own; one that its caller turns is refused, since a loop has no thread to lend."""
+    with CLIENTS[kind](config) as client:
+        if kind == "turned by its caller":
+            with pytest.raises(LifecycleError, match="own_thread=True"):
+                AsyncLLM.from_client(client)
+            return
+        with AsyncLLM.from_client(client) as async_llm:
+            assert asyncio.run(async_work(async_llm)) == expected
+            over_both = [RolloutPolicy(face).rollout(PROMPTS, PARAMS, use_tqdm=False) for face in (async_llm, engine)]
+            assert told_of_batch(over_both[0]) == told_of_batch(over_both[1])
+
+
+async def async_work(engine):
+    """Requests, one left in the middle, and verbs."""
+
+    async def last(prompt):
+        return [output async for output in engine.generate(prompt, PARAMS)][-1]
+
+    outputs = await asyncio.gather(*map(last, PROMPTS))
+    async for _ in engine.generate("hello", SamplingParams(max_tokens=30_000, ignore_eos=True)):
+        break
+    await engine.wait_for_requests_to_drain(drain_timeout=60)
+    await engine.pause_generation(mode="wait")
+    assert await engine.is_paused()
+    await engine.resume_generation()
+    assert await engine.get_num_unfinished_requests() == 0
+    return samples_of(outputs)

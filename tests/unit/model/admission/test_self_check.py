@@ -1,0 +1,141 @@
+import msgspec
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.model.admission import self_check
+from rollout_engine.model.admission.self_check import check_numerics
+from rollout_engine.model.modules import attention_interface
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.construct import construct
+from rollout_engine.model.modules.geometry import LayerGeometry, Refusal, probe_geometry
+from rollout_engine.testing import tiny_config
+
+
+def layers_of(architecture: str, **overrides) -> list[LayerGeometry]:
+    config = tiny_config(architecture, **overrides)
+    return probe_geometry(construct(config, dtype=torch.float32, attention=ATTENTION_NAME))
+
+
+def check(architecture: str, **overrides) -> None:
+    check_numerics(tiny_config(architecture, **overrides), layers_of(architecture, **overrides))
+
+
+ADMITTED = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen2", dict(use_sliding_window=True, sliding_window=4096, max_window_layers=1)),
+    ("mistral", dict(sliding_window=4096)),
+    ("gemma2", {}),
+    ("gpt_neox", {}),
+    ("apertus", {}),  # parameters and buffers that its architecture does not initialise
+    ("gpt_oss", dict(num_local_experts=4, num_experts_per_tok=2)),  # attention sinks
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), ADMITTED)
+def test_right_attention_passes(architecture, overrides):
+    check(architecture, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "fault"),
+    [
+        ("llama", {}, lambda s: s._replace(scale=s.scale * 1.05)),
+        ("qwen2", {}, lambda s: s._replace(scale=s.scale * 1.05)),
+        ("qwen3", {}, lambda s: s._replace(scale=s.scale * 1.05)),
+        ("gemma2", {}, lambda s: s._replace(scale=s.scale * 1.05)),
+        ("gemma2", {}, lambda s: s._replace(softcap=0.0)),
+        ("mistral", dict(sliding_window=4096), lambda s: s._replace(sliding_window=s.sliding_window + 1)),
+        ("mistral", dict(sliding_window=4096), lambda s: s._replace(sliding_window=s.sliding_window - 1)),
+        ("mistral", dict(sliding_window=4096), lambda s: s._replace(sliding_window=0)),
+    ],
+)
+def test_faulty_attention_is_refused(monkeypatch, architecture, overrides, fault):
+    monkeypatch.setattr(attention_interface, "AttentionParams", lambda *fields: fault(AttentionParams(*fields)))
+    with pytest.raises(Refusal, match="logits differ"):
+        check(architecture, **overrides)
+
+
+def test_a_nan_is_a_difference(monkeypatch):
+    monkeypatch.setattr(
+        attention_interface, "AttentionParams", lambda *fields: AttentionParams(*fields)._replace(scale=float("nan"))
+    )
+    with pytest.raises(Refusal, match="differ from transformers' own by nan"):
+        check("qwen3")
+
+
+def test_a_buffer_that_nobody_computes_is_a_difference(monkeypatch):
+    layers = layers_of("llama")
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(Refusal, match="differ from transformers' own by nan"):
+        check_numerics(tiny_config("llama"), layers)
+
+
+def test_a_forward_that_fails_is_a_refusal(monkeypatch):
+    def broken(*fields):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(attention_interface, "AttentionParams", broken)
+    with pytest.raises(Refusal, match="fails over the paged cache .*no such kernel"):
+        check("qwen3")
+
+
+def test_a_large_model_is_checked_on_a_small_copy(monkeypatch):
+    sizes = []
+    compare = self_check._relative_error
+
+    def watch(engine, reference, geometry):
+        sizes.append(sum(p.numel() for p in engine.parameters()))
+        return compare(engine, reference, geometry)
+
+    monkeypatch.setattr(self_check, "_relative_error", watch)
+    config = tiny_config(
+        "qwen3",
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    )
+    geometry = layers_of("qwen3", num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    check_numerics(config, geometry)
+    assert sizes[0] < 8_000_000
+
+
+def test_every_kind_of_layer_is_in_the_copy(monkeypatch):
+    seen = []
+    monkeypatch.setattr(self_check, "_relative_error", lambda engine, reference, geometry: seen.extend(geometry) or 0.0)
+    check("gemma3_text", num_hidden_layers=12, sliding_window=4096)
+    assert [g.sliding_window for g in seen] == [8] * 5 + [None]
+
+
+def test_a_copy_that_changes_its_kind_is_not_trusted(monkeypatch):
+    small = layers_of("qwen3")
+    with pytest.raises(Refusal, match="no small copy .*changed with its size"):
+        check_numerics(tiny_config("qwen3"), [msgspec.structs.replace(layer, scale=1.0) for layer in small])
+
+
+def test_an_architecture_that_cannot_be_built_small_is_refused(monkeypatch):
+    def picky(*args, **kwargs):
+        raise ValueError("too small for me")
+
+    geometry = layers_of("qwen3")
+    monkeypatch.setattr(self_check, "construct", picky)
+    with pytest.raises(Refusal, match="no small copy .*too small for me"):
+        check_numerics(tiny_config("qwen3"), geometry)
+
+
+def test_steps_compute_every_token_once_and_end_in_single_tokens():
+    lengths = (19, 7, 26)
+    done = [0, 0, 0]
+    for step in self_check._steps(lengths):
+        for s, first, end in step:
+            assert first == done[s] < end
+            assert end <= lengths[s] - 3 or end == first + 1
+            done[s] = end
+    assert tuple(done) == lengths

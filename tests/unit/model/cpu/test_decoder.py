@@ -1,0 +1,225 @@
+"""Layers as one C++ call: the modules' bits in every case it takes, the modules themselves in every other."""
+
+import random
+import weakref
+
+import pytest
+import torch
+
+from rollout_engine.kernels.cpu.build import load_kernels
+from rollout_engine.model.cpu import decoder_trial
+from rollout_engine.model.cpu.deterministic import make_deterministic
+from rollout_engine.model.cpu.flat_batch import SequenceChunk
+from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.geometry import probe_geometry
+from rollout_engine.model.packing.linear_groups import fuse_projections, repack
+from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.testing import tiny_model
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+ODD_SIZES = dict(hidden_size=56, intermediate_size=75, head_dim=18, num_hidden_layers=3, vocab_size=101)
+MODELS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": dict(sliding_window=70),
+    "qwen2 with a window in some layers": dict(
+        use_sliding_window=True, sliding_window=9, layer_types=["full_attention", "sliding_attention"]
+    ),
+    "qwen3 of odd sizes": ODD_SIZES,
+    "llama of odd sizes": ODD_SIZES | dict(hidden_size=57, num_attention_heads=3, num_key_value_heads=1),
+    "llama with biases": dict(attention_bias=True, mlp_bias=True),
+    "llama with scaled positions": dict(
+        rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
+    ),
+}
+NUM_BLOCKS = 64
+
+
+def prepared(architecture, dtype=torch.float32, **overrides):
+    """(module, geometry) as an engine has them, with no vector left at its start."""
+    module = tiny_model(architecture, dtype=dtype, attn_implementation=ATTENTION_NAME, **overrides).requires_grad_(
+        False
+    )
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    geometry = probe_geometry(module)
+    fuse_projections(module)
+    assert make_deterministic(module, geometry) is None
+    return module, geometry
+
+
+def paged(module, geometry, block_size=16, **kwargs):
+    return CpuModel(module, geometry, num_blocks=NUM_BLOCKS, block_size=block_size, **kwargs)
+
+
+def random_steps(rng, block_size):
+    """Chunks of four sequences up to 200 tokens, steps of uneven prefills, single tokens, and both."""
+    free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    lengths = [rng.choice([1, 5, 40, 200]) for _ in range(4)]
+    tokens = [[rng.randrange(101) for _ in range(length)] for length in lengths]
+    tables = [[free.pop() for _ in range(-(-length // block_size))] for length in lengths]
+    done = [0] * 4
+    while done != lengths:
+        step = []
+        for s in rng.sample(range(4), 4):
+            n = min(rng.choice([0, 1, 1, 3, 17, 150]), lengths[s] - done[s])
+            if n:
+                step.append(SequenceChunk(tokens[s][done[s] : done[s] + n], done[s], tables[s]))
+                done[s] += n
+        if step:
+            yield step
+
+
+def assert_same_bits(module, geometry, rng, block_size):
+    ours, theirs = paged(module, geometry, block_size, compiled=True), paged(module, geometry, block_size)
+    for step in random_steps(rng, block_size):
+        rows = list(range(sum(len(chunk.token_ids) for chunk in step)))
+        torch.set_num_threads(rng.choice([1, 2]))
+        mine = ours.forward(step, rows)
+        torch.set_num_threads(rng.choice([1, 2]))
+        assert torch.equal(mine, theirs.forward(step, rows))
+    assert all(torch.equal(a, b) for a, b in zip(ours.kv.tensors(), theirs.kv.tensors(), strict=True))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", MODELS)
+def test_every_bit_is_that_of_the_modules(name, dtype):
+    module, geometry = prepared(name.split()[0], dtype, **MODELS[name])
+    assert decoder_trial.unsupported_reason(module, geometry) is None
+    rng = random.Random(f"{name} {dtype}")
+    assert_same_bits(module, geometry, rng, rng.choice([16, 64]))
+
+
+def test_more_rows_than_the_mlp_takes_at_once():
+    module, geometry = prepared("qwen3", num_hidden_layers=1)
+    chunk = [SequenceChunk([i % 250 for i in range(1500)], 0, list(range(24)))]
+    rows = [0, 1023, 1024, 1499]
+    logits = [paged(module, geometry, 64, compiled=way).forward(chunk, rows) for way in (True, False)]
+    assert torch.equal(*logits)
+
+
+def test_no_rows_of_logits_may_be_wanted():
+    module, geometry = prepared("llama")
+    assert paged(module, geometry, compiled=True).forward([SequenceChunk([5, 6], 0, [0])], []).shape == (0, 259)
+
+
+@pytest.mark.parametrize("write", ["in place", "as new data", "as a new parameter"])
+@pytest.mark.parametrize(
+    "name",
+    ["embed_tokens", "layers.0.self_attn.k_proj", "layers.1.mlp.down_proj", "layers.1.input_layernorm", "norm"],
+)
+def test_new_weights_are_seen_at_the_next_step(name, write):
+    module, geometry = prepared("qwen2")
+    ours, theirs = paged(module, geometry, compiled=True), paged(module, geometry)
+    chunk = [SequenceChunk([5, 6, 7], 0, [0])]
+    before = ours.forward(chunk, [2])
+    child = module.model.get_submodule(name)
+    if write == "in place":
+        child.weight.mul_(1.5)
+    elif write == "as new data":
+        child.weight.data = child.weight * 1.5
+    else:
+        child.weight = torch.nn.Parameter(child.weight * 1.5, requires_grad=False)
+    after = ours.forward(chunk, [2])
+    assert not torch.equal(after, before)
+    assert torch.equal(after, theirs.forward(chunk, [2]))
+
+
+def test_weights_written_behind_torchs_back_are_seen_once_repacked():
+    module, geometry = prepared("qwen3")
+    ours, theirs = paged(module, geometry, compiled=True), paged(module, geometry)
+    chunk = [SequenceChunk([5, 6, 7], 0, [0])]
+    before = ours.forward(chunk, [2])
+    module.model.layers[0].mlp.up_proj.weight.numpy()[:] *= 2
+    repack(module)
+    after = ours.forward(chunk, [2])
+    assert not torch.equal(after, before)
+    assert torch.equal(after, theirs.forward(chunk, [2]))
+
+
+def test_released_packed_weights_are_freed_and_come_back():
+    module, geometry = prepared("llama")
+    packed = PackedWeights(module)
+    ours = paged(module, geometry, compiled=True)
+    chunk = [SequenceChunk([5, 6, 7], 0, [0])]
+    before = ours.forward(chunk, [2])
+    panels = weakref.ref(module.model.layers[0].mlp.down_proj._group.operand()[0].panels)
+    views = packed.take_over(dict(module.state_dict()))
+    values = {name: packed.plain(name) for name in filter(packed.holds, views)}
+    CpuWeightMemory([], packed, ours).release(forget=True)
+    assert panels() is None
+    for name, value in values.items():
+        packed.staging(name).copy_(value)
+    packed.pack(lambda parameter: parameter)
+    packed.swap()
+    assert torch.equal(ours.forward(chunk, [2]), before)
+
+
+def test_swapped_weights_are_seen_and_weights_being_gathered_are_not():
+    module, geometry = prepared("qwen3")
+    packed = PackedWeights(module)
+    ours, theirs = paged(module, geometry, compiled=True), paged(module, geometry)
+    views = packed.take_over(dict(module.state_dict()))
+    chunk = [SequenceChunk([5, 6, 7], 0, [0])]
+    before = ours.forward(chunk, [2])
+    for name in filter(packed.holds, views):
+        packed.staging(name).copy_(packed.plain(name) * 2)
+    packed.pack(lambda parameter: parameter)
+    assert torch.equal(ours.forward(chunk, [2]), before)
+    packed.swap()
+    after = ours.forward(chunk, [2])
+    assert not torch.equal(after, before)
+    assert torch.equal(after, theirs.forward(chunk, [2]))
+
+
+def test_a_class_that_computes_something_else_is_refused():
+    module, geometry = prepared("llama")
+    layer = module.model.layers[1]
+
+    class Scaled(type(layer)):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(hidden_states, **kwargs) * 1.001
+
+    layer.__class__ = Scaled
+    assert "differ" in decoder_trial.unsupported_reason(module, geometry)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "reason"),
+    [
+        ("granite", dict(residual_multiplier=0.5), "logits differ"),
+        ("granite", dict(logits_scaling=2.0), "logits differ"),
+        ("smollm3", dict(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]), "differ"),
+        ("olmo2", {}, "other parts"),
+    ],
+)
+def test_architectures_that_only_look_alike_are_refused(architecture, overrides, reason):
+    assert reason in decoder_trial.unsupported_reason(*prepared(architecture, **overrides))
+
+
+def test_a_window_that_the_layer_does_not_keep_is_seen():
+    module, geometry = prepared("mistral", sliding_window=100)
+    module.model.layers[0].self_attn.config.sliding_window = None
+    assert "differ" in decoder_trial.unsupported_reason(module, geometry)
+
+
+def test_weights_of_zeros_prove_nothing():
+    module, geometry = prepared("llama")
+    module.model.layers[0].self_attn.o_proj.weight.zero_()
+    assert "zeros" in decoder_trial.unsupported_reason(module, geometry)
+
+
+def test_modules_that_are_not_row_invariant_are_refused():
+    module = tiny_model("llama", attn_implementation=ATTENTION_NAME).requires_grad_(False)
+    assert "was not replaced by RowInvariantLinear" in decoder_trial.unsupported_reason(module, probe_geometry(module))
+
+
+def test_without_a_compiler_modules_serve(monkeypatch):
+    module, geometry = prepared("llama")
+    monkeypatch.setattr(decoder_trial.compiled, "supports", lambda dtype: False)
+    assert "compiled" in decoder_trial.unsupported_reason(module, geometry)

@@ -1,0 +1,151 @@
+"""Experts and routers of ours: which foreign ones they stand for, and that a token's bits are its own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
+
+from rollout_engine.model.cpu.expert_patterns import are_gated_experts, routing_of
+from rollout_engine.model.cpu.experts import Routing, swap_experts, swap_router
+from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.packing.linear_groups import linear_groups, repack
+from rollout_engine.testing import tiny_config, tiny_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = dict(num_experts=7, num_local_experts=7, num_experts_per_tok=3, moe_intermediate_size=40)
+MODELS = ["qwen3_moe", "mixtral"]
+
+
+def module_of(cls, architecture, dtype=torch.float32, **overrides):
+    module = cls(tiny_config(architecture, **(SIZES | overrides)))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.2)
+    return module.to(dtype).requires_grad_(False)
+
+
+def inputs(dtype=torch.float32, num_tokens=300):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_tokens, 64, generator=generator).to(dtype)
+    index = torch.rand(num_tokens, 7, generator=generator).topk(3).indices
+    return x, index, torch.rand(num_tokens, 3, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_router_is_recognised_with_its_way_of_choosing(dtype, normalised):
+    router = module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype, norm_topk_prob=normalised)
+    assert routing_of(router) == Routing(normalised, rounded=True)
+
+
+def test_a_router_that_keeps_float32_is_told_from_one_that_rounds():
+    assert routing_of(module_of(MixtralTopKRouter, "mixtral", torch.bfloat16)) == Routing(True, rounded=False)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        module_of(GptOssTopKRouter, "gpt_oss"),
+        module_of(DeepseekV3TopkRouter, "deepseek_v3"),
+        module_of(GraniteMoeTopKRouter, "granitemoe", torch.bfloat16),  # logits in float32
+        nn.Linear(8, 6, bias=False),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_routers_are_left_alone(module):
+    assert routing_of(module) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cls", "architecture"), [(Qwen3MoeExperts, "qwen3_moe"), (MixtralExperts, "mixtral")])
+def test_gated_experts_are_recognised(cls, architecture, dtype):
+    assert are_gated_experts(module_of(cls, architecture, dtype))
+
+
+class _Scaled(Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights) * 1.01
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        module_of(_Scaled, "qwen3_moe"),
+        module_of(Qwen3MoeExperts, "qwen3_moe", hidden_act="gelu"),
+        module_of(GptOssExperts, "gpt_oss"),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_experts_are_left_alone(module):
+    assert not are_gated_experts(module)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_experts_compute_what_transformers_does(dtype, tolerance):
+    theirs = module_of(Qwen3MoeExperts, "qwen3_moe", dtype)
+    theirs.config._experts_implementation = "eager"
+    ours = copy.deepcopy(theirs)
+    swap_experts(ours)
+    torch.testing.assert_close(ours(*inputs(dtype)), theirs(*inputs(dtype)), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(dtype, threads, monkeypatch):
+    experts, router = module_of(Qwen3MoeExperts, "qwen3_moe", dtype), module_of(Qwen3MoeTopKRouter, "qwen3_moe", dtype)
+    swap_router(router, Routing(True, rounded=True))
+    swap_experts(experts)
+    x, _, _ = inputs(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            whole = experts(x, *reversed(router(x)[1:]))
+            for rows in (slice(0, 1), slice(13, 15), slice(40, 57), slice(100, 229)):
+                part = experts(x[rows], *reversed(router(x[rows])[1:]))
+                assert torch.equal(part, whole[rows])
+            shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(2))
+            assert torch.equal(experts(x[shuffled], *reversed(router(x[shuffled])[1:])), whole[shuffled])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_tokens_are_an_empty_result():
+    experts = module_of(Qwen3MoeExperts, "qwen3_moe")
+    swap_experts(experts)
+    with torch.no_grad():
+        assert experts(*inputs(num_tokens=0)).shape == (0, 64)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_nothing_of_a_mixture_stays_unproven_and_names_stay(architecture):
+    model = tiny_model(architecture, **SIZES)
+    model.set_attn_implementation(ATTENTION_NAME)
+    names = list(model.state_dict())
+    make_row_invariant(model)
+    make_row_invariant(model)
+    assert unproven_parts(model) == []
+    assert list(model.state_dict()) == names
+
+
+def test_writes_to_an_experts_weights_reach_its_products():
+    model = tiny_model("qwen3_moe", **SIZES)
+    make_row_invariant(model)
+    ids = torch.randint(3, 259, (1, 9))
+    with torch.no_grad():
+        before = model(ids).logits
+        for parameter in model.model.layers[0].mlp.parameters():
+            parameter.data.mul_(1.5)
+        repack(model)
+        after = model(ids).logits
+        fresh = copy.deepcopy(model)
+        assert not torch.equal(before, after)
+        assert torch.equal(fresh(ids).logits, after)
+    assert len(linear_groups(fresh)) == len(linear_groups(model)) == 2 * (2 + 1 + 14) + 1

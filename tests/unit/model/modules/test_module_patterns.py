@@ -1,0 +1,78 @@
+"""Foreign modules are recognised by what they compute."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from rollout_engine.model.modules.module_patterns import is_gated_mlp, rms_norm_epsilon
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Qwen3RMSNorm])
+def test_norms_of_the_formula_are_recognised_whatever_their_weight(norm, dtype):
+    for weight in (0.0, 1.0):
+        module = norm(64, eps=1e-5).to(dtype)
+        nn.init.constant_(module.weight, weight)
+        assert rms_norm_epsilon(module) == 1e-5
+        assert (module.weight == weight).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "module", [GemmaRMSNorm(64), nn.LayerNorm(64), nn.LayerNorm(64, bias=False), nn.Linear(64, 64)]
+)
+def test_other_norms_are_left_alone(module, dtype):
+    assert rms_norm_epsilon(module.to(dtype)) is None
+
+
+def test_a_norm_that_rounds_elsewhere_is_left_alone():
+    assert rms_norm_epsilon(Olmo2RMSNorm(64).bfloat16()) is None
+
+
+def _mlp(cls=LlamaMLP, **settings):
+    return cls(LlamaConfig(hidden_size=32, intermediate_size=40, **settings))
+
+
+class _Scaled(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * 1.01
+
+
+class _Particular(LlamaMLP):
+    def forward(self, x):
+        assert x.shape[-1] == 32
+        return super().forward(x)
+
+
+class _Routed(LlamaMLP):
+    def forward(self, x, router):
+        return super().forward(x)
+
+
+def test_a_gated_mlp_is_recognised():
+    assert is_gated_mlp(_mlp())
+    assert is_gated_mlp(_mlp(mlp_bias=True).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [_mlp(_Scaled), _mlp(_Routed), _mlp(_Particular), _mlp(hidden_act="gelu"), nn.Linear(4, 4)],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_mlps_are_left_alone(module):
+    assert not is_gated_mlp(module)
+
+
+def test_a_trial_draws_nothing_from_torchs_generator():
+    mlp, norm = _mlp(), LlamaRMSNorm(64)
+    state = torch.get_rng_state()
+    assert is_gated_mlp(mlp)
+    assert rms_norm_epsilon(norm) is not None
+    assert torch.equal(torch.get_rng_state(), state)

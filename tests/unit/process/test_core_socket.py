@@ -1,0 +1,184 @@
+"""The core's end of the socket, met by raw sockets: bad frames, strangers, readers that stop, an absent parent."""
+
+import queue
+import socket
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from rollout_engine.process.call_values import pack
+from rollout_engine.process.core_launcher import address_in
+from rollout_engine.process.core_socket import ClientLeft, CoreSocket, FromClient, Stop
+from rollout_engine.process.wire import (
+    PROTOCOL,
+    Abort,
+    Farewell,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Rejected,
+    Reply,
+    Welcome,
+)
+from tests.faults.peers import READY, RawClient
+
+
+class Core:
+    """A `CoreSocket` with nobody behind it, and raw clients."""
+
+    def __init__(self, directory):
+        self.directory, self.address = directory, address_in(directory)
+        self.parent, self.child = socket.socketpair()
+        self.io = CoreSocket(self.address, self.child, heartbeat_seconds=0.05, max_backlog_bytes=1 << 20)
+        self.orphaned, self.clients = [], []
+        self.io.start(lambda: READY, on_orphaned=lambda: self.orphaned.append(True))
+
+    def client(self, **options):
+        self.clients.append(RawClient(self.directory, **options))
+        return self.clients[-1]
+
+    def next(self):
+        return self.io.inbox.get(timeout=60)
+
+    def close(self):
+        self.io.close("the test is over")
+        for client in self.clients:
+            client.close()
+        self.parent.close()
+        self.child.close()
+
+
+@pytest.fixture
+def core(tmp_path_factory):
+    core = Core(tmp_path_factory.mktemp("io"))
+    yield core
+    core.close()
+
+
+def wait_until(condition, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_messages_reach_the_inbox_with_their_client(core):
+    first, second = core.client(), core.client()
+    second.say(Abort([7]))
+    assert core.next() == FromClient(1, Abort([7]))
+    first.say(Abort([8]))
+    assert core.next() == FromClient(0, Abort([8]))
+    assert core.io.stats.num_clients == 2
+
+
+def test_what_was_on_its_way_when_its_client_left_is_no_strangers(core):
+    client = core.client()
+    for _ in range(4150):  # more than the core takes while nobody reads its inbox, less than its socket takes
+        client.say(Abort([7]))
+    client.send([b"\xc1"])
+    client.say(Goodbye())
+    wait_until(lambda: core.io.inbox.qsize() == 4096)
+    client.close(linger=60)
+    wait_until(lambda: not core.io.stats.num_clients)  # a heartbeat finds nobody
+    assert core.io.stats.num_rejected == 0
+    while not isinstance(core.next(), ClientLeft):
+        pass
+    wait_until(lambda: core.io.stats.num_rejected)  # the rest is read in order
+    core.client().say(Abort([8]))
+    assert core.next().client_index == 1, "the rest has been read"
+    assert core.io.stats.num_rejected == 1, "the bad one alone"
+    assert core.io.inbox.empty()
+
+
+def test_bad_frames_are_rejected_and_counted_and_everything_goes_on(core):
+    bad, good = core.client(), core.client()
+    for i in range(300):
+        bad.send([b"\xc1" * (i % 7), b"x"][: 1 + i % 2])
+    for _ in range(300):
+        assert isinstance(bad.hear(), Rejected)
+    good.say(Abort([7]))
+    bad.say(Abort([8]))
+    assert {core.next().client_index, core.next().client_index} == {0, 1}
+    assert core.io.stats.num_rejected == 300
+
+
+def test_strangers_and_second_hellos_are_rejected(core):
+    stranger = core.client(hello=False)
+    stranger.say(Abort([7]))
+    assert "hello" in stranger.hear().reason
+    stranger.say(Hello(PROTOCOL))
+    assert isinstance(stranger.hear(), Welcome)
+    stranger.say(Hello(PROTOCOL))
+    assert "hello" in stranger.hear().reason
+    with pytest.raises(queue.Empty):
+        core.io.inbox.get(timeout=0.1)
+
+
+def test_another_protocol_is_told_so(core):
+    client = core.client(hello=False)
+    client.say(Hello(PROTOCOL + 1))
+    assert f"protocol {PROTOCOL}" in client.hear().reason
+
+
+def test_an_oversized_frame_ends_only_its_own_connection(core):
+    bad, good = core.client(), core.client()
+    bad.send([bytes((64 << 20) + 1)])
+    good.say(Abort([7]))
+    left = {type(core.next()), type(core.next())}
+    assert left == {FromClient, ClientLeft}
+
+
+def test_a_client_that_stops_reading_is_cut_off_within_bounds_and_told_why(core):
+    slow, good = core.client(receive_limit=1), core.client()
+    body, arrays = pack([np.zeros(100_000, np.uint8)])
+    for number in range(400):
+        core.io.send(0, Reply(number, body, arrays=arrays))
+        core.io.send(1, Reply(number, body, arrays=arrays))
+        assert good.hear().number == number
+    assert core.next() == ClientLeft(0)
+    assert core.io.stats.num_clients_cut_off == 1
+    while not isinstance(message := slow.hear(), Farewell):
+        pass
+    assert "stopped reading" in message.reason
+
+
+def test_clients_that_leave_or_vanish_are_noticed(core):
+    polite, rude = core.client(), core.client()
+    polite.say(Goodbye())
+    assert core.next() == ClientLeft(0)
+    rude.close()
+    assert core.next() == ClientLeft(1)  # found by its heartbeat
+    core.io.send(1, Reply(0))
+
+
+def test_a_silent_core_gives_signs_of_life(core):
+    client = core.client()
+    for _ in range(4):
+        assert isinstance(client.hear(skip=()), Heartbeat)
+
+
+def test_an_absent_parent_stops_the_loop_and_then_the_process(core):
+    core.parent.close()
+    assert isinstance(core.next(), Stop)
+    wait_until(lambda: core.orphaned, seconds=5)
+
+
+def test_everybody_hears_the_farewell(core):
+    clients = [core.client() for _ in range(3)]
+    core.io.close("that was all")
+    assert [client.hear().reason for client in clients] == ["that was all"] * 3
+    core.io = CoreSocket(core.address + "2", core.child, heartbeat_seconds=1, max_backlog_bytes=1)
+    core.io.start(lambda: READY, on_orphaned=lambda: None)
+
+
+def test_a_thousand_mutated_frames_leave_the_thread_alive(core):
+    client = core.client()
+    body = msgspec.msgpack.encode(Abort([7]))
+    for i in range(1000):
+        client.send([body[: i % len(body)] + bytes([i % 256]), body][: 1 + (i % 3 == 0)])
+    client.say(Abort([99]))
+    while core.next().message.sequence_ids != [99]:
+        pass
+    assert core.io.stats.num_rejected > 900

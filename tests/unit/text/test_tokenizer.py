@@ -1,0 +1,51 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.testing import byte_tokenizer
+from rollout_engine.text.tokenizer import TextCodec
+
+
+def codec_with_first_token():
+    """A tokenizer that puts <s> before every text by itself, as Llama's do."""
+    inner = Tokenizer(models.WordLevel({"<s>": 0, "hi": 1}, unk_token="<s>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    template = "<s>{% for m in messages %}{{ m.content }}{% endfor %}"
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", chat_template=template))
+
+
+def test_text_prompts_get_the_tokenizers_own_first_token():
+    assert codec_with_first_token().encode("hi hi") == [0, 1, 1]
+
+
+def test_a_first_token_that_is_there_twice_is_said_once_and_can_be_left_out(caplog):
+    codec = codec_with_first_token()
+    assert codec.encode("<s> hi") == codec.encode("<s> hi") == [0, 0, 1]
+    assert codec.encode("<s> hi", add_special_tokens=False) == [0, 1]
+    (record,) = caplog.records
+    assert "begins with '<s>', which the tokenizer adds by itself: it is there twice" in record.getMessage()
+
+
+def test_a_chat_template_that_writes_the_first_token_gets_no_second():
+    assert codec_with_first_token().encode_chat([{"role": "user", "content": "hi"}], None) == ("<s>hi", [0, 1])
+
+
+def test_a_tokenizer_without_a_template_refuses_conversations():
+    hf = byte_tokenizer()
+    hf.chat_template = None
+    with pytest.raises(RequestError, match="chat template"):
+        TextCodec(hf).encode_chat([{"role": "user", "content": "hi"}], None)
+
+
+def test_a_saved_tokenizer_loads(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert TextCodec.from_pretrained(str(tmp_path)).encode("a") == byte_tokenizer().encode("a")
+
+
+def test_a_broken_tokenizer_file_is_refused_with_its_place_and_the_way_out(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=f"'{tmp_path}'.*skip_tokenizer_init=True"):
+        TextCodec.from_pretrained(str(tmp_path))
