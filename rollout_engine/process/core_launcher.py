@@ -54,7 +54,6 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     protocol: int
     config: EngineConfig
-    directory: str
     heartbeat_seconds: float
     max_backlog_bytes: int
     log_level: int
@@ -146,7 +145,6 @@ class CoreProcess:
         settings = CoreSettings(
             protocol=PROTOCOL,
             config=config,
-            directory=self.directory,
             heartbeat_seconds=heartbeat_seconds,
             max_backlog_bytes=max_backlog_bytes,
             log_level=logger.getEffectiveLevel(),
@@ -154,7 +152,8 @@ class CoreProcess:
         )
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", CORE_MODULE, str(theirs.fileno())]
+            descriptor, parent = str(theirs.fileno()), str(os.getpid())
+            command = [sys.executable, "-P", "-m", CORE_MODULE, descriptor, self.directory, parent]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

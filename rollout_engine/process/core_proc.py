@@ -1,8 +1,9 @@
-"""The core's process: ``python -m rollout_engine.process.core_proc DESCRIPTOR``. Nothing is pickled.
+"""The core's process: ``python -m rollout_engine.process.core_proc DESCRIPTOR DIRECTORY PARENT``. Nothing is pickled.
 
     CoreSocket.inbox ──> EngineCoreProc ──> EngineCore.step ──> OutputBatcher ──> CoreSocket.send
 
-DESCRIPTOR is the child's end of the lifeline (`rollout_engine.process.core_launcher`).
+DESCRIPTOR is the child's end of the lifeline (`rollout_engine.process.core_launcher`), DIRECTORY the engine's, and
+PARENT the process id of who has started it.
 """
 
 import gc
@@ -16,7 +17,7 @@ import threading
 import traceback
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.driver import Call
@@ -32,6 +33,7 @@ from rollout_engine.process.client_routing import check_sequences, sequences_of_
 from rollout_engine.process.core_launcher import CoreSettings, Lifeline, address_in, config_digest, lock_directory
 from rollout_engine.process.core_socket import ClientLeft, CoreSocket, FromClient, Stop, Wake
 from rollout_engine.process.output_batcher import OutputBatcher
+from rollout_engine.process.parent_watch import ParentWatch
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
 from rollout_engine.process.wire import PROTOCOL, Abort, AddRequest, Ready, Refused, Reply, WireError, failure_of
@@ -154,19 +156,22 @@ def _failure(error: BaseException) -> Any:
     return failure_of(error, "" if known else "".join(traceback.format_exception(error)))
 
 
-def serve(lifeline: Lifeline) -> int:
-    """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status."""
+def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
+    """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status.
+
+    Raises `EOFError` or `OSError` if the parent is gone by then.
+    """
     settings = lifeline.read(CoreSettings, timeout=60)
     assert isinstance(settings, CoreSettings), "decoded as that type"
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
-    lock_directory(settings.directory)
+    lock_directory(directory)
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
         settings.config.check()
         executor = InlineExecutor.from_config(settings.config)
         core = EngineCore(executor, core_config(settings.config, executor.info))
         io = CoreSocket(
-            address_in(settings.directory),
+            address_in(directory),
             lifeline.socket,
             heartbeat_seconds=settings.heartbeat_seconds,
             max_backlog_bytes=settings.max_backlog_bytes,
@@ -176,14 +181,15 @@ def serve(lifeline: Lifeline) -> int:
         return 1
     gc.collect()
     gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
-    proc = EngineCoreProc(core, executor, io, settings.directory)
+    proc = EngineCoreProc(core, executor, io, directory)
     _stop_on_signals(io)
-    io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _vanish(settings.directory))
+    watch.end()
+    io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _leave(directory, 1))
     lifeline.write(_ready(settings, core, executor))
-    return _run(proc, io, settings.directory)
+    return _run(proc, io)
 
 
-def _run(proc: EngineCoreProc, io: CoreSocket, directory: str) -> int:
+def _run(proc: EngineCoreProc, io: CoreSocket) -> int:
     status = 0
     try:
         reason = proc.run()
@@ -191,8 +197,6 @@ def _run(proc: EngineCoreProc, io: CoreSocket, directory: str) -> int:
         logger.critical("the core failed and ends", exc_info=error)
         reason, status = f"it failed: {type(error).__name__}: {error}", 1
     io.close(reason)
-    remove_directories(directory)
-    shutil.rmtree(directory, ignore_errors=True)
     return status
 
 
@@ -219,18 +223,27 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -
     )
 
 
-def _vanish(directory: str) -> None:
-    """End at once: the parent is dead, the busy loop is in a long step, and nobody waits for it."""
+def _leave(directory: str, status: int) -> NoReturn:
+    """End this process at once, and leave no file of the engine's behind."""
     remove_directories(directory)
     shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
+    os._exit(status)  # finalizing the interpreter takes longer than the parent waits
 
 
 def main() -> None:
     """Serve as a core's process; only `CoreProcess` starts one."""
-    status = serve(Lifeline(socket.socket(fileno=int(sys.argv[1]))))
+    descriptor, directory, parent = sys.argv[1:]
+    lifeline = Lifeline(socket.socket(fileno=int(descriptor)))
+    watch = ParentWatch(lifeline.socket, int(parent), lambda: _leave(directory, 1))
+    try:
+        status = serve(lifeline, directory, watch)
+    except (EOFError, OSError):  # the parent is gone
+        status = 1
+    except BaseException:
+        logger.critical("the core failed and ends", exc_info=True)
+        status = 1
     logging.shutdown()
-    os._exit(status)  # finalizing the interpreter takes longer than the parent waits
+    _leave(directory, status)
 
 
 if __name__ == "__main__":
