@@ -62,7 +62,8 @@ class Engine:
         def run() -> None:
             num_steps = self._num_steps()
             while not stopped.is_set():
-                engine.wait_until_steppable(_TICK_SECONDS)
+                if engine.is_paused():
+                    time.sleep(_TICK_SECONDS)
                 engine.step()
                 end = time.perf_counter()
                 if (now := self._num_steps()) > num_steps:
