@@ -16,7 +16,9 @@ KV_TILE = 64
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**50)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+ClassNames = Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
 
 
 def _read_path(value: Any) -> Any:
@@ -72,9 +74,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         "worker_extensions": _read_classes("worker_extensions"),
     }
 
-    model: str
+    model: Text
     """Directory of a checkpoint, or a hub id."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Directory or hub id of the tokenizer; None: the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of weights and activations. "auto": the checkpoint's; float32 on a CPU without native bfloat16. Also
@@ -99,9 +101,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     on a device, what `gpu_memory_utilization` leaves."""
     num_kv_blocks: Positive | None = None
     """Size of the KV pool in blocks; excludes `kv_cache_bytes`."""
-    max_num_seqs: Positive = 256
+    max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 256
     """Most sequences in one step."""
-    max_num_batched_tokens: Positive = 8192
+    max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)] = 8192
     """Most tokens computed in one step; longer prompts are computed in chunks."""
     async_scheduling: bool | Literal["auto"] = "auto"
     """Prepare the next step while one runs: same tokens, same log-probs. "auto": on for a device; off on a CPU, which
@@ -129,10 +131,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     `RequestError`, and in a batch the whole call is refused, naming the prompt. "clamp": `max_tokens` is shortened to
     the room left, a log line counts how many, and a completion that fills it ends with finish_reason "length". A prompt
     that leaves no room for one token is refused either way: shorten it, or see `truncate_prompt_tokens`."""
-    logits_processors: tuple[str, ...] = ()
+    logits_processors: ClassNames = ()
     """Classes that edit logits, in this order, or their names "package.module:Class"; imported where the model runs.
     See `model.logits_processors`."""
-    worker_extensions: tuple[str, ...] = ()
+    worker_extensions: ClassNames = ()
     """Classes, or their names "package.module:Class", whose methods `collective_rpc` calls, beside the stock ones;
     imported where the model runs. See `worker_ext.base`."""
     stream_interval: Positive = 1
@@ -140,9 +142,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     come at once whatever it is."""
     log_stats: bool = True
     """Log a line of statistics every `log_interval` seconds while there is work, and when it is done."""
-    log_interval: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    log_interval: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 10.0
     """Seconds between two calls of the stat loggers."""
-    otlp_traces_endpoint: str | None = None
+    otlp_traces_endpoint: Text | None = None
     """Where spans of requests, pauses and weight updates go: the URL of an OTLP/HTTP collector, for example
     "http://localhost:4318/v1/traces". Needs the extra `otel`. See `telemetry.spans`."""
 

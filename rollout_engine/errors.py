@@ -24,6 +24,8 @@ from sync import errors as sync_errors
 
 _CLOSE = 0.75
 """Similarity (difflib, 0 to 1) from which one name is taken for a misspelling of another."""
+_SHOWN_CHARS = 80
+"""Characters of a refused value that its error shows."""
 
 
 class RolloutEngineError(Exception):
@@ -143,9 +145,22 @@ def as_weight_errors() -> Iterator[None]:
 def refused(field: str, value: object, bound: str, hint: str = "") -> str:
     """Word the refusal of a field: ``top_p=0 is not allowed: must be in (0, 1].``"""
     shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
+    if len(shown) > _SHOWN_CHARS:
+        shown = shown[: _SHOWN_CHARS - 3] + "..."
     return f"{field}={shown} is not allowed: must be {bound}." + (f" {hint}" if hint else "")
+
+
+def check_text_size(field: str, text: str, max_bytes: int) -> None:
+    """Raise `RequestError` unless `text` is Unicode of at most `max_bytes` bytes as UTF-8."""
+    bound = f"Unicode text of at most {max_bytes} bytes as UTF-8"
+    if len(text) > max_bytes:
+        raise RequestError.for_field(field, text[:_SHOWN_CHARS], bound, f"It has {len(text)} characters.")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:  # half a surrogate pair
+        raise RequestError.for_field(field, text, bound) from None
+    if num_bytes > max_bytes:
+        raise RequestError.for_field(field, text, bound, f"It has {num_bytes} bytes.")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

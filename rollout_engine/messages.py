@@ -22,6 +22,9 @@ from rollout_engine.errors import WeightUpdateError, refused
 from rollout_engine.outputs import FinishReason
 from rollout_engine.sampling_params import SamplingParams
 
+MAX_CACHE_SALT_BYTES = 1_024
+"""Longest cache salt, as UTF-8."""
+
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, ready for the core: ids checked, seeds and stop ids resolved."""

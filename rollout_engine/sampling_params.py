@@ -31,6 +31,8 @@ MAX_STOP_TOKEN_IDS = 1_024
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_CHARS = 1_024
 MAX_LOGIT_BIAS = 1_024
+MAX_ALLOWED_TOKEN_IDS = 1 << 20
+"""More ids than any vocabulary has."""
 MAX_EXTRA_ARGS_BYTES = 65_536
 _MAX_EXTRA_ARGS_DEPTH = 16
 
@@ -160,6 +162,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     def _check_masks(self) -> None:
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         _require("allowed_token_ids", self.allowed_token_ids, self.allowed_token_ids != [], "at least one id, or None")
+        _check_count("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, "ids")
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "ids")
         _check_ids("logit_bias", self.logit_bias)
@@ -252,8 +255,8 @@ def _check_count(field: str, values: list[Any] | dict[int, float] | None, most: 
 
 
 def _check_ids(field: str, ids: list[int] | dict[int, float] | None) -> None:
-    for token in ids or ():
-        _require(field, token, 0 <= token < 2**31, "token ids >= 0")
+    if ids and (min(ids) < 0 or max(ids) >= 2**31):
+        raise RequestError.for_field(field, next(t for t in ids if not 0 <= t < 2**31), "token ids >= 0")
 
 
 def _check_extra_args(extra_args: dict[str, Any] | None) -> None:

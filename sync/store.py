@@ -50,7 +50,7 @@ from sync.shared_files import open_sole, opened, reserve, try_lock, write_at
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter
-from sync.threads import in_threads
+from sync.threads import in_threads, thread_count
 
 _STAGING = ".staging"
 _READ_WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -122,13 +122,14 @@ class StoreReceiver(WeightReceiver):
         largest = max((spec.num_bytes for spec in manifest.tensors), default=0)
         specs = iter(manifest.tensors)
         ahead: deque[tuple[TensorSpec, Tensor, Future[None]]] = deque()
-        with ThreadPoolExecutor(self._num_threads) as pool:
+        num_threads = thread_count(self._num_threads, len(manifest.tensors))
+        with ThreadPoolExecutor(num_threads) as pool:
 
             def read_next(buffer: Tensor) -> None:
                 for spec in itertools.islice(specs, 1):
                     ahead.append((spec, buffer, pool.submit(_read, lease, spec, buffer)))
 
-            for _ in range(self._num_threads + 1):
+            for _ in range(num_threads + 1):
                 read_next(torch.empty(largest, dtype=torch.uint8))
             while ahead:
                 spec, buffer, reading = ahead.popleft()

@@ -4,18 +4,30 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from sync.errors import SyncError
+
+MAX_THREADS = 1_024
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+
+
+def thread_count(num_threads: int, num_items: int) -> int:
+    """Threads for so many items: `num_threads`, or fewer. Raises `SyncError` unless 1 <= num_threads <= 1024."""
+    if type(num_threads) is not int or not 1 <= num_threads <= MAX_THREADS:
+        raise SyncError(f"num_threads={num_threads!r:.80} is not allowed: must be an int in [1, {MAX_THREADS}].")
+    return max(1, min(num_threads, num_items))
 
 
 def in_threads(
     work: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int, sizes: Sequence[int] = ()
 ) -> list[_Result]:
-    """`[work(item) for item in items]`, on this thread and `num_threads` - 1 others. An error ends all of them.
+    """`[work(item) for item in items]`, on this thread and up to `num_threads` - 1 others. An error ends all of them.
 
     `sizes`: sizes of the items. The largest begin first, so that no thread starts one when the others are done.
     """
     numbered = list(enumerate(items))
+    num_threads = thread_count(num_threads, len(numbered))
     if sizes:
         numbered.sort(key=lambda pair: -sizes[pair[0]])
     ahead = iter(numbered)  # threads may share it: a step is one call into C

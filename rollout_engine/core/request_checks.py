@@ -3,9 +3,13 @@
 from typing import NoReturn
 
 from rollout_engine.core.config import CoreConfig
-from rollout_engine.errors import RequestError
-from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.sampling_params import MAX_N
+from rollout_engine.errors import RequestError, check_text_size
+from rollout_engine.messages import MAX_CACHE_SALT_BYTES, EngineCoreRequest
+from rollout_engine.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N, MAX_STOP_TOKEN_IDS
+
+_MAX_SPELLINGS = 2 * MAX_BAD_WORDS
+_MAX_SPELLING_TOKENS = 4 * (MAX_BAD_WORD_CHARS + 1)
+"""A token for every byte of a word and of the space before it."""
 
 
 def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
@@ -19,12 +23,27 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
         raise RequestError.for_field("seed", request.seed, "in [0, 2**64)")
     for field in ("allowed_token_ids", "logit_bias", "logprob_token_ids"):
         _check_tokens(field, list(getattr(request.params, field) or ()), config.vocab_size)
-    for word in request.bad_words:
-        _check_tokens("bad_words", word, config.vocab_size)
-        if not word:
-            raise RequestError.for_field("bad_words", word, "at least one token long")
+    check_text_size("cache_salt", request.cache_salt, MAX_CACHE_SALT_BYTES)
+    _check_count("eos_token_ids", len(request.eos_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    if min(request.eos_token_ids, default=0) < 0:  # those past the vocabulary are never drawn
+        raise RequestError.for_field("eos_token_ids", request.eos_token_ids, "token ids >= 0")
+    _check_bad_words(request.bad_words, config.vocab_size)
     _check_length(request, config)
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
+
+
+def _check_bad_words(words: list[list[int]], vocab_size: int) -> None:
+    _check_count("bad_words", len(words), _MAX_SPELLINGS, "spellings")
+    for word in words:
+        _check_count("bad_words", len(word), _MAX_SPELLING_TOKENS, "tokens")
+        _check_tokens("bad_words", word, vocab_size)
+        if not word:
+            raise RequestError.for_field("bad_words", word, "at least one token long")
+
+
+def _check_count(field: str, count: int, most: int, kind: str) -> None:
+    if count > most:
+        raise RequestError.for_field(field, f"{count} {kind}", f"at most {most} {kind}")
 
 
 def _check_tokens(field: str, token_ids: list[int], vocab_size: int) -> None:

@@ -69,7 +69,7 @@ class ResultProcessor:
         stats.num_failed_steps += 1
         message = f"step {step.work.step} failed: {type(error).__name__}: {error}"
         logger.warning("%s\n%s", message, step.dump(), exc_info=error)
-        forked_since = [request for other in later for request in other.forked]
+        forked_since = {request for other in later for request in other.forked}
         for sequence in step.sequences:
             request = sequence.request
             if not sequence.ended and (not request.forked or request in forked_since):  # it computes the prompt for all

@@ -89,11 +89,14 @@ class Reader:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without a result. Unknown ids are a no-op."""
-        for request_id in list(request_ids):
+        ended = list(request_ids)
+        for request_id in ended:
             stream = self._open.pop(request_id, None)
             if stream is not None:
                 self._frontend.close(stream)
-            self._put_back = [output for output in self._put_back if output.request_id != request_id]
+        if self._put_back:
+            forgotten = set(ended)
+            self._put_back = [output for output in self._put_back if output.request_id not in forgotten]
 
     def num_tokens(self) -> int:
         """Tokens so far of the requests whose finished output has not been read."""

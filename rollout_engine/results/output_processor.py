@@ -178,15 +178,19 @@ class OutputProcessor:
 
     def _log_errors(self, ended: list[SequenceEnd]) -> None:
         """Log which requests failed, by their ids: the core's own log has only sequence ids."""
-        failed: dict[str | None, list[str]] = {}
+        failed: dict[str | None, list[int]] = {}
         for end in ended:
             if end.finish_reason == "error" and end.sequence_id in self._live:
-                request = self._owners[end.sequence_id]
-                sample = f"sample {end.sequence_id - request.sequence_ids.start} of {request.request_id!r}"
-                failed.setdefault(end.error, []).append(f"{sample} (sequence {end.sequence_id})")
-        for error, samples in failed.items():
-            more = f" and {len(samples) - _NUM_LOGGED} more" if len(samples) > _NUM_LOGGED else ""
-            logger.warning("%s; this ended %s%s", error, ", ".join(samples[:_NUM_LOGGED]), more)
+                failed.setdefault(end.error, []).append(end.sequence_id)
+        for error, sequence_ids in failed.items():
+            more = f" and {len(sequence_ids) - _NUM_LOGGED} more" if len(sequence_ids) > _NUM_LOGGED else ""
+            samples = ", ".join(map(self._describe, sequence_ids[:_NUM_LOGGED]))
+            logger.warning("%s; this ended %s%s", error, samples, more)
+
+    def _describe(self, sequence_id: int) -> str:
+        """Describe a sample as its user knows it."""
+        request = self._owners[sequence_id]
+        return f"sample {sequence_id - request.sequence_ids.start} of {request.request_id!r} (sequence {sequence_id})"
 
     def _mark(self, sequence_ids: list[int]) -> list["OpenRequest"]:
         """Mark these samples as changed. Returns their requests, each once."""

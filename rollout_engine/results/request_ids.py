@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rollout_engine.errors import RequestError
+from rollout_engine.errors import RequestError, check_text_size
+
+MAX_REQUEST_ID_BYTES = 256
+"""Longest request id, as UTF-8."""
 
 
 class RequestIds:
@@ -17,6 +20,7 @@ class RequestIds:
         """Return the id if a new request can have it. Raises `RequestError`."""
         if not isinstance(request_id, str) or not request_id:
             raise RequestError.for_field("request_id", request_id, "a non-empty string")
+        check_text_size("request_id", request_id, MAX_REQUEST_ID_BYTES)
         if self._is_unfinished(request_id):
             raise RequestError.for_field("request_id", request_id, "unique among unfinished requests")
         return request_id

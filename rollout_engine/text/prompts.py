@@ -17,7 +17,8 @@ import numpy as np
 
 from rollout_engine._structs import plain
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import RequestError, unknown_name
+from rollout_engine.errors import RequestError, check_text_size, unknown_name
+from rollout_engine.messages import MAX_CACHE_SALT_BYTES
 from rollout_engine.peer_options import CALL_PEERS, SAMPLING_PEERS, peer_option
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.conversations import (
@@ -73,6 +74,7 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     _check_text(fields, "prompt", "a str, or a conversation")
     if fields.get("cache_salt") is not None:
         _check_text(fields, "cache_salt", "a str")
+        check_text_size("cache_salt", fields["cache_salt"], MAX_CACHE_SALT_BYTES)
     adds = fields.get("add_special_tokens")
     if adds is not None and not ("prompt" in fields and isinstance(adds, bool)):
         raise RequestError.for_field("add_special_tokens", adds, "a bool, given with a text (prompt)")

@@ -27,6 +27,7 @@ from rollout_engine import RequestError, SamplingParams
         ("allowed_token_ids", [], "at least one id, or None"),
         ("allowed_token_ids", [3, -1], "token ids >= 0"),
         ("allowed_token_ids", [2**31], "token ids >= 0"),
+        ("allowed_token_ids", [7] * (2**20 + 1), "at most 1048576 ids"),
         ("stop_token_ids", [-1], "token ids >= 0"),
         ("stop_token_ids", [1] * 1_025, "at most 1024 ids"),
         ("stop", [""], "strings of 1 to 1024 characters"),

@@ -20,13 +20,20 @@ from rollout_engine.model.sampling.penalties import TokenCounts, penalise
 class LogitEdits:
     """The edits of one sequence, whose `token_ids` grow in place."""
 
-    def __init__(self, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
+    def __init__(
+        self,
+        sequence: NewSequence,
+        processors: Sequence[LogitsProcessor],
+        vocab_size: int,
+        sibling: "LogitEdits | None" = None,
+    ) -> None:
+        """`sibling`: edits of a sequence with the same params, whose columns of token ids this one shares."""
         params = sequence.params
         self.sequence = sequence
         self.counts = TokenCounts(sequence.token_ids[: sequence.num_prompt_tokens]) if params.penalises else None
-        self.bias = _as_columns(params.logit_bias)
+        self.bias = _as_columns(params.logit_bias) if sibling is None else sibling.bias
         """Token ids int64 and their biases float32."""
-        self.allowed = None if params.allowed_token_ids is None else np.unique(params.allowed_token_ids)
+        self.allowed = _distinct(params.allowed_token_ids) if sibling is None else sibling.allowed
         """int64, ascending."""
         self.stop_ids = [t for t in (*sequence.eos_token_ids, *(params.stop_token_ids or ())) if t < vocab_size]
         self._failure: str | None = None
@@ -35,9 +42,15 @@ class LogitEdits:
         self._lasts = self.need_host or any(each is not None for each in some)
 
     @classmethod
-    def of(cls, sequence: NewSequence, processors: Sequence[LogitsProcessor], vocab_size: int) -> "LogitEdits | None":
-        """The edits of a sequence; None where its logits are never edited."""
-        edits = cls(sequence, processors, vocab_size)
+    def of(
+        cls,
+        sequence: NewSequence,
+        processors: Sequence[LogitsProcessor],
+        vocab_size: int,
+        sibling: "LogitEdits | None" = None,
+    ) -> "LogitEdits | None":
+        """The edits of a sequence; None where its logits are never edited. `sibling` as for the class."""
+        edits = cls(sequence, processors, vocab_size, sibling)
         return edits if edits._lasts or sequence.params.min_tokens else None
 
     @property
@@ -122,6 +135,10 @@ def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] 
     if not bias:
         return None
     return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+
+
+def _distinct(token_ids: list[int] | None) -> np.ndarray | None:
+    return None if token_ids is None else np.unique(token_ids)
 
 
 def _blame(processor: LogitsProcessor, method: str, problem: BaseException | str) -> str:

@@ -23,11 +23,13 @@ class SequenceStates(dict[int, NewSequence]):
             self.pop(sequence_id, None)
             self._edits.pop(sequence_id, None)
             self._prompts.forget(sequence_id)
+        siblings: dict[int, LogitEdits] = {}
         for new in work.new:
             self[new.sequence_id] = new
-            edits = LogitEdits.of(new, self._processors, self._vocab_size)
+            sibling = siblings.get(id(new.params))  # the n sequences of a prompt come together
+            edits = LogitEdits.of(new, self._processors, self._vocab_size, sibling)
             if edits is not None:
-                self._edits[new.sequence_id] = edits
+                self._edits[new.sequence_id] = siblings[id(new.params)] = edits
         self._prompts.add(work.new, work.scheduled)
 
     def edits_of(self, sequences: Sequence[NewSequence], positions: Sequence[int]) -> dict[int, LogitEdits]:

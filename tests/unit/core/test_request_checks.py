@@ -50,3 +50,24 @@ def test_sequence_numbers_in_use_are_refused(make_rig):
             rig.core.add_request(request)
     rig.run()
     rig.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "fields"),
+    [
+        ("cache_salt", r"at most 1024 bytes as UTF-8\. It has 1026 bytes", dict(cache_salt="\u00fc" * 513)),
+        ("eos_token_ids", "at most 1024 ids", dict(eos_token_ids=[1] * 1_025)),
+        ("eos_token_ids", "token ids >= 0", dict(eos_token_ids=[-1])),
+        ("bad_words", "at most 2048 spellings", dict(bad_words=[[1]] * 2_049)),
+        ("bad_words", "at most 4100 tokens", dict(bad_words=[[1], [1] * 4_101])),
+        ("bad_words", "at least one token long", dict(bad_words=[[]])),
+    ],
+)
+def test_what_no_front_end_sends_is_refused(make_rig, field, message, fields):
+    rig = make_rig()
+    rig.add("good")
+    with pytest.raises(RequestError, match=message) as refused:
+        rig.core.add_request(msgspec.structs.replace(rig.requests["good"], first_sequence_id=1, **fields))
+    assert refused.value.field == field
+    rig.run()
+    rig.assert_clean()

@@ -74,6 +74,20 @@ def test_cumulative_outputs_carry_all_so_far(processor):
     assert [output.outputs[0].finish_reason for output in seen] == [None, None, "length"]
 
 
+class CountedId(str):
+    num_shown = 0
+
+    def __repr__(self):
+        CountedId.num_shown += 1
+        return super().__repr__()
+
+
+def test_the_failure_of_a_large_group_writes_its_id_only_as_often_as_the_log_shows_it(processor):
+    add(processor, CountedId("r"), n=4096)
+    process(processor, ended("error", *range(4096), error="NaN logits"))
+    assert CountedId.num_shown == 8
+
+
 def test_delta_outputs_carry_only_what_is_new_and_add_up(processor):
     add(processor, output_kind="delta", logprobs=2, top_k=3)
     steps = [(74, (0, 0)), (75, (0, 0)), (76, (1, 0))]

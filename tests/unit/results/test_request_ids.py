@@ -85,6 +85,24 @@ def test_ids_that_are_made_up_avoid_those_in_use():
         ids.check("request-2")
 
 
+@pytest.mark.parametrize(
+    "wrong, why",
+    [("a" * 257, "257 characters"), ("\u00fc" * 129, "258 bytes"), ("a" * 10**7, "10000000"), ("\ud800", "")],
+)
+def test_an_id_longer_than_256_bytes_or_no_unicode_is_refused(engine, wrong, why):
+    message = f"request_id='.{{1,90}} is not allowed: must be Unicode text of at most 256 bytes as UTF-8.*{why}"
+    with pytest.raises(RequestError, match=message) as refused:
+        engine.add_request(wrong, "x", SamplingParams(n=2, max_tokens=2))
+    assert refused.value.field == "request_id" and len(str(refused.value)) < 250
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("longest", ["a" * 256, "\u00fc" * 128, "\U0001f600" * 64])
+def test_an_id_of_256_bytes_is_taken(engine, longest):
+    engine.add_request(longest, "x", SamplingParams(n=2, max_tokens=2, ignore_eos=True))
+    assert finish_reasons(engine) == {longest: ["length"] * 2}
+
+
 @pytest.mark.parametrize("wrong", [5, None, ["a", 5], [["a"]], b"a"])
 def test_what_cannot_be_an_id_is_not_aborted_in_silence(engine, wrong):
     with pytest.raises(RequestError, match=r"request_ids=.* must be a request's id, or several: strings"):

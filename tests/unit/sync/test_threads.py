@@ -1,7 +1,10 @@
 """Work on several threads: results in order, the largest items first, errors not lost."""
 
+import threading
+
 import pytest
 
+from sync.errors import SyncError
 from sync.threads import in_threads
 
 
@@ -9,6 +12,19 @@ from sync.threads import in_threads
 def test_results_come_in_the_order_of_the_items(num_threads):
     assert in_threads(lambda x: x * x, range(50), num_threads) == [x * x for x in range(50)]
     assert in_threads(lambda x: x * x, range(50), num_threads, sizes=list(range(50))) == [x * x for x in range(50)]
+
+
+def test_no_more_threads_begin_than_there_are_items():
+    names = in_threads(lambda _: threading.current_thread().name, range(3), 1_024)
+    assert len(set(names)) <= 3
+    before = threading.active_count()
+    assert in_threads(lambda _: threading.active_count(), [0], 1_024) == [before]
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 1_025, 100_000, 2.0, "3", True])
+def test_an_absurd_number_of_threads_is_refused(num_threads):
+    with pytest.raises(SyncError, match=r"num_threads=.* is not allowed: must be an int in \[1, 1024\]"):
+        in_threads(lambda x: x, range(3), num_threads)
 
 
 def test_the_largest_begin_first():
