@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.errors import RPCError as RPCError
     from rollout_engine.errors import RPCTimeoutError as RPCTimeoutError
     from rollout_engine.errors import StaleVersionError as StaleVersionError
+    from rollout_engine.errors import StepDeadlineError as StepDeadlineError
     from rollout_engine.errors import StepMemoryError as StepMemoryError
     from rollout_engine.errors import TransferTimeoutError as TransferTimeoutError
     from rollout_engine.errors import WeightUpdateError as WeightUpdateError
@@ -85,6 +86,7 @@ _NAMES = {
         "RewardError",
         "RolloutEngineError",
         "StaleVersionError",
+        "StepDeadlineError",
         "StepMemoryError",
         "TransferTimeoutError",
         "WeightUpdateError",

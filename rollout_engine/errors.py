@@ -10,6 +10,7 @@ RolloutEngineError
 │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
 ├── EngineGenerateError            one request failed, the engine lives
 ├── StepMemoryError (MemoryError)  a step needed more memory than the device had; its requests failed
+├── StepDeadlineError              the user's code did not return within step_deadline, and was interrupted
 ├── EngineDeadError                the engine's process is gone
 ├── RPCError                       a call by name was refused, or failed where the model runs; the engine lives
 │   └── RPCTimeoutError (TimeoutError)
@@ -98,6 +99,10 @@ class EngineGenerateError(RolloutEngineError):
 
 class StepMemoryError(RolloutEngineError, MemoryError):
     """The device had no memory left: for a step, whose requests fail while the engine lives, or to wake up."""
+
+
+class StepDeadlineError(RolloutEngineError):
+    """Code of yours, run by the engine, did not return within `EngineConfig.step_deadline`, and was interrupted."""
 
 
 class EngineDeadError(RolloutEngineError):

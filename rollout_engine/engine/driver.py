@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import State
@@ -56,6 +56,14 @@ class Call:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
+class Work(NamedTuple):
+    """A step or verb that a thread computes: what it is, when it began (`time.monotonic`), and the thread's id."""
+
+    what: str
+    start: float
+    thread: int
+
+
 class EngineDriver:
     """One core, one executor, and the lock that all who use them take.
 
@@ -84,6 +92,10 @@ class EngineDriver:
         self._entered = threading.Event()
         """Clear while a thread waits for the lock to change something."""
         self._entered.set()
+        self.work: Work | None = None
+        """The step or verb in progress."""
+        self.stuck = ""
+        """Why that cannot end, if a `StepWatchdog` says so."""
         self._waiting: list[tuple[Call, Any]] = []
         """Calls that end with a later step, and their results."""
         executor.attach_core(core, self.boundary)
@@ -113,7 +125,11 @@ class EngineDriver:
     def step(self) -> None:
         """Do what `turn` does, for a thread that has the lock."""
         start = time.monotonic()
-        outputs = self.core.step()
+        self.work = Work("a step", start, threading.get_ident())
+        try:
+            outputs = self.core.step()
+        finally:
+            self.work = None
         outputs.start_time = start
         self.deliver(outputs)
         if self._waiting:
@@ -148,7 +164,11 @@ class EngineDriver:
                 self._carry_out(call)
             else:
                 with self.between_steps():
-                    self._carry_out(call)
+                    self.work = Work(verb.title(call.arguments), time.monotonic(), threading.get_ident())
+                    try:
+                        self._carry_out(call)
+                    finally:
+                        self.work = None
         except BaseException as error:
             if not call.future.done():
                 call.future.set_exception(error)

@@ -24,3 +24,6 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Unfinished requests of all clients."""
     num_steps: int
     io: IoStats
+    stuck: str = ""
+    """What has not ended within `EngineConfig.step_deadline` and cannot be interrupted. Said by an engine in this
+    process alone: a core in another one ends."""

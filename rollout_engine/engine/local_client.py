@@ -16,6 +16,7 @@ from rollout_engine.engine.driver import Call, EngineDriver
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.start_up import core_config, engine_info
+from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import EngineDeadError, LifecycleError, WeightUpdateError
@@ -50,6 +51,7 @@ class LocalClient:
         self.driver = EngineDriver(core, executor, self._deliver, lock=EngineLock(self._tear))
         self._is_torn = self._is_closed = False
         self._listener: Listener | None = None
+        self._watchdog: StepWatchdog | None = None
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True) if own_thread else None
         if self._thread is not None:
             self._thread.start()
@@ -67,6 +69,9 @@ class LocalClient:
             raise
         core = EngineCore(executor, core_config(config, executor.info))
         client = cls(core, executor, engine_info(config, executor.info), own_thread=own_thread)
+        if config.step_deadline is not None:
+            give_up = client._give_up if own_thread else _keep_waiting
+            client._watchdog = StepWatchdog(client.driver, config.step_deadline, give_up)
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
         logger.info("%s", client.info.choices)
@@ -160,6 +165,8 @@ class LocalClient:
             self._is_closed = True
             self.dead_error = EngineDeadError("The engine is shut down; make a new one.")
             self.driver.shutdown()
+        if self._watchdog is not None:
+            self._watchdog.end()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
             self._fail_all(self.dead_error)
@@ -186,8 +193,12 @@ class LocalClient:
                         self.driver.step()
         except Exception as problem:
             logger.critical("the engine's thread failed", exc_info=problem)
-            self.dead_error = EngineDeadError(f"The engine's thread failed: {type(problem).__name__}: {problem}")
-            self._fail_all(self.dead_error)
+            self._give_up(f"failed: {type(problem).__name__}: {problem}")
+
+    def _give_up(self, reason: str) -> None:
+        """Fail every request: the client's own thread computes no more."""
+        self.dead_error = EngineDeadError(f"The engine's thread {reason}")
+        self._fail_all(self.dead_error)
 
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._listener is not None:
@@ -196,6 +207,10 @@ class LocalClient:
     def _tear(self) -> None:
         self._is_torn = True
         self.driver.core.shutdown()
+
+
+def _keep_waiting(reason: str) -> None:
+    """The thread that does not come back is the caller's own: the log and `check_health` say so."""
 
 
 class _TurnedFuture(Future[Any]):

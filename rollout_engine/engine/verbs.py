@@ -250,6 +250,7 @@ def check_health(driver: EngineDriver) -> Health:
         num_unfinished_requests=driver.core.num_unfinished_requests,
         num_steps=driver.core.stats.num_steps,
         io=driver.io_stats,
+        stuck=driver.stuck,
     )
 
 

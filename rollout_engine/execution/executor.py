@@ -105,6 +105,11 @@ class InlineExecutor:
         self.worker.restore_weights()
 
     @property
+    def threads(self) -> tuple[int, ...]:
+        """Ids of threads, other than the caller's, that run steps."""
+        return () if self._thread is None else self._thread.ids
+
+    @property
     def num_sequences(self) -> int:
         """Number of sequences whose state the runner holds."""
         return self.worker.runner.num_sequences

@@ -11,6 +11,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, get_origin, get_type_hints
@@ -20,6 +21,7 @@ import msgspec
 from rollout_engine._structs import arguments_struct
 from rollout_engine.class_names import find_class
 from rollout_engine.errors import ConfigError, RolloutEngineError, RPCError, as_weight_errors, unknown_name
+from rollout_engine.user_code import UserCode
 from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc, runs_beside_steps
 from worker_ext.inspect import InspectExtension
 from worker_ext.memory import MemoryExtension
@@ -99,7 +101,7 @@ class Extensions:
             raise RPCError(unknown_name("method of worker extensions", str(name)[:80], self._methods), method=str(name))
         arguments = self._bind(name, method, args, kwargs or {})
         try:
-            with as_weight_errors():
+            with as_weight_errors(), _watched(name, method.owner):
                 value = getattr(self._instances[method.owner], name)(**arguments)
             return msgspec.convert(value, method.result, dec_hook=_unchanged)
         except RolloutEngineError:
@@ -138,6 +140,12 @@ class Extensions:
         except msgspec.ValidationError as problem:
             raise RPCError(f"{name}: {problem}.", method=name) from None
         return {field: getattr(checked, field) for field in fields}
+
+
+def _watched(name: str, owner: type[WorkerExtension]) -> AbstractContextManager[None]:
+    """Let a watchdog interrupt a method of the user's; the stock ones have deadlines of their own."""
+    where = f"{owner.__module__}:{owner.__qualname__}"
+    return nullcontext() if owner in STOCK else UserCode(lambda: f"method '{name}' of worker extension {where}")
 
 
 def _close(extension: WorkerExtension, name: str) -> None:

@@ -1,5 +1,6 @@
 """A thread that runs steps one after the other, while the caller prepares the next one."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -11,7 +12,9 @@ class StepThread:
     """Runs steps in order on one thread, which ends with `close` or when this object is garbage-collected."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        self.ids: tuple[int, ...] = ()
+        """Its thread's id, once there is one."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps", initializer=self._begin)
         self._last: Future[ModelRunnerOutput] | None = None
 
     def submit(self, step: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
@@ -28,6 +31,9 @@ class StepThread:
     def close(self) -> None:
         """Wait for the steps that were submitted, and end the thread."""
         self._pool.shutdown()
+
+    def _begin(self) -> None:
+        self.ids = (threading.get_ident(),)
 
     def _result(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
         try:

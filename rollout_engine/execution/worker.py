@@ -17,6 +17,7 @@ from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.sampling.logits_processors import load_processors
+from rollout_engine.user_code import UserCode
 from rollout_engine.weights.copy_kernels import kernel_writer
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import UpdateSession
@@ -111,7 +112,8 @@ class Worker:
         with self.backend.packed.readable():
             weights = self.module.state_dict(keep_vars=True)
             before = {name: tensor._version for name, tensor in weights.items()}
-            result = fn(self.module)
+            with UserCode(lambda: f"the function {getattr(fn, '__qualname__', fn)} of apply_model"):
+                result = fn(self.module)
         if written := [name for name, tensor in weights.items() if tensor._version != before[name]]:
             self.updater.dirty = True
             advice = "Send a complete update: weights change by update_weights alone."

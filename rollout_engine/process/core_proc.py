@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from concurrent.futures import Future
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.driver import Call
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.start_up import core_config, engine_info
+from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
@@ -184,6 +186,8 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     proc = EngineCoreProc(core, executor, io, directory)
     _stop_on_signals(io)
     watch.end()
+    if settings.config.step_deadline is not None:
+        StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, io, directory))
     io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _leave(directory, 1))
     lifeline.write(_ready(settings, core, executor))
     return _run(proc, io)
@@ -221,6 +225,12 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -
         policy_version=core.policy_version,
         info=engine_info(settings.config, executor.info),
     )
+
+
+def _give_up(io: CoreSocket, directory: str, reason: str) -> NoReturn:
+    """Tell every client why this process ends, and end it: the busy loop cannot."""
+    io.close(reason)
+    _leave(directory, 1)
 
 
 def _leave(directory: str, status: int) -> NoReturn:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor, SequenceView
 from rollout_engine.model.sampling.penalties import TokenCounts, penalise
+from rollout_engine.user_code import UserCode
 
 
 class LogitEdits:
@@ -64,7 +65,8 @@ class LogitEdits:
 
     def _is_wanted(self, processor: LogitsProcessor) -> bool:
         try:
-            return processor.wants(self.sequence.params)
+            with self._watched(processor, "wants"):
+                return processor.wants(self.sequence.params)
         except (Exception, SystemExit) as problem:  # the request fails when a token is drawn
             self._failure = _blame(processor, "wants", problem)
             return False
@@ -92,7 +94,8 @@ class LogitEdits:
         view = SequenceView(tuple(sequence.token_ids), sequence.num_prompt_tokens, sequence.params)
         try:
             with torch.no_grad():
-                result = processor.apply(logits, view)
+                with self._watched(processor, "apply"):
+                    result = processor.apply(logits, view)
                 if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
                     got = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.60}"
                     raise TypeError(f"it must return floating logits [{len(logits)}], not {got}")
@@ -100,6 +103,9 @@ class LogitEdits:
         except (Exception, SystemExit) as problem:  # the user's code fails its own request only
             return _blame(processor, "apply", problem)
         return None if bool((logits < torch.inf).all()) else _blame(processor, "apply", "it returned NaN or +inf")
+
+    def _watched(self, processor: LogitsProcessor, method: str) -> UserCode:
+        return UserCode(lambda: f"{_name(processor)} ({method}, sequence {self.sequence.sequence_id})")
 
     def _mask(self, logits: np.ndarray) -> None:
         if self.allowed is not None:
@@ -142,6 +148,10 @@ def _distinct(token_ids: list[int] | None) -> np.ndarray | None:
 
 
 def _blame(processor: LogitsProcessor, method: str, problem: BaseException | str) -> str:
-    kind = type(processor)
     what = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
-    return f"logits processor {kind.__module__}:{kind.__qualname__} failed in {method}: {what}."
+    return f"{_name(processor)} failed in {method}: {what}."
+
+
+def _name(processor: LogitsProcessor) -> str:
+    kind = type(processor)
+    return f"logits processor {kind.__module__}:{kind.__qualname__}"

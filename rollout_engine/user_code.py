@@ -1,0 +1,75 @@
+"""Code of the user's that the engine runs, by thread, so that a watchdog can name and interrupt what does not return.
+
+    with UserCode(lambda: "logits processor m:P (apply)"):
+        result = processor.apply(...)
+
+An interrupt raises `StepDeadlineError` inside the block and nowhere else, at the next line of Python that its thread
+runs there: code that waits in the system, or computes in C, is interrupted only when it comes back from there.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from rollout_engine.errors import StepDeadlineError
+
+_running: dict[int, "UserCode"] = {}
+"""Thread -> the innermost block that it is in."""
+_lock = threading.Lock()
+
+
+class UserCode:
+    """A block that runs code of the user's. `describe` names it."""
+
+    __slots__ = ("_outer", "describe", "message", "thread")
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self.describe = describe
+        self.message = ""
+        """Message of the error that interrupts it; "": nothing does."""
+        self.thread = 0
+        self._outer: UserCode | None = None
+
+    def __enter__(self) -> None:
+        self.thread = threading.get_ident()
+        self._outer = _running.get(self.thread)
+        _running[self.thread] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end()
+        except StepDeadlineError:  # it comes only now
+            self._end()
+            raise StepDeadlineError(self.message) from None
+        if isinstance(error, StepDeadlineError) and self.message:
+            raise StepDeadlineError(self.message) from None
+
+    def interrupt(self, message: str) -> None:
+        """Raise `StepDeadlineError` in the block, unless it has ended."""
+        with _lock:
+            if _running.get(self.thread) is self:
+                self.message = message
+                _raise_in(self.thread, StepDeadlineError)
+
+    def _end(self) -> None:
+        with _lock:
+            if self._outer is None:
+                _running.pop(self.thread, None)
+            else:
+                _running[self.thread] = self._outer
+            if self.message:
+                _raise_in(self.thread, None)  # the block may have returned before it was interrupted
+
+
+def running_on(threads: Iterable[int]) -> UserCode | None:
+    """The block that one of these threads is in; None where none is."""
+    return next((_running[thread] for thread in threads if thread in _running), None)
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Let a thread raise `kind` at its next instruction of Python; None: not any more."""
+    error = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
