@@ -49,8 +49,8 @@ class AsyncLLM(AsyncVerbs):
     ) -> Self:
         """Start a core and wait until its model is loaded. Raises `ConfigError` when it cannot be served.
 
-        `hang_seconds`: a core that gives no sign of life for so long is killed. Long steps do not count: the core's
-        heartbeat has a thread of its own. `start_seconds`: how long loading may take. `stat_loggers` as in
+        `hang_seconds`: a core whose process gives no sign of life for so long is killed. Long steps do not count, nor
+        calls into C: the heartbeat is a native thread. `start_seconds`: how long loading may take. `stat_loggers` as in
         `LLMEngine.from_config`; they run in this process.
         """
         start = partial(ProcessClient.start, hang_seconds=hang_seconds, start_seconds=start_seconds)

@@ -1,11 +1,12 @@
 """A client's end of the socket to a core, on a thread of its own; any other thread may send and call.
 
 That thread hands outputs and refusals to one listener, and once, when the core is gone, an `EngineDeadError` to
-another. The core is gone when its lifeline closes, its connection drops, it says farewell, it is silent for
-`hang_seconds`, or it sends what is no message.
+another. The core is gone when its lifeline closes, its connection drops, it says farewell, its process gives no sign of
+life for `hang_seconds`, its interpreter none for `step_deadline`, or it sends what is no message.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.process.call_values import Packed
 from rollout_engine.process.core_launcher import CoreProcess, address_in
 from rollout_engine.process.pending_calls import PendingCalls
+from rollout_engine.process.pulse import PulseReader
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
     MAX_FRAME_BYTES,
@@ -64,7 +66,8 @@ class ClientSocket:
         self.client_index = -1
         self._on_message: Callable[[Outputs | Refused], None] = _ignore
         self._on_death: Callable[[EngineDeadError], None] = _ignore
-        self._process, self._hang_seconds = process, hang_seconds
+        self._process, self._hang_seconds, self._step_deadline = process, hang_seconds, math.inf
+        self._signs = PulseReader(directory, time.monotonic())
         self.owner = OwnerProcess()
         """The process in which this client's thread runs."""
         self._encoder, self._decoder = Encoder(), Decoder[ToClient](ToClient)
@@ -167,15 +170,15 @@ class ClientSocket:
             poller.register(source, zmq.POLLIN)
         if self._process is not None:
             poller.register(self._process.lifeline.socket, zmq.POLLIN)
-        last_heard = last_looked = time.monotonic()
+        last_looked = time.monotonic()
         while not self._closing:
             events = dict(poller.poll(1000 * min(0.1, self._hang_seconds / 4)))
             if self._waker.fileno() in events:
                 self._waker.drain()
             self._send_outbox()
             now = time.monotonic()
-            if self._socket in events or now - last_looked > self._hang_seconds / 2:
-                last_heard = now  # a gap this long means that this thread stood still, not the core
+            stood_still = now - last_looked > self._hang_seconds / 2  # it was this thread that did, not the core
+            self._signs.look(now, heard=stood_still or self._socket in events)
             last_looked = now
             farewell = self._receive() if self._socket in events else None
             if farewell is not None:
@@ -184,9 +187,9 @@ class ClientSocket:
                 return self._last_words()
             if self._monitor in events:
                 return self._last_words()
-            if now - last_heard > self._hang_seconds:
+            if silence := self._signs.silence(now, self._hang_seconds, self._step_deadline):
                 self._is_hung = True
-                return f"it has given no sign of life for {self._hang_seconds:g} s"
+                return silence
         return "the engine was shut down"
 
     def _last_words(self) -> str:
@@ -240,6 +243,7 @@ class ClientSocket:
                 return "it welcomed this client twice"
             case Welcome(client_index, ready):
                 self.client_index = client_index
+                self._step_deadline = ready.info.config.step_deadline or math.inf
                 self._welcome.set_result(ready)
             case Rejected(reason):
                 logger.warning("the core rejected a message of this client: %s", reason)
@@ -260,6 +264,7 @@ class ClientSocket:
         if self._process is not None:
             self._process.end(kill=self._is_hung)
         self._waker.close()
+        self._signs.close()
 
     def _die(self, reason: str) -> None:
         error = EngineDeadError(f"The engine's core is gone: {reason}. Make a new engine.")

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import FrameType
@@ -36,6 +37,7 @@ from rollout_engine.process.core_launcher import CoreSettings, Lifeline, address
 from rollout_engine.process.core_socket import ClientLeft, CoreSocket, FromClient, Stop, Wake
 from rollout_engine.process.output_batcher import OutputBatcher
 from rollout_engine.process.parent_watch import ParentWatch
+from rollout_engine.process.pulse import Pulse
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
 from rollout_engine.process.wire import PROTOCOL, Abort, AddRequest, Ready, Refused, Reply, WireError, failure_of
@@ -54,12 +56,15 @@ class EngineCoreProc:
         self.driver.io_stats = io.stats
         self._thread = threading.get_ident()
         self._stop_reason: str | None = None
+        self.on_step: Callable[[], None] = lambda: None
+        """Called after every step."""
 
     def run(self) -> str:
         """Run the busy loop: take messages, compute a step, deliver its outputs. Returns why it ended."""
         while self._stop_reason is None:
             self._take_all(wait=not self.driver.can_progress())
             self.driver.turn()
+            self.on_step()
         with self.driver.lock:
             self._batcher.deliver(self._core.abort_sequences(self._core.unfinished_sequences))
             self._batcher.flush()
@@ -167,6 +172,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     assert isinstance(settings, CoreSettings), "decoded as that type"
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
     lock_directory(directory)
+    pulse = Pulse(directory, lifeline.socket)
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
         settings.config.check()
@@ -185,6 +191,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
     proc = EngineCoreProc(core, executor, io, directory)
     _stop_on_signals(io)
+    io.on_turn, proc.on_step = pulse.turn, pulse.step
     watch.end()
     if settings.config.step_deadline is not None:
         StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, io, directory))

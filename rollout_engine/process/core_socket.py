@@ -7,6 +7,7 @@ The lifeline is a socket whose other end the parent process holds. When it close
 ends too.
 """
 
+import logging
 import os
 import queue
 import socket
@@ -36,6 +37,8 @@ from rollout_engine.process.wire import (
     Welcome,
     WireError,
 )
+
+logger = logging.getLogger("rollout_engine")
 
 MAX_CLIENTS = 1024
 _MAX_WAITING = 4096
@@ -79,6 +82,8 @@ class CoreSocket:
     ) -> None:
         self.inbox: queue.SimpleQueue[FromClient | ClientLeft | Wake | Stop] = queue.SimpleQueue()
         self.stats = IoStats()
+        self.on_turn: Callable[[], None] = lambda: None
+        """Called at every turn of the loop, at least once a heartbeat."""
         self._lifeline, self._parent = lifeline, os.getppid()
         self._heartbeat_seconds = heartbeat_seconds
         self._ready: Callable[[], Ready] | None = None
@@ -118,6 +123,13 @@ class CoreSocket:
         self._waker.close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as problem:
+            logger.critical("the core's socket failed", exc_info=problem)
+            self.inbox.put(Stop(f"its socket failed: {type(problem).__name__}: {problem}"))
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._waker, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
@@ -125,6 +137,7 @@ class CoreSocket:
         next_beat = 0.0
         while self._farewell is None:
             events = dict(poller.poll(self._timeout_ms(next_beat)))
+            self.on_turn()
             if self._waker.fileno() in events:
                 self._waker.drain()
             self._send_outbox()

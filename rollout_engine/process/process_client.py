@@ -24,8 +24,8 @@ from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
 
-HANG_SECONDS = 5.0
-"""How long a core may give no sign of life before it is killed."""
+HANG_SECONDS = 4.5
+"""How long a core's process may give no sign of life before it is killed: whoever waits is told within 5 s."""
 START_SECONDS = 600.0
 """How long a core may take to load its model."""
 HEARTBEAT_SECONDS = 0.5

@@ -1,5 +1,6 @@
 """A logits processor and a worker extension that do not return, and shorten the deadline while they do not."""
 
+import ctypes
 import threading
 import time
 from contextlib import contextmanager
@@ -43,6 +44,11 @@ class Stuck:
 
 
 class StuckExtension(WorkerExtension):
+    @rpc
+    def hold_interpreter(self, seconds: int) -> None:
+        """Let no other thread run Python."""
+        ctypes.PyDLL(None).sleep(seconds)
+
     @rpc
     def loop(self) -> None:
         with short_deadline():
