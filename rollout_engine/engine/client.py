@@ -5,10 +5,10 @@ ProcessClient   a driver in a process of its own, over zmq     rollout_engine.pr
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.execution.worker import ModelInfo
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
@@ -75,8 +75,10 @@ class EngineClient(Protocol):
     def abort(self, sequence_ids: list[int]) -> None:
         """End sequences; their outputs say so. Unknown ids are a no-op."""
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+    def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb of `rollout_engine.engine.verbs`; its result or error comes as a future.
+
+        Cancelling it takes the call back: at the engine nothing of it is left, unless its verb is at work just now.
 
         Raises `RequestError` for arguments that cannot cross to another process. For arguments of other types than the
         verb's it is raised here, or comes as the future's error.

@@ -10,14 +10,15 @@ thread that waits to change something goes before the next step.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import State
+from rollout_engine.engine.calls import Call, WaitingCalls, copy_outcome
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.health import IoStats
 from rollout_engine.engine.verb import Verb
@@ -27,33 +28,6 @@ from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 _GIVE_WAY_SECONDS = 1.0
 """How long a step waits at most for a thread that wants to go first."""
 _CALLER: ContextVar[int] = ContextVar("caller", default=0)
-
-
-class Call:
-    """A call of a verb: its arguments, its client, and the future of its result."""
-
-    __slots__ = ("arguments", "caller", "deadline", "future", "start", "verb")
-
-    def __init__(
-        self,
-        verb: Verb,
-        arguments: Mapping[str, Any],
-        future: Future[Any] | None = None,
-        *,
-        caller: int = 0,
-        deadline: float | None = None,
-    ) -> None:
-        """`caller` is a client's index. After `deadline` (`time.monotonic`) the call does not begin any more, and is
-        not waited for. Raises `RequestError` for arguments of other types than the verb's."""
-        self.verb, self.arguments = verb, verb.check(arguments)
-        self.future = Future() if future is None else future
-        self.caller, self.start = caller, time.perf_counter()
-        self.deadline = deadline if verb.timeout else None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether its deadline is over."""
-        return self.deadline is not None and time.monotonic() > self.deadline
 
 
 class Work(NamedTuple):
@@ -96,8 +70,7 @@ class EngineDriver:
         """The step or verb in progress."""
         self.stuck = ""
         """Why that cannot end, if a `StepWatchdog` says so."""
-        self._waiting: list[tuple[Call, Any]] = []
-        """Calls that end with a later step, and their results."""
+        self._waiting = WaitingCalls()
         executor.attach_core(core, self.boundary)
 
     @property
@@ -171,7 +144,7 @@ class EngineDriver:
                         self.work = None
         except BaseException as error:
             if not call.future.done():
-                call.future.set_exception(error)
+                call.future.fail(error)
             elif not isinstance(error, Exception):  # an interrupt that came after the result
                 raise
         finally:
@@ -221,40 +194,41 @@ class EngineDriver:
     def _carry_out(self, call: Call) -> None:
         if not call.verb.after_shutdown:
             self.core.lifecycle.require_alive(call.verb.name)
-        if not call.future.set_running_or_notify_cancel():  # its caller has given up
+        if not call.future.begin():
             return
         if call.is_late and call.verb.until is None:
             raise call.verb.too_late(call.arguments, begun=False)
-        result = call.verb.function(self, **call.arguments)
-        if isinstance(result, Future):
-            result.add_done_callback(lambda done: _copy_result(done, call.future))
-        elif not self._end(call, result):
-            self._waiting.append((call, result))
+        call.result = call.verb.function(self, **call.arguments)
+        if isinstance(call.result, Future):
+            call.result.add_done_callback(lambda done: copy_outcome(done, call.future))
+        else:
+            self._end_or_wait(call)
 
-    def _end(self, call: Call, result: Any) -> bool:
-        """Whether a call is over: complete, failed, or too late."""
+    def _end_or_wait(self, call: Call) -> None:
+        """End a call that is complete, has failed, or is too late; else keep it for a later step."""
+        verb = call.verb
         try:
-            if call.verb.until is not None:
-                self.core.lifecycle.require_alive(call.verb.name)
-                if not call.verb.until(self):
+            if verb.until is not None:
+                self.core.lifecycle.require_alive(verb.name)
+                if not verb.until(self):
                     if not call.is_late:
-                        return False
-                    raise call.verb.too_late(call.arguments, begun=True)
+                        return self._waiting.add(call)
+                    raise verb.too_late(call.arguments, begun=True)
         except Exception as error:
-            call.future.set_exception(error)
-            return True
-        if call.verb.observe is not None:
-            call.verb.observe(self.core.stats, time.perf_counter() - call.start)
-        call.future.set_result(result)
-        return True
+            return call.future.fail(error)
+        if verb.observe is not None:
+            verb.observe(self.core.stats, time.perf_counter() - call.start)
+        call.future.succeed(call.result)
 
     def _end_calls(self) -> None:
-        self._waiting = [(call, result) for call, result in self._waiting if not self._end(call, result)]
+        for call in self._waiting.pop(self._is_over):
+            self._end_or_wait(call)
 
-
-def _copy_result(source: Future[Any], target: Future[Any]) -> None:
-    error = source.exception()
-    if error is None:
-        target.set_result(source.result())
-    else:
-        target.set_exception(error)
+    def _is_over(self, verb: Verb) -> bool:
+        """Whether calls of a verb wait no longer: they are complete, or have failed."""
+        assert verb.until is not None, "only such calls wait"
+        try:
+            self.core.lifecycle.require_alive(verb.name)
+            return verb.until(self)
+        except Exception:
+            return True

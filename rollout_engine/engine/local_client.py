@@ -5,14 +5,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.client import EngineInfo, Listener
-from rollout_engine.engine.driver import Call, EngineDriver
+from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.start_up import core_config, engine_info
@@ -101,7 +101,7 @@ class LocalClient:
         if sequence_ids and not self._is_closed:
             self.driver.abort(sequence_ids)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+    def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb, on this thread; on another one where the caller must be able to leave before it is complete."""
         self.driver.lock.require_usable()
         verb = VERBS[name]
@@ -110,8 +110,12 @@ class LocalClient:
         turned = verb.until is not None and self._thread is None
         call = Call(verb, arguments, _TurnedFuture(self._turn) if turned else None, deadline=deadline)
         if seconds is None or turned:
-            with held():  # no interrupt comes between a verb and its result
-                self.driver.run(call)
+            try:
+                with held():  # no interrupt comes between a verb and its result
+                    self.driver.run(call)
+            except BaseException:  # an interrupt: nobody learns of the call
+                call.future.cancel()
+                raise
         else:
             threading.Thread(target=self.driver.run, args=(call,), name=name, daemon=True).start()
         return call.future
@@ -213,7 +217,7 @@ def _keep_waiting(reason: str) -> None:
     """The thread that does not come back is the caller's own: the log and `check_health` say so."""
 
 
-class _TurnedFuture(Future[Any]):
+class _TurnedFuture(CallFuture):
     """A future that comes with later steps, which whoever waits for it computes."""
 
     def __init__(self, turn: Callable[[], None]) -> None:

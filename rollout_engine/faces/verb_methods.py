@@ -11,7 +11,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from rollout_engine.engine import verbs
 from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.loop_waker import LoopWaker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,14 +32,18 @@ def blocking(function: Callable[Concatenate[EngineDriver, P], R]) -> Callable[Co
 
     def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
         arguments = verb.bind(args, kwargs)
-        with self.frontend.span(verb, arguments):
+        with self.frontend.span(verb, arguments), held():
             result = self.frontend.client.call(verb.name, arguments)
             try:
-                return result.result(verb.patience(arguments))
+                with allowed():
+                    return result.result(verb.patience(arguments))
             except TimeoutError:
                 if result.done():  # it is the result
                     raise
-                raise verb.too_late(arguments, begun=not result.cancel()) from None
+                result.cancel()
+                raise verb.too_late(arguments, begun=result.begun) from None
+            finally:
+                result.cancel()  # interrupted, or too late: nobody waits for it any more
 
     return _documented(method, function)
 
@@ -51,13 +57,19 @@ def awaitable(
     async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
         arguments = verb.bind(args, kwargs)
         with self.frontend.span(verb, arguments):
-            result = asyncio.wrap_future(self.frontend.client.call(verb.name, arguments))
+            waker, done = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
+            result = self.frontend.client.call(verb.name, arguments)
             try:
-                if not (await asyncio.wait([result], timeout=verb.patience(arguments)))[0]:
-                    raise verb.too_late(arguments, begun=True)
-                return result.result()
+                result.add_done_callback(lambda _: waker.wake(done))
+                async with asyncio.timeout(verb.patience(arguments)):
+                    await done.wait()
+            except TimeoutError:
+                if not result.done():
+                    result.cancel()
+                    raise verb.too_late(arguments, begun=result.begun) from None
             finally:
-                result.cancel()
+                result.cancel()  # its caller was cancelled, or it is too late: nobody waits for it any more
+            return result.result()
 
     return _documented(method, function)
 

@@ -13,10 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import zmq
 
+from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
 from rollout_engine.process.call_values import Packed
 from rollout_engine.process.core_launcher import CoreProcess, address_in
@@ -28,6 +30,7 @@ from rollout_engine.process.wire import (
     PROTOCOL,
     AddRequest,
     Call,
+    Cancel,
     Decoder,
     Encoder,
     Farewell,
@@ -128,7 +131,7 @@ class ClientSocket:
 
     def call(
         self, name: str, arguments: Packed, kind: Any, *, deadline: float | None = None, title: str = ""
-    ) -> Future[Any]:
+    ) -> CallFuture:
         """Call a verb of the core whose result is of type `kind`. Raises `LifecycleError` in a forked child.
 
         `title` names the call in errors that are not the engine's own; default: `name`.
@@ -138,6 +141,7 @@ class ClientSocket:
         if not future.done():
             self._outbox.append(Call(number, name, arguments.body, arguments.arrays, deadline))
             self._waker.wake()
+            future.add_done_callback(partial(self._take_back, number))
         return future
 
     def close(self) -> None:
@@ -153,6 +157,13 @@ class ClientSocket:
         """Raise `LifecycleError` in a forked child, where nobody would send anything."""
         if not self.owner.is_current:
             raise LifecycleError(self.owner.error_message("The connection to the engine"))
+
+    def _take_back(self, number: int, future: Future[Any]) -> None:
+        """Take a call back that its caller has cancelled."""
+        if future.cancelled() and self.owner.is_current:
+            self._calls.forget(number)
+            self._outbox.append(Cancel(number))
+            self._waker.wake()
 
     def _run(self) -> None:
         try:

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.engine.driver import Call
+from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.start_up import core_config, engine_info
 from rollout_engine.engine.step_watchdog import StepWatchdog
@@ -40,7 +40,17 @@ from rollout_engine.process.parent_watch import ParentWatch
 from rollout_engine.process.pulse import Pulse
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
-from rollout_engine.process.wire import PROTOCOL, Abort, AddRequest, Ready, Refused, Reply, WireError, failure_of
+from rollout_engine.process.wire import (
+    PROTOCOL,
+    Abort,
+    AddRequest,
+    Cancel,
+    Ready,
+    Refused,
+    Reply,
+    WireError,
+    failure_of,
+)
 
 logger = logging.getLogger("rollout_engine")
 
@@ -58,6 +68,8 @@ class EngineCoreProc:
         self._stop_reason: str | None = None
         self.on_step: Callable[[], None] = lambda: None
         """Called after every step."""
+        self._calls: dict[tuple[int, int], CallFuture] = {}
+        """Calls that have not been answered, by client and number."""
 
     def run(self) -> str:
         """Run the busy loop: take messages, compute a step, deliver its outputs. Returns why it ended."""
@@ -87,12 +99,16 @@ class EngineCoreProc:
 
     def _take(self, item: FromClient | ClientLeft | Wake | Stop) -> None:
         match item:
+            case FromClient(client_index) if client_index in self._io.gone:
+                pass
             case FromClient(client_index, AddRequest() as message):
                 self._add(client_index, message)
             case FromClient(client_index, Abort(sequence_ids)):
                 self.driver.abort(sequences_of_client(client_index, sequence_ids))
             case FromClient(client_index, wire.Call() as message):
                 self._call(client_index, message)
+            case FromClient(client_index, Cancel(number)):
+                self._cancel(client_index, number)
             case ClientLeft(client_index):
                 self._forget(client_index)
             case Stop(reason):
@@ -109,20 +125,40 @@ class EngineCoreProc:
             self._io.send(client_index, Refused(message.request.first_sequence_id, _failure(error)))
 
     def _call(self, client_index: int, message: wire.Call) -> None:
+        key = client_index, message.number
+        if key in self._io.cancelled:
+            return
         try:
             call = _driver_call(client_index, message)
             beside = self.driver.runs_beside_steps(call)
         except Exception as error:
             self._io.send(client_index, Reply(message.number, failure=_failure(error)))
             return
-        call.future.add_done_callback(lambda done: self._io.send(client_index, _reply(message.number, call, done)))
+        self._calls[key] = call.future
+        call.future.add_done_callback(lambda done: self._answer(key, call, done))
         if beside:
             run_in_background(self.driver.run, call, name=message.name)
         else:
             self.driver.run(call)
 
+    def _answer(self, key: tuple[int, int], call: Call, done: Future[Any]) -> None:
+        client_index, number = key
+        self._calls.pop(key, None)
+        if not done.cancelled():
+            self._io.send(client_index, _reply(number, call, done))
+
+    def _cancel(self, client_index: int, number: int) -> None:
+        self._io.cancelled.discard((client_index, number))
+        future = self._calls.get((client_index, number))
+        if future is not None:
+            future.cancel()
+
     def _forget(self, client_index: int) -> None:
         """End the requests, calls and updates of a client that has left."""
+        self._io.gone.discard(client_index)
+        for key in list(self._calls):
+            if key[0] == client_index:
+                self._cancel(*key)
         self.driver.weights.leave(client_index)
         threading.Thread(target=self._executor.caller_left, args=(client_index,), daemon=True).start()
         remove_directories(self._directory, client_index)

@@ -26,6 +26,7 @@ from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
+    Cancel,
     Decoder,
     Farewell,
     Frame,
@@ -81,6 +82,10 @@ class CoreSocket:
         self, address: str, lifeline: socket.socket, *, heartbeat_seconds: float, max_backlog_bytes: int
     ) -> None:
         self.inbox: queue.SimpleQueue[FromClient | ClientLeft | Wake | Stop] = queue.SimpleQueue()
+        self.cancelled: set[tuple[int, int]] = set()
+        """(client, number) of calls that were cancelled by a message that is still in the inbox."""
+        self.gone: set[int] = set()
+        """Clients that have left, as long as the inbox does not say so yet: what is there of them is void."""
         self.stats = IoStats()
         self.on_turn: Callable[[], None] = lambda: None
         """Called at every turn of the loop, at least once a heartbeat."""
@@ -185,6 +190,8 @@ class CoreSocket:
         elif isinstance(message, Goodbye):
             self._peers.forget(peer)
         else:
+            if isinstance(message, Cancel):
+                self.cancelled.add((peer.index, message.number))
             self.inbox.put(FromClient(peer.index, message))
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
@@ -199,6 +206,7 @@ class CoreSocket:
             self._peers.send(peer, Welcome(peer.index, self._ready()))
 
     def _on_left(self, client_index: int) -> None:
+        self.gone.add(client_index)
         self.inbox.put(ClientLeft(client_index))
 
     def _send_outbox(self) -> None:

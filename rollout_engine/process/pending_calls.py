@@ -2,9 +2,9 @@
 
 import itertools
 import threading
-from concurrent.futures import Future
 from typing import Any
 
+from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import EngineDeadError
 from rollout_engine.process.call_values import unpack
 from rollout_engine.process.wire import Reply
@@ -17,33 +17,40 @@ class PendingCalls:
         self._lock = threading.Lock()
         """Held so that no call is added after `fail_all` has failed the others."""
         self._numbers = itertools.count()
-        self._calls: dict[int, tuple[str, Any, Future[Any]]] = {}
+        self._calls: dict[int, tuple[str, Any, CallFuture]] = {}
         self._error: EngineDeadError | None = None
 
-    def add(self, title: str, kind: Any) -> tuple[int, Future[Any]]:
+    def add(self, title: str, kind: Any) -> tuple[int, CallFuture]:
         """Add a call whose result is of type `kind`. Returns its number and its future, which may have failed at once.
 
         `title` names the call in errors that are not the engine's own.
         """
-        number, future = next(self._numbers), Future[Any]()
-        future.set_running_or_notify_cancel()  # for all that this end knows the core has begun
+        number, future = next(self._numbers), CallFuture()
+        future.begin()  # for all that this end knows
         with self._lock:
             if self._error is None:
                 self._calls[number] = title, kind, future
             else:
-                future.set_exception(self._error)
+                future.fail(self._error)
         return number, future
+
+    def forget(self, number: int) -> None:
+        """Forget a call that was cancelled. No lock: the garbage collector may cancel one while we hold it."""
+        self._calls.pop(number, None)
 
     def resolve(self, reply: Reply) -> None:
         """Give a call its result or its error. A reply to no call is dropped."""
         with self._lock:
-            title, kind, future = self._calls.pop(reply.number, ("", None, Future()))
+            found = self._calls.pop(reply.number, None)
+        if found is None:
+            return
+        title, kind, future = found
         try:
             if reply.failure is not None:
                 raise reply.failure.as_error(title)
-            future.set_result(unpack(reply.result, reply.arrays, kind))
+            future.succeed(unpack(reply.result, reply.arrays, kind))
         except Exception as error:
-            future.set_exception(error)
+            future.fail(error)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """Fail every call, and from now on those that are added."""
@@ -51,4 +58,4 @@ class PendingCalls:
             self._error = error
             calls, self._calls = self._calls, {}
         for _, _, future in calls.values():
-            future.set_exception(error)
+            future.fail(error)

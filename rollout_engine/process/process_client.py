@@ -3,10 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any, Self
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import EngineInfo, Listener
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
@@ -108,7 +108,7 @@ class ProcessClient:
         if sequence_ids and self.dead_error is None:
             self._socket.send(Abort(sequence_ids))
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+    def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb; the future gives its result, or raises what it raised.
 
         Raises, before a byte is sent, `RequestError` or `RPCError` for arguments that cannot cross.

@@ -1,6 +1,6 @@
 """Messages between a client and a core's process, and their encoding as frames: both ends in one file.
 
-    client ──> core    Hello  AddRequest  Abort  Call  Goodbye
+    client ──> core    Hello  AddRequest  Abort  Call  Cancel  Goodbye
     core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Farewell
 
 A message is one zmq multipart: first the tagged struct as msgpack, then the bytes of its large arrays, not copied. In
@@ -21,7 +21,7 @@ from rollout_engine.engine.client import EngineInfo
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages; both ends must have the same."""
 MAX_FRAME_BYTES = 64 << 20
 """A frame longer than this ends the connection it came over."""
@@ -93,7 +93,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True
 
 
 class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
-    """Call a verb. Answered by the `Reply` with the same number."""
+    """Call a verb. Answered by the `Reply` with the same number, unless it is cancelled."""
 
     number: int
     name: str
@@ -103,6 +103,12 @@ class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
     """Arrays of `arguments`, uint8 each."""
     deadline: float | None = None
     """`time.monotonic()` at which the caller stops waiting; a call that has not begun by then never does."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
+    """Take a call back: one that has not begun never does, and nobody waits for one that has. There is no reply."""
+
+    number: int
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
@@ -159,7 +165,7 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_field
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | Call | Goodbye
+ToCore = Hello | AddRequest | Abort | Call | Cancel | Goodbye
 ToClient = Welcome | Outputs | Refused | Reply | Rejected | Heartbeat | Farewell
 Message = TypeVar("Message")
 

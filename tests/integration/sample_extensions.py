@@ -57,6 +57,28 @@ class Sample(WorkerExtension):
         return self.count()
 
     @rpc
+    def num_waiting_calls(self) -> int:
+        """Calls that wait for a step, of all clients."""
+        return len(self._driver._waiting)
+
+    @rpc
+    def hold_until_cancelled(self, count: int) -> None:
+        """Ends once clients have sent word that so many calls are cancelled. They come behind this one."""
+        while len(self._driver._wake.__self__._io.cancelled) < count:
+            time.sleep(0.005)
+
+    @rpc
+    def hold_until_left(self, begun: str) -> None:
+        """Says that it has begun, by a file, and ends once a client has left."""
+        Path(begun).touch()
+        while not self._driver._wake.__self__._io.gone:
+            time.sleep(0.005)
+
+    @property
+    def _driver(self):
+        return self.worker.update._boundary.__self__
+
+    @rpc
     def fail(self) -> None:
         raise KeyError("of the extension")
 

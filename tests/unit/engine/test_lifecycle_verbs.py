@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_engine.engine import driver
+from rollout_engine.engine import calls, driver
 from rollout_engine.errors import DirtyWeightsError, DrainTimeoutError, LifecycleError
 from rollout_engine.sampling_params import SamplingParams
 
@@ -90,7 +90,8 @@ def test_keep_freezes_and_goes_on_to_the_same_tokens(engine, drain):
 
 def test_pausing_measures_its_latency(engine, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: 0.5 * engine.core.stats.num_steps, monotonic=time.monotonic)
-    monkeypatch.setattr(driver, "time", clock)
+    for module in (calls, driver):
+        monkeypatch.setattr(module, "time", clock)
     engine.add_request("a", "hello", SHORT)
     engine.pause_generation(mode="wait")
     assert engine.stats.last_pause_seconds == 6 * 0.5

@@ -1,0 +1,173 @@
+"""Nobody waits for ever: a call that is late, cancelled or interrupted leaves nothing behind, over every client."""
+
+import asyncio
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rollout_engine import AsyncLLM
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.errors import DrainTimeoutError
+from rollout_engine.process.process_client import ProcessClient
+from tests.conformance.conftest import num_open_calls
+from tests.conformance.running import in_flight, step_further, step_until
+
+
+def wait_until(condition):
+    """Wait for something that another thread or process brings about."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true"
+        time.sleep(0.005)
+
+
+def num_waiting(engine):
+    """Calls that wait at the engine, in its own process."""
+    return engine.collective_rpc("num_waiting_calls")[0]
+
+
+def in_process(engine):
+    return not isinstance(engine.frontend.client, ProcessClient)
+
+
+def nobody_waits(engine):
+    return num_open_calls(engine.frontend.client) == 0 and num_waiting(engine) == 0
+
+
+def late_drain(engine):
+    with in_flight(engine):
+        for _ in range(20):
+            with pytest.raises(DrainTimeoutError, match="after 0 seconds"):
+                engine.wait_for_requests_to_drain(drain_timeout=0)
+        step_until(engine, lambda: nobody_waits(engine))
+
+
+def late_rpc(engine, tmp_path):
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(engine.collective_rpc, "hold", timeout=60, args=[str(gate)])
+        wait_until((tmp_path / "gate.begun").exists)
+        for _ in range(20):
+            with pytest.raises(TimeoutError, match="count: no result within 0.01 s"):
+                engine.collective_rpc("count", timeout=0.01)
+        gate.touch()
+        held.result(60)
+    step_until(engine, lambda: nobody_waits(engine))
+
+
+LATE = {"wait_for_requests_to_drain": lambda engine, _: late_drain(engine), "collective_rpc": late_rpc}
+"""By the name of each verb with a timeout: calls that are late, and leave nobody waiting."""
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.timeout])
+def test_a_call_that_is_late_leaves_nobody_waiting(engine, tmp_path, verb):
+    LATE[verb](engine, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "verb, arguments", [("wait_for_requests_to_drain", {"drain_timeout": 300}), ("pause_generation", {"mode": "wait"})]
+)
+def test_cancelled_calls_leave_nobody_waiting(engine, verb, arguments):
+    with in_flight(engine):
+        calls = [engine.frontend.client.call(verb, arguments) for _ in range(500)]
+        step_until(engine, lambda: num_waiting(engine) == 500)
+        assert all(call.cancel() for call in calls)
+        step_until(engine, lambda: nobody_waits(engine))
+        engine.resume_generation()
+        step_further(engine)
+
+
+def test_a_call_that_is_cancelled_before_it_begins_never_does(engine, tmp_path):
+    client, gate = engine.frontend.client, tmp_path / "gate"
+    (before,) = engine.collective_rpc("count")
+    hold = ("hold", 60, [str(gate)]) if in_process(engine) else ("hold_until_cancelled", 60, [20])
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(engine.collective_rpc, *hold)
+        if in_process(engine):
+            wait_until((tmp_path / "gate.begun").exists)
+        else:
+            wait_until(lambda: num_open_calls(client) == 1)
+        count = VERBS["collective_rpc"].bind(("count", 60), {})
+        calls = [client.call("collective_rpc", count) for _ in range(20)]
+        assert all(call.cancel() for call in calls)
+        gate.touch()
+        held.result(60)
+    assert engine.collective_rpc("count") == [before + 1 + in_process(engine)]  # holding counts, too
+    assert nobody_waits(engine)
+
+
+def test_an_interrupt_ends_a_blocking_verb_and_leaves_nobody_waiting(engine):
+    """Ctrl-C, in the main thread."""
+    main = threading.main_thread().ident
+    if threading.get_ident() != main:
+        pytest.skip("tests do not run in the main thread here")
+
+    def interrupt():
+        wait_until(lambda: num_open_calls(engine.frontend.client) == 1)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with in_flight(engine):
+        for wait in (engine.wait_for_requests_to_drain, lambda: engine.pause_generation(mode="wait")):
+            with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+                pool.submit(interrupt)
+                wait()
+            step_until(engine, lambda: nobody_waits(engine))
+            engine.resume_generation()
+
+
+def test_a_task_that_is_cancelled_leaves_nobody_waiting(engine):
+    if engine.frontend.client.needs_turns:
+        pytest.skip("coroutines need an engine that computes by itself")
+    face = AsyncLLM._standing_on(engine.frontend)
+
+    async def give_up():
+        for verb in (face.wait_for_requests_to_drain, lambda: face.pause_generation(mode="wait")):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(verb(), 0.05)
+
+    async def give_up_often():
+        await asyncio.gather(*(give_up() for _ in range(100)))
+
+    with in_flight(engine):
+        asyncio.run(give_up_often())
+        step_until(engine, lambda: nobody_waits(engine))
+        engine.resume_generation()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_the_calls_of_a_closed_loop_leave_nobody_waiting(engine):
+    if engine.frontend.client.needs_turns:
+        pytest.skip("coroutines need an engine that computes by itself")
+    face, loop = AsyncLLM._standing_on(engine.frontend), asyncio.new_event_loop()
+    with in_flight(engine):
+        tasks = [face.wait_for_requests_to_drain() for _ in range(50)]
+        for task in tasks:
+            loop.run_until_complete(_begin(task))
+        loop.close()
+        for task in tasks:
+            task.close()
+        step_until(engine, lambda: nobody_waits(engine))
+
+
+async def _begin(coroutine):
+    """Run a coroutine up to the place where it waits."""
+    coroutine.send(None)
+
+
+def test_what_a_client_had_sent_does_not_begin_once_it_has_left(engine, tmp_path):
+    client, begun = engine.frontend.client, tmp_path / "begun"
+    if in_process(engine):
+        pytest.skip("nobody can connect to it")
+    (before,) = engine.collective_rpc("count")
+    leaver = ProcessClient.connect(client.address)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(engine.collective_rpc, "hold_until_left", 60, [str(begun)])
+        wait_until(begun.exists)
+        for _ in range(20):
+            leaver.call("collective_rpc", VERBS["collective_rpc"].bind(("count",), {}))
+        leaver.shutdown()
+        held.result(60)
+    assert engine.collective_rpc("count") == [before + 1]
