@@ -104,7 +104,8 @@ class EngineCore:
 
     def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
         """End sequences; the outputs say which. An unknown or finished id is a no-op."""
-        for sequence_id in sorted(sequence_ids, reverse=True):  # a leader last, so that no sibling has to take over
+        known = self._requests.known(sequence_ids)
+        for sequence_id in sorted(known, reverse=True):  # a leader last, so that no sibling has to take over
             sequence = self._requests.live(sequence_id)
             if sequence is not None:
                 self._results.end(sequence, "abort")

@@ -1,5 +1,7 @@
 """The table of unfinished requests and their sequences."""
 
+from collections.abc import Iterable
+
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.errors import RequestError
 from rollout_engine.messages import EngineCoreRequest
@@ -53,6 +55,10 @@ class RequestTable:
         """The sequence with this id; None if it has ended or never existed."""
         found = self._sequences.get(sequence_id)
         return None if found is None or found.ended else found
+
+    def known(self, sequence_ids: Iterable[int]) -> set[int]:
+        """Those ids that a sequence of an unfinished request has."""
+        return self._sequences.keys() & sequence_ids
 
     def take_held(self) -> list[Request]:
         """Return the held requests in order of arrival, and hold them no longer."""

@@ -22,6 +22,11 @@ def first_sequence_of(client_index: int) -> int:
     return client_index << _SHIFT
 
 
+def client_of(sequence_id: int) -> int:
+    """The index of the client that a sequence belongs to."""
+    return sequence_id >> _SHIFT
+
+
 def check_sequences(client_index: int, request: EngineCoreRequest) -> None:
     """Raise `RequestError` where a client's request has sequence numbers that are not its own."""
     first, last = request.first_sequence_id, request.first_sequence_id + request.params.n - 1

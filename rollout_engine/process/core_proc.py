@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,15 +30,18 @@ from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.messages import EngineCoreOutputs
 from rollout_engine.process import wire
 from rollout_engine.process.background import run_in_background
 from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.client_routing import check_sequences, sequences_of_client
 from rollout_engine.process.core_launcher import CoreSettings, Lifeline, address_in, config_digest, lock_directory
-from rollout_engine.process.core_socket import ClientLeft, CoreSocket, FromClient, Stop, Wake
+from rollout_engine.process.core_socket import CoreSocket
+from rollout_engine.process.inbox import ClientLeft, FromClient, Stop, Wake
 from rollout_engine.process.output_batcher import OutputBatcher
 from rollout_engine.process.parent_watch import ParentWatch
 from rollout_engine.process.pulse import Pulse
+from rollout_engine.process.quotas import Quotas
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
 from rollout_engine.process.wire import (
@@ -54,15 +58,26 @@ from rollout_engine.process.wire import (
 
 logger = logging.getLogger("rollout_engine")
 
+_LEAST_SECONDS = 0.002
+"""How long messages are taken before the next step, if the last one was shorter."""
+
 
 class EngineCoreProc:
     """Runs the steps of one driver, and the requests and calls that clients send."""
 
-    def __init__(self, core: EngineCore, executor: InlineExecutor, io: CoreSocket, directory: str) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: InlineExecutor,
+        io: CoreSocket,
+        directory: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._core, self._executor, self._io, self._directory = core, executor, io, directory
-        self._batcher = OutputBatcher(io.send)
+        self._batcher, self._quotas = OutputBatcher(io.send), Quotas()
         lock = EngineLock(holds_signals=False)  # a signal ends this process after the step in progress anyway
-        self.driver = ServingDriver(core, executor, self._batcher.deliver, lock=lock, wake=self._wake)
+        self.driver = ServingDriver(core, executor, self._deliver, lock=lock, wake=self._wake)
         self.driver.io_stats = io.stats
         self._thread = threading.get_ident()
         self._stop_reason: str | None = None
@@ -70,32 +85,43 @@ class EngineCoreProc:
         """Called after every step."""
         self._calls: dict[tuple[int, int], CallFuture] = {}
         """Calls that have not been answered, by client and number."""
+        self._step_seconds = 0.0
+        """Duration of the last turn of the driver."""
 
     def run(self) -> str:
         """Run the busy loop: take messages, compute a step, deliver its outputs. Returns why it ended."""
         while self._stop_reason is None:
-            self._take_all(wait=not self.driver.can_progress())
+            self._take_messages(wait=not self.driver.can_progress())
+            start = self._clock()
             self.driver.turn()
+            self._step_seconds = self._clock() - start
             self.on_step()
         with self.driver.lock:
-            self._batcher.deliver(self._core.abort_sequences(self._core.unfinished_sequences))
+            self._deliver(self._core.abort_sequences(self._core.unfinished_sequences))
             self._batcher.flush()
         return self._stop_reason
 
     def _wake(self) -> None:
         if threading.get_ident() != self._thread:
-            self._io.inbox.put(Wake())
+            self._io.inbox.put_first(Wake())
 
-    def _take_all(self, *, wait: bool) -> None:
-        """Take all messages of the inbox; with `wait`, at least one. Held outputs are sent first."""
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        self._quotas.end_samples(outputs.ended)
+        self._batcher.deliver(outputs)
+
+    def _take_messages(self, *, wait: bool) -> None:
+        """Take messages for as long as a step takes; with `wait`, at least one. Held outputs are sent first."""
         inbox = self._io.inbox
         if wait or inbox.qsize():
             with self.driver.lock:
                 self._batcher.flush()
         if wait:
             self._take(inbox.get())
+        end = self._clock() + max(self._step_seconds, _LEAST_SECONDS)
         for _ in range(inbox.qsize()):
             self._take(inbox.get())
+            if self._clock() >= end:
+                break
 
     def _take(self, item: FromClient | ClientLeft | Wake | Stop) -> None:
         match item:
@@ -115,12 +141,18 @@ class EngineCoreProc:
                 self._stop_reason = reason
 
     def _add(self, client_index: int, message: AddRequest) -> None:
+        n = message.request.params.n
         try:
             message.request.params.check()
             check_sequences(client_index, message.request)
-            with self.driver.lock:
-                self.driver.add_request(message.request)
-                self._batcher.watch(message.request)
+            self._quotas.add_samples(client_index, n)
+            try:
+                with self.driver.lock:
+                    self.driver.add_request(message.request)
+                    self._batcher.watch(message.request)
+            except BaseException:
+                self._quotas.refuse_samples(client_index, n)
+                raise
         except Exception as error:
             self._io.send(client_index, Refused(message.request.first_sequence_id, _failure(error)))
 
@@ -131,6 +163,7 @@ class EngineCoreProc:
         try:
             call = _driver_call(client_index, message)
             beside = self.driver.runs_beside_steps(call)
+            self._quotas.add_call(client_index)
         except Exception as error:
             self._io.send(client_index, Reply(message.number, failure=_failure(error)))
             return
@@ -144,6 +177,7 @@ class EngineCoreProc:
     def _answer(self, key: tuple[int, int], call: Call, done: Future[Any]) -> None:
         client_index, number = key
         self._calls.pop(key, None)
+        self._quotas.end_call(client_index)
         if not done.cancelled():
             self._io.send(client_index, _reply(number, call, done))
 
@@ -165,6 +199,7 @@ class EngineCoreProc:
         self.driver.abort(sequences_of_client(client_index, self._core.unfinished_sequences))
         with self.driver.lock:
             self._batcher.forget(client_index)
+        self._quotas.forget(client_index)
 
 
 def _driver_call(client_index: int, message: wire.Call) -> Call:
@@ -253,7 +288,7 @@ def _stop_on_signals(io: CoreSocket) -> None:
     def stop(number: int, _: FrameType | None) -> None:
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
-        io.inbox.put(Stop(f"it received {signal.Signals(number).name}"))
+        io.inbox.put_first(Stop(f"it received {signal.Signals(number).name}"))
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, stop)

@@ -9,23 +9,23 @@ ends too.
 
 import logging
 import os
-import queue
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 
 from rollout_engine.engine.health import IoStats
+from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
 from rollout_engine.process.peers import Peer, Peers
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
+    Abort,
     Cancel,
     Decoder,
     Farewell,
@@ -42,37 +42,16 @@ from rollout_engine.process.wire import (
 logger = logging.getLogger("rollout_engine")
 
 MAX_CLIENTS = 1024
-_MAX_WAITING = 4096
-"""Messages that may wait for the busy loop before the socket is left unread."""
+_READ_AT_ONCE = 256
+"""Messages that are read before the thread turns to what it has to send."""
+_ABORT_AT_ONCE = 4096
+"""Sequences that one message of the inbox aborts at most."""
 _RETRY_SECONDS = 0.01
-"""How often a backlog is tried again."""
+"""How often a backlog, or a full inbox, is tried again."""
 _FLUSH_SECONDS = 2.0
 """How long `close` waits at most for clients to take their last messages."""
 _ORPHAN_SECONDS = 0.5
 """How long the busy loop may take to end once the parent has died."""
-
-
-class FromClient(msgspec.Struct, frozen=True):
-    """A message for the busy loop, and the index of the client that sent it."""
-
-    client_index: int
-    message: Any
-
-
-class ClientLeft(msgspec.Struct, frozen=True):
-    """A client is gone or was cut off: its requests are to be aborted."""
-
-    client_index: int
-
-
-class Wake(msgspec.Struct, frozen=True):
-    """Another thread has changed the engine: the busy loop may have work now."""
-
-
-class Stop(msgspec.Struct, frozen=True):
-    """End the process."""
-
-    reason: str
 
 
 class CoreSocket:
@@ -81,7 +60,7 @@ class CoreSocket:
     def __init__(
         self, address: str, lifeline: socket.socket, *, heartbeat_seconds: float, max_backlog_bytes: int
     ) -> None:
-        self.inbox: queue.SimpleQueue[FromClient | ClientLeft | Wake | Stop] = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.cancelled: set[tuple[int, int]] = set()
         """(client, number) of calls that were cancelled by a message that is still in the inbox."""
         self.gone: set[int] = set()
@@ -132,15 +111,15 @@ class CoreSocket:
             self._serve()
         except Exception as problem:
             logger.critical("the core's socket failed", exc_info=problem)
-            self.inbox.put(Stop(f"its socket failed: {type(problem).__name__}: {problem}"))
+            self.inbox.put_first(Stop(f"its socket failed: {type(problem).__name__}: {problem}"))
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._waker, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
-        poller.register(self._router, zmq.POLLIN)
         next_beat = 0.0
         while self._farewell is None:
+            poller.register(self._router, 0 if self.inbox.is_full else zmq.POLLIN)
             events = dict(poller.poll(self._timeout_ms(next_beat)))
             self.on_turn()
             if self._waker.fileno() in events:
@@ -160,12 +139,12 @@ class CoreSocket:
 
     def _timeout_ms(self, next_beat: float) -> float:
         is_waiting = self._peers.has_backlog or self._peers.num_leaving or self._orphaned_at is not None
+        is_waiting |= self.inbox.is_full
         return 1000 * (_RETRY_SECONDS if is_waiting else max(next_beat - time.monotonic(), 0.0))
 
     def _receive(self) -> None:
-        for _ in range(_MAX_WAITING // 16):
-            if self.inbox.qsize() >= _MAX_WAITING:
-                time.sleep(_RETRY_SECONDS)
+        for _ in range(_READ_AT_ONCE):
+            if self.inbox.is_full:
                 return
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -192,7 +171,10 @@ class CoreSocket:
         else:
             if isinstance(message, Cancel):
                 self.cancelled.add((peer.index, message.number))
-            self.inbox.put(FromClient(peer.index, message))
+            num_bytes = sum(map(len, frames))
+            for part in _parts(message):
+                self.inbox.put(FromClient(peer.index, part), num_bytes)
+                num_bytes = 0
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
@@ -219,7 +201,7 @@ class CoreSocket:
         if self._orphaned_at is None:
             self._orphaned_at = now
             poller.unregister(self._lifeline)  # a closed socket is readable for ever
-            self.inbox.put(Stop("the process that started the core has died"))
+            self.inbox.put_first(Stop("the process that started the core has died"))
         elif now - self._orphaned_at > _ORPHAN_SECONDS:
             self._on_orphaned()
 
@@ -229,3 +211,11 @@ class CoreSocket:
         while self._peers.has_backlog and time.monotonic() < deadline:
             self._peers.retry()
             time.sleep(_RETRY_SECONDS)
+
+
+def _parts(message: Any) -> Iterable[Any]:
+    """Divide an abort of many sequences into parts, between which the busy loop may compute a step."""
+    if not isinstance(message, Abort) or len(message.sequence_ids) <= _ABORT_AT_ONCE:
+        return [message]
+    ids = message.sequence_ids
+    return [Abort(ids[start : start + _ABORT_AT_ONCE]) for start in range(0, len(ids), _ABORT_AT_ONCE)]

@@ -2,6 +2,7 @@
 
 import queue
 import socket
+import threading
 import time
 
 import msgspec
@@ -10,7 +11,8 @@ import pytest
 
 from rollout_engine.process.call_values import pack
 from rollout_engine.process.core_launcher import address_in
-from rollout_engine.process.core_socket import ClientLeft, CoreSocket, FromClient, Stop
+from rollout_engine.process.core_socket import CoreSocket
+from rollout_engine.process.inbox import MAX_MESSAGES, ClientLeft, FromClient, Stop
 from rollout_engine.process.wire import (
     PROTOCOL,
     Abort,
@@ -75,11 +77,13 @@ def test_messages_reach_the_inbox_with_their_client(core):
 
 def test_what_was_on_its_way_when_its_client_left_is_no_strangers(core):
     client = core.client()
-    for _ in range(4150):  # more than the core takes while nobody reads its inbox, less than its socket takes
+    for _ in range(
+        MAX_MESSAGES + 54
+    ):  # more than the core takes while nobody reads its inbox, less than its socket takes
         client.say(Abort([7]))
     client.send([b"\xc1"])
     client.say(Goodbye())
-    wait_until(lambda: core.io.inbox.qsize() == 4096)
+    wait_until(lambda: core.io.inbox.is_full)
     client.close(linger=60)
     wait_until(lambda: not core.io.stats.num_clients)  # a heartbeat finds nobody
     assert core.io.stats.num_rejected == 0
@@ -89,7 +93,32 @@ def test_what_was_on_its_way_when_its_client_left_is_no_strangers(core):
     core.client().say(Abort([8]))
     assert core.next().client_index == 1, "the rest has been read"
     assert core.io.stats.num_rejected == 1, "the bad one alone"
-    assert core.io.inbox.empty()
+    assert core.io.inbox.qsize() == 0
+
+
+def test_a_flood_is_held_back_and_lets_others_through(core):
+    flooder, bystander = core.client(), core.client()
+    flood = threading.Thread(target=lambda: [flooder.say(Abort([7])) for _ in range(5000)])
+    flood.start()
+    wait_until(lambda: core.io.inbox.is_full)
+    bystander.say(Abort([8]))
+    taken = [core.next()]
+    while taken[-1].client_index == 0 and len(taken) < 4500:  # by then no flood fills the inbox any more
+        wait_until(lambda: core.io.inbox.is_full)
+        taken.append(core.next())
+    assert taken[-1] == FromClient(1, Abort([8])), "it waited for a flood that was there before it"
+    for _ in range(5001 - len(taken)):
+        assert core.next().client_index == 0
+        assert core.io.inbox.qsize() <= MAX_MESSAGES
+    flood.join()
+
+
+def test_an_abort_of_many_sequences_comes_in_parts(core):
+    client, ids = core.client(), list(range(10_000))
+    client.say(Abort(ids))
+    parts = [core.next().message.sequence_ids for _ in range(3)]
+    assert sum(parts, []) == ids and max(map(len, parts)) == 4096
+    assert core.io.inbox.qsize() == 0
 
 
 def test_bad_frames_are_rejected_and_counted_and_everything_goes_on(core):

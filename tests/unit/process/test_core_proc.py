@@ -1,0 +1,159 @@
+"""The busy loop of a core's process over a fake model: what one client does to another, counted in steps."""
+
+import itertools
+
+import pytest
+
+from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.health import IoStats
+from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.process import quotas
+from rollout_engine.process.call_values import pack
+from rollout_engine.process.client_routing import first_sequence_of
+from rollout_engine.process.core_proc import EngineCoreProc
+from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
+from rollout_engine.process.wire import Abort, AddRequest, Call, Outputs, Refused, Reply
+from rollout_engine.sampling_params import SamplingParams
+from tests.unit.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel
+
+FLOODER, BYSTANDER = 0, 1
+
+
+class FakeSocket:
+    """What the busy loop needs of a `CoreSocket`: an inbox, and a list of what was sent."""
+
+    def __init__(self):
+        self.inbox, self.stats, self.sent = Inbox(), IoStats(), []
+        self.gone, self.cancelled = set(), set()
+        self.on_send = lambda client_index, message: None
+
+    def send(self, client_index, message):
+        self.sent.append((client_index, message))
+        self.on_send(client_index, message)
+
+    def answers(self, kind, client_index=FLOODER):
+        return [message for index, message in self.sent if index == client_index and isinstance(message, kind)]
+
+
+class Core:
+    """An `EngineCoreProc`; every look at its clock takes a millisecond, so that a step takes one."""
+
+    def __init__(self, directory):
+        self.model = FakeModel(max_model_len=4096)
+        self.model.caller_left, self.model.runs_beside_steps = (lambda caller: None), (lambda method: False)
+        config = CoreConfig(
+            num_blocks=4096,
+            block_size=BLOCK_SIZE,
+            max_model_len=4096,
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.core, self.io = EngineCore(self.model, config), FakeSocket()
+        ticks = itertools.count()
+        self.proc = EngineCoreProc(self.core, self.model, self.io, str(directory), lambda: next(ticks) / 1000)
+
+    def put(self, client_index, *messages):
+        for message in messages:
+            self.io.inbox.put(FromClient(client_index, message))
+
+    def run(self, is_over=lambda: True):
+        """Until all that was put is done, nothing is in flight any more, and `is_over()`."""
+        turn = self.proc.driver.turn
+
+        def turn_and_look():
+            turn()
+            if not (self.io.inbox.qsize() or self.core.num_unfinished_requests) and is_over():
+                self.io.inbox.put_first(Stop("the test is over"))
+
+        self.proc.driver.turn = turn_and_look
+        self.proc.run()
+
+
+@pytest.fixture
+def core(tmp_path):
+    return Core(tmp_path)
+
+
+def request(client_index, max_tokens=5, number=0, **params):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
+    first = first_sequence_of(client_index) + number * params.n
+    return EngineCoreRequest(
+        prompt_token_ids=[5], params=params, max_tokens=max_tokens, seed=0, first_sequence_id=first
+    )
+
+
+FLOODS = {
+    "aborts": Abort([7]),
+    "calls": Call(1, "get_core_metrics", *pack({})),
+    "unknown calls": Call(1, "nothing", *pack({})),
+    "refused requests": AddRequest(request(BYSTANDER)),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_of_one_client_leaves_the_steps_of_another_their_pace(core, flood):
+    core.put(FLOODER, *[FLOODS[flood]] * 2000)
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=50, output_kind="delta")))
+    waiting = []
+
+    def watch(client_index, message):
+        if client_index == BYSTANDER and isinstance(message, Outputs):
+            waiting.append(core.io.inbox.qsize())
+            if message.steps[-1].ended:
+                core.io.inbox.put_first(Stop("the bystander has ended"))
+
+    core.io.on_send = watch
+    core.proc.run()
+    assert len(waiting) == 50
+    taken = [before - after for before, after in itertools.pairwise([2001, *waiting])]
+    assert max(taken) <= 4, f"messages taken between two of the bystander's tokens: {taken}"
+
+
+def test_messages_get_as_much_time_as_steps(core):
+    core.model.before_step = lambda: [core.proc._clock() for _ in range(98)]  # a step of a tenth of a second
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=20, output_kind="delta")))
+    core.put(FLOODER, *[FLOODS["aborts"]] * 1000)
+    waiting = []
+    core.io.on_send = lambda *_: waiting.append(core.io.inbox.qsize())
+    core.run()
+    taken = [before - after for before, after in itertools.pairwise(waiting) if after]
+    assert taken and all(90 <= count <= 110 for count in taken)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_samples_in_flight_are_bounded_for_each_client_and_counted_down_however_they_end(core, monkeypatch, n):
+    monkeypatch.setattr(quotas, "MAX_SAMPLES", 8)
+    requests = [AddRequest(request(FLOODER, 5, number, n=n)) for number in range(9)]
+    core.put(FLOODER, *requests)
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER)))
+    core.run()
+    refused = core.io.answers(Refused)
+    assert [each.failure.kind for each in refused] == ["RequestError"] * (9 - 8 // n)
+    assert "at most 8 samples of one client" in refused[0].failure.bound
+    assert not core.io.answers(Refused, BYSTANDER)
+    assert not core.proc._quotas._samples, "every sample has ended"
+
+
+def test_calls_that_wait_are_bounded_for_each_client(core, monkeypatch):
+    monkeypatch.setattr(quotas, "MAX_CALLS", 3)
+    core.put(FLOODER, AddRequest(request(FLOODER, max_tokens=100)))
+    drain = pack({"drain_timeout": 300.0})
+    core.put(FLOODER, *[Call(number, "wait_for_requests_to_drain", *drain) for number in range(5)])
+    core.put(BYSTANDER, Call(0, "wait_for_requests_to_drain", *drain))
+    core.run()
+    failures = [reply.failure for reply in core.io.answers(Reply) if reply.failure is not None]
+    assert [failure.kind for failure in failures] == ["RequestError"] * 2
+    assert "has 3 of 3" in failures[0].message
+    assert len(core.io.answers(Reply)) == 5 and core.io.answers(Reply, BYSTANDER)[0].failure is None
+    assert not core.proc._quotas._calls, "every call has ended"
+
+
+def test_nothing_is_counted_of_a_client_that_has_left(core):
+    core.put(FLOODER, AddRequest(request(FLOODER, max_tokens=1000, n=3)))
+    core.put(FLOODER, Call(1, "wait_for_requests_to_drain", *pack({"drain_timeout": 300.0})))
+    core.io.inbox.put(ClientLeft(FLOODER))
+    core.run()
+    assert not core.proc._quotas._samples and not core.proc._quotas._calls
+    assert core.core.stats.num_steps < 1000
