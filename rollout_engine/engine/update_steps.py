@@ -31,12 +31,12 @@ class UpdateSteps:
 
     def run(self, update: Callable[[], UpdateReport]) -> UpdateReport:
         """Carry out the update that `begin` opened, count it, and leave UPDATING."""
-        driver = self._driver
+        driver, updater = self._driver, self._driver.executor.updater  # a shutdown may drop it meanwhile
         try:
             return driver.core.stats.updates.count(update)
         finally:
             with driver.between_steps():
-                driver.core.end_update(dirty=driver.executor.updater.dirty)
+                driver.core.end_update(dirty=updater.dirty)
 
     def boundary(self) -> AbstractContextManager[object]:
         """Keep steps out while inside, with none in flight."""

@@ -156,7 +156,11 @@ def _close(extension: WorkerExtension, name: str) -> None:
             logger.warning("%s raised %s in close: %s", name, type(problem).__name__, problem, exc_info=problem)
 
     thread = threading.Thread(target=run, name="extension-close", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no thread left
+        run()
+        return
     thread.join(CLOSE_SECONDS)
     if thread.is_alive():
         logger.warning("%s has not closed within %g s: it is left behind", name, CLOSE_SECONDS)

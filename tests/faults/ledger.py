@@ -107,8 +107,7 @@ class Ledger:
         leave_after: int | None = None,
     ) -> Entry:
         """Run one request to its end, whatever that is. `leave_after`: outputs after which its reader goes away."""
-        assert name not in self.entries, name
-        entry = self.entries[name] = Entry(name, params, check)
+        entry = self.begin(name, params, check)
         how, num_outputs = "finished", 0
         try:
             async with contextlib.aclosing(engine.generate(prompt, params, name)) as outputs:
@@ -121,13 +120,23 @@ class Ledger:
                         break
         except RolloutEngineError as error:
             how = type(error).__name__
+        self.end(entry, how)
+        return entry
+
+    def begin(self, name: str, params: SamplingParams, check: Check) -> Entry:
+        """Open a request."""
+        assert name not in self.entries, name
+        entry = self.entries[name] = Entry(name, params, check)
+        return entry
+
+    def end(self, entry: Entry, how: str) -> None:
+        """Close a request; `how` as in `Entry.ended`."""
         entry.end(how)
-        del self.entries[name]
+        del self.entries[entry.name]
         reasons = "/".join(sorted(set(entry.reasons.values()))) if how == "finished" else how
         self.counts[reasons] += 1
         self.num_tokens += sum(map(len, entry.tokens.values()))
         self.plan.reached("end")
-        return entry
 
     def assert_clean(self) -> None:
         """Every request has ended, and every fault of the plan has struck."""

@@ -34,6 +34,8 @@ from tests.faults.garbage import client_messages, mutants, restore, throw_mutant
 from tests.faults.peers import RawCore
 from tests.faults.schedules import Schedule, make_menu
 from tests.faults.updates import UpdatesUnderLoad, spelling
+from tests.simulation.run import Run
+from tests.simulation.scheduler import Carriers
 
 HERE = Path(__file__).parent
 Figure = dict[str, Any]
@@ -85,6 +87,21 @@ def schedules(checkpoint: Path, seconds: float, count: int) -> Figure:
         preemptions = asyncio.run(run())
     wrong = dict(ended_twice_or_never=0, wrong_tokens=0, leaks=0)
     return dict(found) | dict(requests=sum(ends.values()), ends=dict(ends), preemptions=preemptions) | wrong
+
+
+def simulations(_: Path, seconds: float, count: int) -> Figure:
+    """Simulated engines: threads, clocks, failures and operations in the order that a seed decides."""
+    ends, faults = Counter[str](), Counter[str]()
+    num_runs = num_choices = 0
+    with Carriers() as carriers:
+        for seed in _until(seconds, count):
+            run = Run(1_000_000 + seed).go(carriers)
+            assert run.error is None, f"python -m tests.simulation {run.seed}: {run.error}"
+            num_runs, num_choices = num_runs + 1, num_choices + run.num_choices
+            ends.update(run.ledger.counts)
+            faults.update(run.faults)
+    wrong = dict(ended_twice_or_never=0, wrong_tokens=0, leaks=0, broken_promises=0)
+    return dict(schedules=num_runs, choices=num_choices, ends=dict(ends), faults=dict(faults)) | wrong
 
 
 def updates(checkpoint: Path, seconds: float, count: int) -> Figure:
@@ -219,6 +236,7 @@ PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "engines": (engines, 200),
     "clients": (clients, 1000),
     "schedules": (schedules, 1000),
+    "simulations": (simulations, 100_000),
     "updates": (updates, 1000),
     "aborts": (aborts, 100_000),
     "frames": (frames, 1_000_000),

@@ -1,0 +1,73 @@
+"""Puts the simulation in place of threads, clocks, queues and sockets, in every module of ours that names them."""
+
+import concurrent.futures._base
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import zmq
+
+from rollout_engine.process.waker import Waker
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.threads import (
+    FutureThreading,
+    SimulatedPool,
+    SimulatedQueues,
+    SimulatedThreading,
+    SimulatedTime,
+    wait_for_futures,
+)
+
+REAL: dict[str, Any] = {
+    "threading": threading,
+    "time": time,
+    "queue": queue,
+    "zmq": zmq,
+    "ThreadPoolExecutor": concurrent.futures.ThreadPoolExecutor,
+    "wait": concurrent.futures.wait,
+    "Waker": Waker,
+}
+"""Names by which modules reach the system, and what they mean there."""
+_PACKAGES = ("rollout_engine", "sync", "worker_ext")
+_found: dict[int, list[tuple[Any, str]]] = {}
+
+
+def stand_ins(scheduler: Scheduler, before_thread: Any) -> dict[str, Any]:
+    """What stands for each of the real things that a core in this process uses."""
+    return {
+        "threading": SimulatedThreading(scheduler, before_thread),
+        "time": SimulatedTime(scheduler),
+        "queue": SimulatedQueues(scheduler),
+        "ThreadPoolExecutor": partial(SimulatedPool, scheduler),
+        "wait": wait_for_futures,
+    }
+
+
+@contextmanager
+def simulated(scheduler: Scheduler, replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Replace the real things of these names in all modules that are loaded, until the end of the block."""
+    places = [(module, name) for module, name in _places() if name in replacements]
+    for module, name in places:
+        setattr(module, name, replacements[name])
+    concurrent.futures._base.threading = FutureThreading(scheduler)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        concurrent.futures._base.threading = threading  # type: ignore[attr-defined]
+        for module, name in places:
+            setattr(module, name, REAL[name])
+
+
+def _places() -> list[tuple[Any, str]]:
+    """(module, name) of every real thing in our modules; looked for again when more modules are loaded."""
+    if len(sys.modules) not in _found:
+        modules = [module for name, module in sys.modules.items() if name.split(".")[0] in _PACKAGES]
+        _found[len(sys.modules)] = [
+            (m, name) for m in modules for name, real in REAL.items() if vars(m).get(name) is real
+        ]
+    return _found[len(sys.modules)]
