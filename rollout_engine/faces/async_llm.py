@@ -15,6 +15,7 @@ from rollout_engine.faces.verb_methods import AsyncVerbs
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
+from rollout_engine.results.open_streams import Stream
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
@@ -92,9 +93,9 @@ class AsyncLLM(AsyncVerbs):
         """Yield what a request brings, by `output_kind`; the last output has `finished=True`.
 
         A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
-        cancelling it or dropping the generator aborts the request. Lower `priority` runs first. Raises `RequestError`,
-        nothing queued, and `EngineDeadError`. `trace_headers` as in `LLMEngine.add_request`, `chat` as in
-        `LLM.generate`.
+        cancelling it, dropping the generator or closing its event loop aborts the request. Lower `priority` runs first.
+        Raises `RequestError`, nothing queued, and `EngineDeadError`. `trace_headers` as in `LLMEngine.add_request`,
+        `chat` as in `LLM.generate`.
         """
         check_chat_arguments(chat, self.generate)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
@@ -102,7 +103,7 @@ class AsyncLLM(AsyncVerbs):
             with_chat_options(prompt, chat),
             sampling_params,
             request_id,
-            lambda _: waker.wake(event),
+            lambda stream: self._wake(stream, waker, event),
             priority=priority,
             trace_headers=trace_headers,
         )
@@ -118,6 +119,12 @@ class AsyncLLM(AsyncVerbs):
                     yield output
         finally:
             self.frontend.close(stream)
+
+    def _wake(self, stream: Stream, waker: LoopWaker, event: asyncio.Event) -> None:
+        if not waker.wake(event):
+            self.frontend.close(stream)
+            what = "generate: the event loop in which this request was read is closed, and the request was aborted"
+            stream.error = LifecycleError(f"{what}: read a request to its end in one loop.")
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests: their generators yield what they had, with finish_reason "abort". Unknown ids are a no-op."""

@@ -26,18 +26,21 @@ class LoopWaker:
         waker = cls._of.get(loop)
         return cls._of.setdefault(loop, cls(loop)) if waker is None else waker
 
-    def wake(self, event: asyncio.Event) -> None:
-        """Set an event of the loop soon."""
+    def wake(self, event: asyncio.Event) -> bool:
+        """Set an event of the loop soon. False: the loop is closed, and nobody waits for its events any more."""
         loop = self._loop()
+        if loop is None or loop.is_closed():
+            return False
         with self._lock:
             self._waiting[event] = None
-            if self._scheduled or loop is None:
-                return
+            if self._scheduled:
+                return True
             self._scheduled = True
         try:
             loop.call_soon_threadsafe(self._run)
-        except RuntimeError:
-            self._scheduled = False  # the loop is closed: nobody waits
+        except RuntimeError:  # it was closed just now
+            return False
+        return True
 
     def _run(self) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from rollout_engine.config import EngineConfig
@@ -105,8 +106,9 @@ class ProcessClient:
 
     def abort(self, sequence_ids: list[int]) -> None:
         """End sequences; no-op if the core is gone."""
-        if sequence_ids and self.dead_error is None:
-            self._socket.send(Abort(sequence_ids))
+        if sequence_ids:
+            with suppress(EngineDeadError):
+                self._socket.send(Abort(sequence_ids))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb; the future gives its result, or raises what it raised.

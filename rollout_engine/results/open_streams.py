@@ -2,9 +2,14 @@
 
 engine's thread: deliver(outputs) ──> OutputProcessor.update ──> wake the readers of what changed
 reader:          take(stream) <── rendered when it is read: a slow reader delays nobody else
+
+Only its reader holds a stream. Where the reader has forgotten it (a generator that was dropped, perhaps with its event
+loop), the request is aborted and forgotten with the next outputs, or when somebody looks.
 """
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from rollout_engine.errors import EngineDeadError, RolloutEngineError
@@ -16,7 +21,7 @@ from rollout_engine.text.tokenizer import TextCodec
 
 
 class Stream:
-    """One open request; `wake` tells its reader that there is something to `take`."""
+    """One open request, as its reader holds it; `wake` tells that there is something to `take`."""
 
     def __init__(self, request: OpenRequest, wake: Callable[["Stream"], None]) -> None:
         self.request, self.wake = request, wake
@@ -35,7 +40,7 @@ class Stream:
 
 
 class OpenStreams:
-    """Guards an `OutputProcessor` with a lock and keeps a stream for each of its requests."""
+    """Guards an `OutputProcessor` with a lock and knows the stream of each of its requests, as long as one reads it."""
 
     def __init__(
         self,
@@ -48,19 +53,24 @@ class OpenStreams:
         """`abort` ends sequences in the core."""
         self._processor = OutputProcessor(codec, stream_interval=stream_interval, on_closed=on_closed)
         self._abort = abort
-        self._streams: dict[int, Stream] = {}
-        """Streams by the id of their first sequence."""
+        self._streams: dict[int, weakref.KeyedRef[OpenRequest, Stream]] = {}
+        """Streams by the id of their first sequence; the key is the request."""
+        self._dropped: deque[weakref.KeyedRef[OpenRequest, Stream]] = deque()
+        """Streams that their readers forgot without closing them. The garbage collector appends, on any thread."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
+        self._close_dropped()
         return len(self._streams)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request of that id is open."""
+        self._close_dropped()
         return request_id in self._processor
 
     def has_live(self) -> bool:
         """Whether some request has a sample that has not ended."""
+        self._close_dropped()
         return self._processor.has_live
 
     @property
@@ -88,8 +98,9 @@ class OpenStreams:
     ) -> Stream:
         """Open a request; call it before the core gets it. `wake` is called when there is something to take."""
         with self._lock:
-            stream = Stream(self._processor.add(request_id, request, text, trace_headers), wake)
-            self._streams[request.first_sequence_id] = stream
+            opened = self._processor.add(request_id, request, text, trace_headers)
+            stream = Stream(opened, wake)
+            self._streams[request.first_sequence_id] = weakref.KeyedRef(stream, self._dropped.append, opened)
             return stream
 
     def take(self, stream: Stream) -> RequestOutput | None:
@@ -113,13 +124,15 @@ class OpenStreams:
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
         """Add the outputs of a step, and wake the readers that have something to take."""
+        self._close_dropped()
         with self._lock:
             changed, stopped = self._processor.update(outputs)
-            streams = [self._streams[request.sequence_ids.start] for request in changed]
+            found = [self._streams[request.sequence_ids.start]() for request in changed]
         if stopped:
             self._abort(stopped)  # before a reader asks the core whether work is left
-        for stream in streams:
-            stream.wake(stream)
+        for stream in found:
+            if stream is not None:
+                stream.wake(stream)
 
     def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
         """End a request that the core did not accept."""
@@ -133,7 +146,24 @@ class OpenStreams:
 
     def _fail(self, first_sequence_ids: Iterable[int], make_error: Callable[[], RolloutEngineError]) -> None:
         with self._lock:
-            streams = [self._streams[first] for first in first_sequence_ids if first in self._streams]
-        for stream in streams:
-            stream.error = make_error()  # one each: raising an error adds to its traceback
-            stream.wake(stream)
+            found = [self._streams[first]() for first in first_sequence_ids if first in self._streams]
+        for stream in found:
+            if stream is not None:
+                stream.error = make_error()  # one each: raising an error adds to its traceback
+                stream.wake(stream)
+
+    def _close_dropped(self) -> None:
+        """Abort and forget the requests whose readers are gone."""
+        if not self._dropped:
+            return
+        aborted: list[int] = []
+        with self._lock:
+            while self._dropped:
+                reference = self._dropped.popleft()
+                request = reference.key
+                if self._streams.get(request.sequence_ids.start) is reference:
+                    del self._streams[request.sequence_ids.start]
+                    self._processor.discard(request.request_id)
+                    aborted += request.sequence_ids
+        if aborted:
+            self._abort(aborted)

@@ -104,7 +104,7 @@ class OutputProcessor:
         for sequence_id, logprobs in outputs.prompt_logprobs.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].prompt_logprobs = logprobs
-        self._timer.tokens(outputs.sequence_ids, outputs.start_time)
+        self._timer.tokens(list(filter(self._live.__contains__, outputs.sequence_ids)), outputs.start_time)
         changed = self._append(outputs)
         stopped = [sequence_id for sequence_id in changed if self._live[sequence_id].read_text()]
         for sequence_id in stopped:
@@ -117,8 +117,6 @@ class OutputProcessor:
                 self._live[end.sequence_id].finish(end)
                 self._end(end.sequence_id, outputs.policy_version)
                 changed.append(end.sequence_id)
-            else:
-                self._timer.discarded([end.sequence_id])
         return self._mark(changed), stopped
 
     def take(self, request: "OpenRequest") -> RequestOutput | None:

@@ -9,7 +9,7 @@ from rollout_engine.outputs import FinishReason, RequestMetrics
 
 
 class RequestTimer:
-    """Fills the `RequestStats` of one client. Per step it makes two passes over the sequences, both in C."""
+    """Fills the `RequestStats` of one client. Per step it makes two passes over the live sequences, both in C."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
@@ -24,7 +24,7 @@ class RequestTimer:
         self.stats.queue_seconds.observe(metrics.scheduled_time - metrics.arrival_time)
 
     def tokens(self, sequence_ids: list[int], start: float) -> None:
-        """Record one new token for each sequence, from a step that began at `start` (0: unknown).
+        """Record one new token for each live sequence, from a step that began at `start` (0: unknown).
 
         Arrival times would not do: several steps may arrive together.
         """

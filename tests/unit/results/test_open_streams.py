@@ -176,3 +176,69 @@ def test_many_tokens_of_one_step_keep_their_ranks_and_log_probs_of_ids(streams):
             assert sample.token_id_logprobs.tolist() == [[-number]]
         else:
             assert sample.sampled_ranks is sample.token_id_logprobs is None
+
+
+def tables_of(streams):
+    """Everything that is kept of requests."""
+    processor = streams._processor
+    tables = (streams._streams, processor._requests, processor._owners, processor._live, processor._timer._last_token)
+    return [len(table) for table in tables]
+
+
+def test_a_stream_that_its_reader_forgets_is_aborted_and_nothing_is_kept_of_it(streams):
+    kept, dropped = add(streams, 0), [add(streams, number, n=2) for number in range(2, 4000, 2)]
+    streams.deliver(step([0, *range(2, 4000)], 5))
+    assert tables_of(streams)[-1] == 3999
+    del dropped
+    streams.deliver(step([0, *range(2, 4000)], 6))
+    assert sorted(streams.aborted) == list(range(2, 4000))
+    streams.deliver(step([0], 7, ended=range(2, 4000)))  # their ends, as the core says them
+    assert tables_of(streams) == [1] * 5
+    assert streams.take(kept).outputs[0].token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("look", [len, OpenStreams.has_live, lambda streams: "r0" in streams])
+def test_a_forgotten_stream_is_aborted_when_somebody_looks(streams, look):
+    add(streams, 0)
+    assert streams.aborted == []
+    look(streams)
+    assert streams.aborted == [0] and "r0" not in streams
+
+
+def test_a_stream_may_be_forgotten_while_outputs_are_delivered(streams):
+    """The garbage collector runs anywhere, even inside the lock."""
+    held = [add(streams, number) for number in range(4)]
+    update = streams._processor.update
+
+    def update_and_forget(outputs):
+        held.clear()
+        return update(outputs)
+
+    streams._processor.update = update_and_forget
+    streams.deliver(step(range(4), 5))
+    streams.deliver(step(range(4), 6))
+    assert sorted(streams.aborted) == [0, 1, 2, 3] and len(streams) == 0
+
+
+def test_a_stream_that_ended_before_it_was_forgotten_is_forgotten_too(streams):
+    ended = add(streams, 0)
+    streams.deliver(step([0], 5, ended=[0]))
+    del ended
+    assert len(streams) == 0 and tables_of(streams) == [0] * 5
+
+
+def test_a_waker_tells_when_its_loop_is_closed():
+    loop, event = asyncio.new_event_loop(), asyncio.Event()
+    waker = LoopWaker.of(loop)
+    assert waker.wake(event)
+    loop.close()
+    assert not waker.wake(event) and not waker.wake(event)
+
+
+def test_tokens_of_a_request_that_nobody_reads_leave_no_time_behind(streams):
+    """Its end may come before them: aborted between two outputs, in process."""
+    closed = add(streams, 0)
+    streams.close(closed)
+    streams.deliver(step([], 5, ended=[0]))
+    streams.deliver(step([0], 5))
+    assert tables_of(streams) == [0] * 5
