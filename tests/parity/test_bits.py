@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams, exact
 from rollout_engine.errors import ConfigError
+from rollout_engine.model.sampling import draw_pieces, logit_rows
 from rollout_engine.testing import assert_clean, tiny_model
 from rollout_engine.testing.architectures import SIZES
 
@@ -126,6 +127,34 @@ def compare_once(directory, seed):
     compared, wrong = run_round(directory, trainer, random.Random(seed), deterministic=True)
     assert compared > 100
     assert wrong == 0, f"{wrong} of {compared} log-probs differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_no_bit_differs_where_head_and_draws_run_over_pieces(checkpoint, dtype, monkeypatch):
+    directory = checkpoint("llama", dtype, **SIZES["llama"])
+    params = SamplingParams(n=70, max_tokens=3, logprobs=2, seed=3, temperature=0.7, top_p=0.9, ignore_eos=True)
+    drawn, draw = [], draw_pieces.sample
+
+    def counted(logits, *args):
+        drawn.append(len(logits))
+        return draw(logits, *args)
+
+    monkeypatch.setattr(draw_pieces, "sample", counted)
+    found = []
+    for num_rows in (1_000, 8):
+        monkeypatch.setattr(logit_rows, "_PIECE_NUMEL", num_rows * 259)
+        drawn.clear()
+        with LLM(str(directory), log_stats=False, enable_prefix_caching=False) as llm:
+            found.append(llm.generate([[5, 6, 7], list(range(3, 60))], params, use_tqdm=False))
+        assert max(drawn) == min(num_rows, 140)
+    compared, wrong = mismatches(found[1], exact.enable(AutoModelForCausalLM.from_pretrained(directory)), 0.7)
+    assert (compared, wrong) == (2 * 70 * 3, 0)
+    for one, other in zip(*([sample for out in outputs for sample in out.outputs] for outputs in found), strict=True):
+        assert one.token_ids == other.token_ids
+        for name in ("logprobs", "kept_logprob_mass", "sampled_ranks"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        for mine, theirs in zip(one.top_logprobs, other.top_logprobs, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("names", ["the module's", "the checkpoint's"])

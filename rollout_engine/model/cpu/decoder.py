@@ -12,6 +12,7 @@ from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from rollout_engine.model.packing.packed_embedding import PackedEmbedding
+from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
 class CpuDecoder:
@@ -35,14 +36,13 @@ class CpuDecoder:
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, rows: Tensor) -> Tensor:
-        """token_ids and positions int64 [T] -> logits [len(rows), V] of these rows; KV is written as `plan` says."""
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, rows: Tensor) -> LogitRows:
+        """token_ids and positions int64 [T] -> logits of these rows; KV is written as `plan` says."""
         decoder, parts = self._current(), self._structure
         hidden = parts.embedding(token_ids)
         cos, sin = parts.rotary(hidden[None], position_ids=positions[None])
         decoder.run(hidden, cos[0], sin[0], plan)
-        logits: Tensor = parts.head(parts.norm(hidden[rows]))
-        return logits
+        return LogitRows(parts.norm(hidden[rows]), parts.head, parts.head.out_features)
 
     def release(self) -> None:
         """Let go of packed weights and of the memory of activations until the next step."""

@@ -11,6 +11,7 @@ from rollout_engine.model.cpu.decoder import CpuDecoder
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.layer_watch import LayerWatch
+from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
 class CpuModel:
@@ -34,9 +35,15 @@ class CpuModel:
         self.decoder = CpuDecoder(module, geometry, self.kv.layers) if compiled else None
         self._watch = LayerWatch(module, len(geometry))
 
-    @torch.inference_mode()
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
+        return self.forward_rows(chunks, logit_rows).take(slice(None))
+
+    @torch.inference_mode()
+    def forward_rows(
+        self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]
+    ) -> LogitRows:
+        """Do as `forward`; compiled layers leave the logits of many rows to be computed as they are taken."""
         batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows = torch.from_numpy(np.asarray(logit_rows, np.int64))
@@ -46,7 +53,7 @@ class CpuModel:
             out = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
             )
-        return out.logits[0]
+        return LogitRows.of(out.logits[0])
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
         """Call `watcher(layer, hidden)` with every decoder layer's output [T, H]; returns a function that stops it.

@@ -12,9 +12,11 @@ from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.sampling.draw_pieces import sample_rows
+from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
-from rollout_engine.model.sampling.sampler import SamplingBatch, sample
+from rollout_engine.model.sampling.sampler import SamplingBatch
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
 from rollout_engine.model.sequences.sequence_states import SequenceStates
 
@@ -24,6 +26,7 @@ class CpuRunner:
 
     def __init__(self, model: CpuModel, *, vocab_size: int, processors: Sequence[LogitsProcessor] = ()) -> None:
         self.model = model
+        self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts)
         self._blocks = BlockTableMatrix()
@@ -50,13 +53,12 @@ class CpuRunner:
         rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
         last_rows = batch.columns.token_starts[1:][rows] - 1
         prompt_rows = self._prompts.rows(work.scheduled)
-        logits = self.model.forward(batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows)
-        prompt_logprobs = self._prompts.score(logits[len(rows) :])
+        logits = self.model.forward_rows(batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows)
+        prompt_logprobs = self._prompts.score(logits.take(slice(len(rows), None)))
         if not rows:
             return ModelRunnerOutput(token_ids=[], logprobs=None)
-        logits = logits[: len(rows)]
         if len(rows) < len(drawn):
-            logits = logits[torch.from_numpy(np.searchsorted(rows, drawn))]
+            logits = logits.at(torch.from_numpy(np.searchsorted(rows, drawn)))
         out = self._sample(logits, [task.sequence_id for task in work.samples])
         out.prompt_logprobs = prompt_logprobs
         return out
@@ -88,11 +90,12 @@ class CpuRunner:
         )
         return FlatBatch(np.array(token_ids, np.int64), columns)
 
-    def _sample(self, logits: torch.Tensor, sequence_ids: list[int]) -> ModelRunnerOutput:
+    def _sample(self, logits: LogitRows, sequence_ids: list[int]) -> ModelRunnerOutput:
         sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
         positions = [len(sequence.token_ids) for sequence in sequences]
         batch = self._batch(sequence_ids, sequences, positions)
-        out = sample(logits, batch, self._sequences.edits_of(sequences, positions))
+        edits = self._sequences.edits_of(sequences, positions)
+        out = sample_rows(logits, batch, edits, self._vocab_size)
         for sequence, token in zip(sequences, out.token_ids, strict=True):
             sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
         return out

@@ -21,6 +21,7 @@ from rollout_engine.model.cuda.draws import DrawColumns
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.sampler import DrawMemory, draw_plainly
 from rollout_engine.model.cuda.sequence_rows import SequenceRows
+from rollout_engine.model.sampling.logit_rows import max_rows
 
 logger = logging.getLogger("rollout_engine")
 
@@ -69,6 +70,7 @@ class DecodeGraphs:
         capture: Callable[[Callable[[], Tensor]], Captured] | None = None,
     ) -> None:
         """`capture` replaces CUDA's, for tests."""
+        max_batch = min(max_batch, max_rows(vocab_size, model.device))  # larger steps draw piece by piece
         self._model, self._rows, self._capture = model, rows, capture
         self._variants = (False, True) if shares_prefixes else (False,)
         self._sizes = _ladder(max_batch)
@@ -134,7 +136,7 @@ class DecodeGraphs:
 
         def compute() -> Tensor:
             model.attention.plan(batch.attention)
-            logits = decoder.forward(batch, None, model.kv)
+            logits = decoder.forward(batch, None, model.kv).take(slice(None))
             draw_plainly(logits, draws, drawn, last_tokens)
             return logits
 

@@ -20,6 +20,7 @@ from rollout_engine.kernels.triton.norm import add_rms_norm, rms_norm
 from rollout_engine.kernels.triton.rotary import rotate_and_write
 from rollout_engine.model.cuda.attention import CudaAttention, CudaBatch, CudaKVPool
 from rollout_engine.model.cuda.decoder_parts import Layer, Linear, Parts
+from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
 class CudaDecoder:
@@ -29,8 +30,8 @@ class CudaDecoder:
         self._parts, self._attention = parts, attention
         self._deterministic = deterministic
 
-    def forward(self, batch: CudaBatch, rows: Tensor | None, pool: CudaKVPool) -> Tensor:
-        """Logits [len(rows), V] of rows int64 (None: all) of a planned `batch`. KV is written to `pool`."""
+    def forward(self, batch: CudaBatch, rows: Tensor | None, pool: CudaKVPool) -> LogitRows:
+        """Logits of rows int64 (None: all) of a planned `batch`. KV is written to `pool`."""
         parts = self._parts
         residual = F.embedding(batch.token_ids, parts.embedding)
         hidden = torch.empty_like(residual)
@@ -43,7 +44,10 @@ class CudaDecoder:
             delta = self._product(gated(gate, up, gate), layer.down)
             following = norms[index + 1]
             add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
-        return self._product(hidden if rows is None else hidden[rows], parts.head)
+        return LogitRows(hidden if rows is None else hidden[rows], self._head, len(parts.head.weight))
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self._product(hidden, self._parts.head)
 
     def _attend(self, layer: Layer, hidden: Tensor, batch: CudaBatch, index: int, kv: KVLayer) -> Tensor:
         shape = layer.geometry

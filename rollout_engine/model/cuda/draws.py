@@ -73,6 +73,20 @@ class SpecialColumns(NamedTuple, Generic[Column]):
     processed_edits: Column
     """Indices of the edited rows whose log-probs are processed."""
 
+    def part(self, piece: slice) -> "SpecialColumns[np.ndarray] | None":
+        """The special rows of the rows `piece`, numbered from its start, on the host; None where there are none."""
+        assert isinstance(self.edited, np.ndarray) and isinstance(self.processed_edits, np.ndarray)
+        raw, processed = ((rows >= piece.start) & (rows < piece.stop) for rows in (self.raw, self.processed))
+        edits = ((self.edited >= piece.start) & (self.edited < piece.stop)).nonzero()[0]
+        special = SpecialColumns(
+            edited=self.edited[edits] - piece.start,
+            records=self.records[edits],
+            raw=self.raw[raw] - piece.start,
+            processed=self.processed[processed] - piece.start,
+            processed_edits=np.isin(edits, self.processed_edits).nonzero()[0],
+        )
+        return special if any(map(len, special)) else None
+
 
 class Draws(NamedTuple):
     """The draws of one step, on the host."""
@@ -112,6 +126,16 @@ class Draws(NamedTuple):
             return []
         edited = self.special.edited
         return [*self.special, *(self.columns.part(edited) if len(edited) else ())]
+
+    def part(self, piece: slice) -> "Draws":
+        """The draws of rows `piece`."""
+        return Draws(
+            sequences=self.sequences[piece],
+            batch=self.batch.rows(np.arange(piece.start, piece.stop)),
+            columns=self.columns.part(piece),
+            special=None if self.special is None else self.special.part(piece),
+            on_host={row - piece.start: each for row, each in self.on_host.items() if piece.start <= row < piece.stop},
+        )
 
 
 class CudaDraws(NamedTuple):

@@ -8,18 +8,24 @@ from rollout_engine.kernels.token_logprobs import row_temperatures
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.cuda.draws import Draws
+from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.sampler import SamplingBatch, sample
 
 
-def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: Tensor) -> None:
-    """Draw the rows `draws.on_host` of `logits` [N, V] and overwrite their results in `out`.
+def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_size: int) -> None:
+    """Draw the rows `draws.on_host` of `logits` and overwrite their results in `out`.
 
     Tempered log-probs come from the same kernel as a trainer's.
     """
     rows = np.array(list(draws.on_host), np.int64)
+    for piece in row_pieces(len(rows), vocab_size, torch.device("cpu")):
+        _draw_piece(out, draws, logits, rows[piece])
+
+
+def _draw_piece(out: ModelRunnerOutput, draws: Draws, source: LogitRows, rows: np.ndarray) -> None:
     batch = draws.batch._replace(positions=draws.columns.positions).rows(rows)
-    logits = logits[torch.from_numpy(rows).to(logits.device)]
-    found = sample(logits.cpu(), batch, dict(enumerate(draws.on_host.values())))
+    logits = source.take(torch.from_numpy(rows))
+    found = sample(logits.cpu(), batch, {place: draws.on_host[row] for place, row in enumerate(rows.tolist())})
     _fill_tempered(found, logits, batch)
     for place, row in enumerate(rows.tolist()):
         out.token_ids[row] = found.token_ids[place]

@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollout_engine.kernels.triton.paged_attention import Batch
 from rollout_engine.model.cuda.attention import CudaBatch
@@ -10,13 +9,14 @@ from rollout_engine.model.cuda.draws import CudaDraws, Draws, columns_of, specia
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.sampler import CudaSampler
 from rollout_engine.model.cuda.upload import upload
+from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.sampler import SamplingBatch
 from rollout_engine.sampling_params import SamplingParams
 
 
 @torch.inference_mode()
-def forward_largest_step(model: CudaModel) -> Tensor:
-    """Compute as many tokens as `model.limits` allow; logits [N, V] of its N sequences. KV goes to block 0."""
+def forward_largest_step(model: CudaModel) -> LogitRows:
+    """Compute as many tokens as `model.limits` allow; logits of its sequences. KV goes to block 0."""
     limits, device = model.limits, model.device
     count = min(limits.num_sequences, limits.num_tokens)
     bounds = np.linspace(0, limits.num_tokens, count + 1).astype(np.int32)
@@ -26,13 +26,15 @@ def forward_largest_step(model: CudaModel) -> Tensor:
     tables = torch.zeros(count, max_blocks, dtype=torch.int32, device=device)
     attention = Batch(starts, starts.diff(), tables, num_decodes=0)
     batch = CudaBatch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), attention)
-    return model.forward(batch, starts[1:].long() - 1)
+    return model.forward_rows(batch, starts[1:].long() - 1)
 
 
 @torch.inference_mode()
 def run_largest_step(model: CudaModel, vocab_size: int) -> None:
-    """`forward_largest_step`, and a draw for each of its sequences."""
-    logits, device = forward_largest_step(model), model.device
+    """`forward_largest_step`, and a draw for each of its sequences that is in the first piece."""
+    device, limits = model.device, model.limits
+    piece = row_pieces(min(limits.num_sequences, limits.num_tokens), vocab_size, device)[0]
+    logits = forward_largest_step(model).take(piece)
     count = len(logits)
     params = [SamplingParams(top_p=0.9)] * count
     drawn = SamplingBatch.from_tasks(params, seeds=[0] * count, positions=[0] * count)

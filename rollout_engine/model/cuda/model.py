@@ -14,6 +14,7 @@ from rollout_engine.model.modules.attention_interface import attending
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.layer_watch import LayerWatch
+from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
 class CudaModel:
@@ -51,9 +52,13 @@ class CudaModel:
         self._compiled = compiled
         self._watch = LayerWatch(module, len(geometry))
 
-    @torch.inference_mode()
     def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> Tensor:
         """Compute `batch`, writing its KV; returns logits [len(rows), V] of rows int64. `pool` replaces `kv`."""
+        return self.forward_rows(batch, rows, pool).take(slice(None))
+
+    @torch.inference_mode()
+    def forward_rows(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> LogitRows:
+        """Do as `forward`; fused layers leave the logits of many rows to be computed as they are taken."""
         pool = pool or self.kv
         self.attention.plan(batch.attention)
         if self.runs_fused:
@@ -69,8 +74,7 @@ class CudaModel:
                 use_cache=False,
                 logits_to_keep=rows,
             )
-        logits: Tensor = out.logits[0]
-        return logits
+        return LogitRows.of(out.logits[0])
 
     @property
     def runs_fused(self) -> bool:

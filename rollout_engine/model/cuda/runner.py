@@ -36,6 +36,7 @@ from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.sampler import CudaSampler, DrawMemory, to_output
 from rollout_engine.model.cuda.sequence_rows import SequenceRows, TableChanges
 from rollout_engine.model.cuda.upload import Download, upload
+from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 from rollout_engine.model.sequences.sequence_states import SequenceStates
@@ -57,6 +58,7 @@ class CudaRunner:
         self.model = model
         self.graphs: DecodeGraphs | None = None
         """Graphs for decode-only steps, where there are any."""
+        self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size, score)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts)
         size = model.kv.block_size
@@ -105,13 +107,12 @@ class CudaRunner:
         draws = self._draws(work, asked.positions)
         step = _Step(flat, asked, draws, self._prefixes(flat), changes)
         logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
-        prompt_logprobs = self._score_prompts(logits[asked.num_distinct :], order)
+        prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_distinct, None)), order)
         if not work.samples:
             return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs)
-        logits = logits[: asked.num_distinct]
-        if asked.num_distinct < len(work.samples):
-            logits = logits[drawn_rows]
-        outcome = self._sampler.draw(logits, columns, self.rows.last_tokens, drawn)
+        if drawn_rows is not None and asked.num_distinct < len(work.samples):
+            logits = logits.at(drawn_rows)
+        outcome = self._draw(logits, draws, columns, drawn)
         pending = _Pending(draws, Download(outcome), prompt_logprobs)
         if draws.on_host:
             return self._draw_on_host(pending, logits)
@@ -140,10 +141,11 @@ class CudaRunner:
         logits, drawn = found
         if in_order:
             more = upload(draws.more, self.model.device) if draws.more else []
-            return _Computed(logits, None, CudaDraws.of(draws, self.graphs.draws(len(logits)), more), drawn)
+            columns = CudaDraws.of(draws, self.graphs.draws(len(logits)), more)
+            return _Computed(LogitRows.of(logits), None, columns, drawn)
         sent = [asked.logit_rows, asked.drawn_rows, *draws.plain, *draws.more]
         logit_rows, drawn_rows, *arrived = upload(sent, self.model.device)
-        return _Computed(logits[logit_rows], drawn_rows, CudaDraws.of(draws, arrived), None)
+        return _Computed(LogitRows.of(logits[logit_rows]), drawn_rows, CudaDraws.of(draws, arrived), None)
 
     def _compute(self, step: "_Step") -> "_Computed":
         flat, asked, draws, prefixes = step[:4]
@@ -157,7 +159,7 @@ class CudaRunner:
         token_ids = torch.where(token_ids < 0, self.rows.last_tokens[token_rows], token_ids)
         found = Prefixes(*islice(arrived, len(shared))) if shared else None
         attention = Batch(starts, lens, self.rows.tables_on_device[rows], flat.num_decodes, found)
-        logits = self.model.forward(CudaBatch(token_ids, positions, slots, attention), logit_rows)
+        logits = self.model.forward_rows(CudaBatch(token_ids, positions, slots, attention), logit_rows)
         return _Computed(logits, next(arrived), CudaDraws.of(draws, list(arrived)), None)
 
     def _prefixes(self, flat: FlatColumns) -> SharedPrefixes | None:
@@ -192,14 +194,28 @@ class CudaRunner:
             special = special_columns(batch, edited, self._records.addresses([edits[row] for row in edited]))
         return Draws(sequences, batch, columns._replace(positions=positions), special, on_host)
 
-    def _draw_on_host(self, pending: "_Pending", logits: Tensor) -> Result:
+    def _draw(self, logits: LogitRows, draws: Draws, columns: CudaDraws, drawn: DrawMemory | None) -> Tensor:
+        """The outcome of a step's draws; `columns` are `draws` on the device, and `drawn` the memory of a graph's."""
+        pieces = row_pieces(len(draws.sequences), self._vocab_size, self.model.device)
+        if len(pieces) == 1:
+            return self._sampler.draw(logits.take(pieces[0]), columns, self.rows.last_tokens, drawn)
+        outcomes = []
+        for piece in pieces:
+            part = draws.part(piece)
+            arrived = CudaDraws.of(part, upload([*part.plain, *part.more], self.model.device))
+            arrived = arrived._replace(has_rules=columns.has_rules, num_top=columns.num_top)
+            outcome = self._sampler.draw(logits.take(piece), arrived, self.rows.last_tokens)
+            outcomes.append(outcome.clone())  # the next piece may be drawn in the same memory
+        return torch.cat(outcomes)
+
+    def _draw_on_host(self, pending: "_Pending", logits: LogitRows) -> Result:
         """Wait for all earlier results, then replace the device's draws by those of the host."""
         self.catch_up()
         draws = pending.draws
-        out = pending.arrive(lambda out: draw_rows(out, draws, logits))
+        out = pending.arrive(lambda out: draw_rows(out, draws, logits, self._vocab_size))
         rows = list(draws.on_host)
-        tokens = torch.tensor([max(out.token_ids[row], 0) for row in rows], device=logits.device)
-        self.rows.last_tokens[torch.from_numpy(draws.columns.places[rows]).to(logits.device)] = tokens
+        tokens = torch.tensor([max(out.token_ids[row], 0) for row in rows], device=self.model.device)
+        self.rows.last_tokens[torch.from_numpy(draws.columns.places[rows]).to(self.model.device)] = tokens
         return lambda: out
 
 
@@ -216,7 +232,7 @@ class _Step(NamedTuple):
 class _Computed(NamedTuple):
     """Logits of the rows that were asked for, and the draws from them."""
 
-    logits: Tensor
+    logits: LogitRows
     drawn_rows: Tensor | None
     """int64 [S], as in `_Asked`; None: all rows in order."""
     draws: CudaDraws

@@ -11,6 +11,7 @@ from rollout_engine import LifecycleError, SamplingParams
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.model.cuda import host_draws
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
+from rollout_engine.model.sampling import logit_rows
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
 pytestmark = pytest.mark.filterwarnings(
@@ -182,6 +183,42 @@ def test_users_own_code_is_run_on_the_host_beside_rows_that_are_edited_on_the_de
     ours, theirs = (complete(engine_on(place, **processors), params, prompts) for place in ("device", "cpu"))
     assert_outputs_alike(ours, theirs)
     assert all(token % 2 for place in (0, 2) for token in ours[place][1].token_ids)
+
+
+@pytest.mark.parametrize("special", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_head_and_draws_run_over_pieces_and_change_no_bit(engine_on, monkeypatch, special):
+    """Special: rows edited on the device and on the host, raw and processed log-probs, top tokens."""
+    given = [DRAWN.clone(n=4, max_tokens=2), GREEDY.clone(n=2, max_tokens=2)]
+    if special:
+        own = SamplingParams(temperature=0.7, logprobs=1, seed=2, extra_args={}, max_tokens=2, ignore_eos=True)
+        given = [each.clone(n=3, max_tokens=2) for each in (*EDITED, own)]
+    llm = engine_on("device", **({"logits_processors": (f"{__name__}:OnlyOdd",)} if special else {}))
+    prompts, drawn, found = [[7 + i, 8, 9] for i in range(len(given))], [], []
+    sampler = runner_of(llm)._sampler
+    draw = sampler.draw
+
+    def counted(logits, *args):
+        drawn.append(len(logits))
+        return draw(logits, *args)
+
+    monkeypatch.setattr(sampler, "draw", counted)
+    for num_rows in (100, 2):
+        monkeypatch.setattr(logit_rows, "_PIECE_NUMEL", num_rows * 259)
+        drawn.clear()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], given, use_tqdm=False)
+        found.append([sample for output in outputs for sample in output.outputs])
+        assert (max(drawn) <= 2) == (num_rows == 2)
+    for one, other in zip(*found, strict=True):
+        assert (one.token_ids, one.error) == (other.token_ids, None)
+        for name in ("logprobs", "kept_logprob_mass", "sampled_ranks", "top_logprobs"):
+            for mine, theirs in zip(_arrays(getattr(one, name)), _arrays(getattr(other, name)), strict=True):
+                if not special:  # at the first token both prompts' logits are one product in either run
+                    np.testing.assert_array_equal(mine[0], theirs[0])
+                np.testing.assert_allclose(mine, theirs, atol=1e-5)  # torch's products round by the batch
+
+
+def _arrays(value):
+    return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
 def test_a_request_that_forbids_every_token_fails_alone(engine_on):

@@ -1,0 +1,65 @@
+"""Logits of a step's rows, all at once where they are few, else a bounded piece at a time.
+
+    hidden [R, H] ── head ──> logits [n, V] of n <= R rows ── draw ──> n tokens
+
+Samples of one prompt draw from one row, so 16 prompts of 4,096 samples are 65,536 draws from 16 rows of logits: a draw
+gets its rows a piece at a time, too. No row's bits depend on the piece it is in: in a deterministic head and in every
+draw they do not depend on the other rows.
+"""
+
+from collections.abc import Callable
+from copy import copy
+
+import torch
+from torch import Tensor
+
+_PIECE_NUMEL = 1 << 26
+"""Logits that a step holds at a time: 128 MiB as bfloat16."""
+_DEVICE_PIECE_NUMEL = 1 << 28
+"""Larger on devices, where a launch costs more."""
+
+
+def max_rows(vocab_size: int, device: torch.device) -> int:
+    """The most rows of logits in a piece."""
+    return max(1, (_PIECE_NUMEL if device.type == "cpu" else _DEVICE_PIECE_NUMEL) // vocab_size)
+
+
+def row_pieces(count: int, vocab_size: int, device: torch.device) -> list[slice]:
+    """Divide `count` rows into pieces of at most `max_rows`; one where they fit, or where there are none."""
+    size = max_rows(vocab_size, device)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [slice(0, 0)]
+
+
+class LogitRows:
+    """Logits of R rows; `take` computes those that have not been."""
+
+    def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:
+        """`head` turns `hidden` [R, H] into logits, at once where they fit in a piece."""
+        self._hidden, self._head = hidden, head
+        self._logits = head(hidden) if len(hidden) <= max_rows(vocab_size, hidden.device) else None
+        self._places: Tensor | None = None
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "LogitRows":
+        """Rows whose logits have been computed."""
+        made = cls.__new__(cls)
+        made._logits, made._places = logits, None
+        return made
+
+    def at(self, places: Tensor) -> "LogitRows":
+        """N rows of which row i is row `places[i]` of these, int64 [N]; one may stand at several places."""
+        made = copy(self)
+        made._places = places
+        return made
+
+    @torch.inference_mode()
+    def take(self, rows: slice | Tensor) -> Tensor:
+        """Logits [n, V] of these rows: a slice, or int64 [n], in which a row may stand several times."""
+        if self._places is not None:
+            rows = self._places[rows]
+        if self._logits is not None:
+            return self._logits[rows]
+        if isinstance(rows, slice):
+            return self._head(self._hidden[rows])
+        distinct, places = torch.unique(rows, return_inverse=True)
+        return self._head(self._hidden[distinct])[places]
