@@ -59,7 +59,7 @@ class DrainTimeoutError(LifecycleError, TimeoutError):
 
 
 class RetryableError(RolloutEngineError):
-    """The request was not taken, or was aborted, through no fault of its own: send it again later, or elsewhere."""
+    """The request or call was not taken, or was aborted, through no fault of its own: try it again later."""
 
 
 class WeightUpdateError(RolloutEngineError, sync_errors.SyncError):

@@ -35,6 +35,7 @@ from rollout_engine.sampling_params import SamplingLike, SamplingParams
 from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.prompts import check_chat_arguments
+from rollout_engine.threads import no_thread
 
 logger = logging.getLogger("rollout_engine")
 
@@ -164,7 +165,10 @@ class RolloutPolicy(BlockingVerbs):
         run, step = RolloutRun(self.frontend, plan, reward_fn, loop, reward_weights=reward_weights), None
         try:
             while run.unfinished:
-                step = loop.run_in_executor(None, run.advance)
+                try:
+                    step = loop.run_in_executor(None, run.advance)
+                except RuntimeError as problem:
+                    raise no_thread("rollout", problem) from problem
                 for group in await asyncio.shield(step):
                     yield self._batch([group], plan, layout)
         finally:

@@ -29,6 +29,7 @@ from rollout_engine.reward_functions import (
     weighted_sum,
 )
 from rollout_engine.text.conversations import is_conversation
+from rollout_engine.threads import start_thread
 
 logger = logging.getLogger("rollout_engine")
 
@@ -134,8 +135,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(started)), name="rewards", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(lambda: asyncio.run(self._main(started)), name="rewards")
         started.wait()
 
     def close(self, what: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from rollout_engine import threads
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call, CallFuture
@@ -19,7 +20,7 @@ from rollout_engine.engine.start_up import core_config, engine_info
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import EngineDeadError, LifecycleError, WeightUpdateError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RetryableError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
@@ -54,7 +55,7 @@ class LocalClient:
         self._watchdog: StepWatchdog | None = None
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True) if own_thread else None
         if self._thread is not None:
-            self._thread.start()
+            threads.start(self._thread)
 
     @classmethod
     def start(
@@ -68,10 +69,18 @@ class LocalClient:
             executor.shutdown()
             raise
         core = EngineCore(executor, core_config(config, executor.info))
-        client = cls(core, executor, engine_info(config, executor.info), own_thread=own_thread)
+        try:
+            client = cls(core, executor, engine_info(config, executor.info), own_thread=own_thread)
+        except RetryableError:
+            executor.shutdown()
+            raise
         if config.step_deadline is not None:
             give_up = client._give_up if own_thread else _keep_waiting
-            client._watchdog = StepWatchdog(client.driver, config.step_deadline, give_up)
+            try:
+                client._watchdog = StepWatchdog(client.driver, config.step_deadline, give_up)
+            except RetryableError:
+                client.shutdown()
+                raise
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
         logger.info("%s", client.info.choices)
@@ -117,7 +126,7 @@ class LocalClient:
                 call.future.cancel()
                 raise
         else:
-            threading.Thread(target=self.driver.run, args=(call,), name=name, daemon=True).start()
+            threads.start_thread(self.driver.run, call, name=name)
         return call.future
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
@@ -126,10 +135,8 @@ class LocalClient:
         if options.transport not in (None, "inproc"):
             what = f"transport='{options.transport}' leads to another process"
             raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
-        steps = UpdateSteps(self.driver, options.kv, self._turn)
-        steps.begin()
-        updater = self.driver.executor.updater
-        return steps.run(partial(update_from_source, updater, source, steps, options, version))
+        steps, updater = UpdateSteps(self.driver, options.kv, self._turn), self.driver.executor.updater
+        return steps.carry_out(partial(update_from_source, updater, source, steps, options, version))
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` by the time it is this thread's turn.

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 
 from rollout_engine.engine.driver import EngineDriver, Work
+from rollout_engine.threads import start_thread
 from rollout_engine.user_code import UserCode, running_on
 
 logger = logging.getLogger("rollout_engine")
@@ -45,8 +46,7 @@ class StepWatchdog:
         self._interrupted_at: float | None = None
         self._has_interrupted = self._has_given_up = False
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="step-watchdog", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="step-watchdog")
 
     def end(self) -> None:
         """Look no more."""

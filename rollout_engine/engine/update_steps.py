@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.errors import DrainTimeoutError
 from rollout_engine.messages import KvMode, UpdateMode
 from rollout_engine.outputs import UpdateReport
@@ -23,20 +24,31 @@ class UpdateSteps:
         self, driver: EngineDriver, kv: KvMode, turn: Callable[[], None], check: Callable[[], None] = lambda: None
     ) -> None:
         self._driver, self._kv, self._turn, self._check = driver, kv, turn, check
+        self._updater = driver.executor.updater  # a shutdown may drop it meanwhile
 
     def begin(self) -> None:
         """Enter UPDATING. Raises `LifecycleError` where an update is not possible now."""
         with self._driver.between_steps():
             self._driver.core.begin_update()
 
+    def end(self) -> None:
+        """Leave UPDATING."""
+        with self._driver.between_steps():
+            self._driver.core.end_update(dirty=self._updater.dirty)
+
     def run(self, update: Callable[[], UpdateReport]) -> UpdateReport:
-        """Carry out the update that `begin` opened, count it, and leave UPDATING."""
-        driver, updater = self._driver, self._driver.executor.updater  # a shutdown may drop it meanwhile
+        """Carry out the update that `begin` opened, count it, and `end` it, whatever happens."""
         try:
-            return driver.core.stats.updates.count(update)
+            with allowed():
+                return self._driver.core.stats.updates.count(update)
         finally:
-            with driver.between_steps():
-                driver.core.end_update(dirty=updater.dirty)
+            self.end()
+
+    def carry_out(self, update: Callable[[], UpdateReport]) -> UpdateReport:
+        """Do all three on this thread. No interrupt comes between a step and the one that has to follow it."""
+        with held():
+            self.begin()
+            return self.run(update)
 
     def boundary(self) -> AbstractContextManager[object]:
         """Keep steps out while inside, with none in flight."""

@@ -8,7 +8,6 @@ Only names in the table can be called; nothing else of a worker can be reached.
 
 import inspect
 import logging
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,15 @@ import msgspec
 
 from rollout_engine._structs import arguments_struct
 from rollout_engine.class_names import find_class
-from rollout_engine.errors import ConfigError, RolloutEngineError, RPCError, as_weight_errors, unknown_name
+from rollout_engine.errors import (
+    ConfigError,
+    RetryableError,
+    RolloutEngineError,
+    RPCError,
+    as_weight_errors,
+    unknown_name,
+)
+from rollout_engine.threads import start_thread
 from rollout_engine.user_code import UserCode
 from worker_ext.base import RESERVED, WorkerExtension, WorkerLike, is_rpc, runs_beside_steps
 from worker_ext.inspect import InspectExtension
@@ -155,12 +162,10 @@ def _close(extension: WorkerExtension, name: str) -> None:
         except (Exception, SystemExit) as problem:
             logger.warning("%s raised %s in close: %s", name, type(problem).__name__, problem, exc_info=problem)
 
-    thread = threading.Thread(target=run, name="extension-close", daemon=True)
     try:
-        thread.start()
-    except RuntimeError:  # the system has no thread left
-        run()
-        return
+        thread = start_thread(run, name="extension-close")
+    except RetryableError:
+        return run()  # better without a limit than not at all
     thread.join(CLOSE_SECONDS)
     if thread.is_alive():
         logger.warning("%s has not closed within %g s: it is left behind", name, CLOSE_SECONDS)

@@ -6,15 +6,23 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from rollout_engine.messages import ModelRunnerOutput
+from rollout_engine.threads import no_thread
 
 
 class StepThread:
-    """Runs steps in order on one thread, which ends with `close` or when this object is garbage-collected."""
+    """Runs steps in order on one thread, which ends with `close` or when this object is garbage-collected.
+
+    Raises `RetryableError` where the system starts no more threads.
+    """
 
     def __init__(self) -> None:
         self.ids: tuple[int, ...] = ()
         """Its thread's id, once there is one."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps", initializer=self._begin)
+        try:
+            self._pool.submit(int)  # its thread begins now: a step that finds none would be run in the place of another
+        except RuntimeError as problem:
+            raise no_thread("steps", problem) from problem
         self._last: Future[ModelRunnerOutput] | None = None
 
     def submit(self, step: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:

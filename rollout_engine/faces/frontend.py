@@ -90,7 +90,11 @@ class Frontend:
         except BaseException:
             spans.close()
             raise
-        return cls(client, codecs[0], spans=spans, loggers=loggers)
+        try:
+            return cls(client, codecs[0], spans=spans, loggers=loggers)
+        except BaseException:
+            client.shutdown()
+            raise
 
     @classmethod
     def over(cls, client: EngineClient) -> Self:

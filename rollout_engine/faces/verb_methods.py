@@ -14,6 +14,7 @@ from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
+from rollout_engine.threads import run_in_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,7 +90,7 @@ def of_frontend_async(
     """Make the coroutine of a face that has its front end do something, on a thread beside the loop."""
 
     async def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
-        return await asyncio.to_thread(function, self.frontend, *args, **kwargs)
+        return await run_in_thread(function, self.frontend, *args, **kwargs)
 
     return _documented(method, function)
 

@@ -10,18 +10,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rollout_engine.threads import start_thread
+
 _NICENESS = 10
 """Added to the process's niceness: steps get nine tenths of a busy CPU core. A higher value would starve updates."""
 
 
 def run_in_background(work: Callable[..., object], *args: Any, name: str) -> None:
-    """Run `work(*args)` on a new thread of lower priority."""
+    """Run `work(*args)` on a new thread of lower priority. Raises `RetryableError` where the system starts no more."""
 
     def run() -> None:
         _lower_priority()
         work(*args)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start_thread(run, name=name)
 
 
 def _lower_priority() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError
 from rollout_engine.process.call_values import Packed
 from rollout_engine.process.core_launcher import CoreProcess, address_in
 from rollout_engine.process.pending_calls import PendingCalls
@@ -47,6 +47,7 @@ from rollout_engine.process.wire import (
     WireError,
     failure_of,
 )
+from rollout_engine.threads import start
 from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")
@@ -91,7 +92,11 @@ class ClientSocket:
         self._socket.connect(address_in(directory))
         self._outbox.append(Hello(PROTOCOL))
         self._thread = threading.Thread(target=self._run, name="core-client", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except RetryableError:
+            self._release()
+            raise
 
     @classmethod
     def start(cls, process: CoreProcess, *, hang_seconds: float) -> "ClientSocket":

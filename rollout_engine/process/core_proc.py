@@ -28,7 +28,7 @@ from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.start_up import core_config, engine_info
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import RequestError, RolloutEngineError, RPCError, unknown_name
+from rollout_engine.errors import RequestError, RetryableError, RolloutEngineError, RPCError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.messages import EngineCoreOutputs
 from rollout_engine.process import wire
@@ -170,7 +170,10 @@ class EngineCoreProc:
         self._calls[key] = call.future
         call.future.add_done_callback(lambda done: self._answer(key, call, done))
         if beside:
-            run_in_background(self.driver.run, call, name=message.name)
+            try:
+                run_in_background(self.driver.run, call, name=message.name)
+            except RetryableError as error:
+                call.future.fail(error)
         else:
             self.driver.run(call)
 
@@ -194,7 +197,10 @@ class EngineCoreProc:
             if key[0] == client_index:
                 self._cancel(*key)
         self.driver.weights.leave(client_index)
-        threading.Thread(target=self._executor.caller_left, args=(client_index,), daemon=True).start()
+        try:
+            run_in_background(self._executor.caller_left, client_index, name="client-left")
+        except RetryableError as problem:  # an update that the client has begun ends at its deadline
+            logger.warning("client %d has left: %s", client_index, problem)
         remove_directories(self._directory, client_index)
         self.driver.abort(sequences_of_client(client_index, self._core.unfinished_sequences))
         with self.driver.lock:
@@ -264,9 +270,13 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     _stop_on_signals(io)
     io.on_turn, proc.on_step = pulse.turn, pulse.step
     watch.end()
-    if settings.config.step_deadline is not None:
-        StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, io, directory))
-    io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _leave(directory, 1))
+    try:
+        if settings.config.step_deadline is not None:
+            StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, io, directory))
+        io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _leave(directory, 1))
+    except RetryableError as error:
+        lifeline.write(_failure(error))
+        return 1
     lifeline.write(_ready(settings, core, executor))
     return _run(proc, io)
 

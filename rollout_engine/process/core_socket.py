@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from rollout_engine import threads
 from rollout_engine.engine.health import IoStats
 from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
 from rollout_engine.process.peers import Peer, Peers
@@ -88,9 +89,12 @@ class CoreSocket:
         self._thread = threading.Thread(target=self._run, name="core-socket", daemon=True)
 
     def start(self, ready: Callable[[], Ready], on_orphaned: Callable[[], None]) -> None:
-        """Start to serve clients. `on_orphaned` runs if the busy loop does not end soon after the parent has."""
+        """Start to serve clients. `on_orphaned` runs if the busy loop does not end soon after the parent has.
+
+        Raises `RetryableError` where the system starts no more threads.
+        """
         self._ready, self._on_orphaned = ready, on_orphaned
-        self._thread.start()
+        threads.start(self._thread)
 
     def send(self, client_index: int, message: Any) -> None:
         """Queue a message for a client; if it has left, the message is dropped."""

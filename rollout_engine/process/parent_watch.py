@@ -7,8 +7,9 @@ however long its process lives, and the core could not remove its directory.
 import os
 import select
 import socket
-import threading
 from collections.abc import Callable
+
+from rollout_engine.threads import start_thread
 
 _LOOK_MS = 100
 """How often to look whether the watch is over, or this process has another parent."""
@@ -20,7 +21,7 @@ class ParentWatch:
     def __init__(self, lifeline: socket.socket, parent: int, on_death: Callable[[], object]) -> None:
         self._lifeline, self._parent, self._on_death = lifeline, parent, on_death
         self._is_over = False
-        threading.Thread(target=self._run, name="parent-watch", daemon=True).start()
+        start_thread(self._run, name="parent-watch")
 
     def end(self) -> None:
         """Look no more."""

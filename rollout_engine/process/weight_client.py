@@ -104,9 +104,10 @@ class WeightClient:
             if accepted:
                 with as_weight_errors():
                     sender.send()
-        finally:
-            report = self._ask("end_weight_update", options.timeout)  # if sending failed, its error says why
-        return report
+        except Exception:
+            self._ask("end_weight_update", options.timeout)  # its error says why
+            raise
+        return self._ask("end_weight_update", options.timeout)
 
     def _connected(self, transport: str, metadata: Metadata, timeout: float) -> tuple[Rendezvous, WeightSender]:
         if self._sender is None or self._rendezvous is None or self._rendezvous.transport != transport:
@@ -131,6 +132,9 @@ class WeightClient:
         except TimeoutError:
             if answer.done():  # the core raised it
                 raise
-            self._client.call("abort_weight_update", {})
             what = f"The engine did not answer within {timeout + _GRACE_SECONDS:g} s"
             raise TransferTimeoutError(f"update_weights: {what}; the update is called off.") from None
+        finally:
+            if not answer.done():  # too late, or interrupted
+                answer.cancel()
+                self._client.call("abort_weight_update", {})

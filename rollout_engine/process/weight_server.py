@@ -131,8 +131,12 @@ class WeightServer:
         update = _Update()
         steps = UpdateSteps(self._driver, options.kv, lambda: time.sleep(_POLL_SECONDS), update.check)
         steps.begin()
+        try:
+            run_in_background(update.run, partial(steps.run, partial(apply, update, steps)), name="weight-update")
+        except BaseException:  # no thread
+            steps.end()
+            raise
         self._last[client_index] = update
-        run_in_background(update.run, partial(steps.run, partial(apply, update, steps)), name="weight-update")
         return update
 
     def _connected(self, rendezvous: Rendezvous) -> WeightReceiver:
@@ -172,7 +176,7 @@ class _Update:
         """Call `update` and resolve both futures."""
         try:
             report = update()
-        except Exception as problem:
+        except BaseException as problem:  # this thread's last
             self.report.set_exception(problem)
             if not self.accepted.done():
                 self.accepted.set_exception(problem)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rollout_engine.metrics import EngineMetrics, StatLogger
+from rollout_engine.threads import start_thread
 
 MAX_WAITING = 8
 """Most calls queued for a slow logger; the next one replaces the last of them, and their seconds add up."""
@@ -43,6 +44,8 @@ class LoggerThread:
     def flush(self) -> None:
         """Wait until the logger has been called with everything so far, `PATIENCE_SECONDS` at most."""
         with self._changed:
+            if self._thread is None:
+                return
             done = self._changed.wait_for(lambda: not (self._waiting or self._busy), PATIENCE_SECONDS)
         if not done:
             logger.warning("%s has not returned for %g s: nobody waits for it", self._name, PATIENCE_SECONDS)
@@ -54,16 +57,20 @@ class LoggerThread:
         with self._changed:
             self._closing = True
             thread = self._wake()
+        if thread is None:
+            return
         thread.join(PATIENCE_SECONDS)
         if thread.is_alive():
             logger.warning("%s has not ended within %g s: it is left behind", self._name, PATIENCE_SECONDS)
 
-    def _wake(self) -> threading.Thread:
+    def _wake(self) -> threading.Thread | None:
         self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="stat-logger", daemon=True)
-            self._thread.start()
+            self._guarded(self._start)
         return self._thread
+
+    def _start(self) -> None:
+        self._thread = start_thread(self._run, name="stat-logger")
 
     def _run(self) -> None:
         while (call := self._next()) is not None:

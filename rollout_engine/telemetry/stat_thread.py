@@ -9,6 +9,7 @@ from rollout_engine.errors import EngineDeadError
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.telemetry.logger_thread import LoggerThread
 from rollout_engine.telemetry.stat_loggers import is_stock
+from rollout_engine.threads import start
 
 _POLL_SECONDS = 0.5
 """Most seconds until the end of the work is noticed."""
@@ -38,7 +39,7 @@ class StatThread:
         for each in self._stock:
             each.attach(read)
         if loggers:
-            self._thread.start()
+            start(self._thread)
 
     def begin(self) -> None:
         """Note that there is work."""

@@ -22,6 +22,7 @@ An update in place has no shadow: the first staged byte sets `dirty`, and the ol
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -224,6 +225,15 @@ class WeightUpdater:
             self._open = None
         self._committed = update
         self.version, self.dirty, self.forgotten = manifest.version, False, False
+
+    @contextmanager
+    def versioned(self) -> Iterator[None]:
+        """Count the committed version inside: committed weights under an old version would be `dirty`."""
+        try:
+            yield
+        except BaseException:
+            self.dirty = True
+            raise
 
     def confirm(self) -> str:
         """The digest of the live weights under the names of the manifest that was committed last; after a partial

@@ -102,10 +102,10 @@ def apply_update(
     start, deadline = time.perf_counter(), time.monotonic() + options.timeout
     inplace = _in_place(updater, options.staging)
     with as_weight_errors():
-        if not updater.begin(manifest, options, inplace=inplace):
-            digest = updater.digest() if options.partial else manifest.digest
-            return UpdateReport(manifest.version, digest, 0, 0, time.perf_counter() - start, 0.0, 0)
         with _aborting_at_end(updater, manifest.version):
+            if not updater.begin(manifest, options, inplace=inplace):
+                digest = updater.digest() if options.partial else manifest.digest
+                return UpdateReport(manifest.version, digest, 0, 0, time.perf_counter() - start, 0.0, 0)
             stalled = 0.0
             if inplace:
                 steps.drain(options.mode, deadline)
@@ -121,7 +121,8 @@ def apply_update(
             with steps.boundary():
                 stalled = stalled or time.perf_counter()
                 updater.commit(manifest.version)
-                num_in_flight = steps.commit_version(manifest.version)
+                with updater.versioned():
+                    num_in_flight = steps.commit_version(manifest.version)
                 resumed = time.perf_counter()
             digest = updater.confirm()
             num_shadow_bytes = updater.num_shadow_bytes
@@ -141,8 +142,8 @@ def apply_update(
 
 @contextmanager
 def _aborting_at_end(updater: WeightUpdater, version: int) -> Iterator[None]:
-    """Leaves no update open. An error that leaves the weights incomplete, where they were not, says so."""
-    was_dirty = updater.dirty
+    """Leaves no update open that was not. An error that leaves the weights incomplete, where they were not, says so."""
+    was_dirty, was_open = updater.dirty, updater.is_open
     try:
         yield
     except Exception as problem:
@@ -151,7 +152,8 @@ def _aborting_at_end(updater: WeightUpdater, version: int) -> Iterator[None]:
             raise DirtyWeightsError(f"{what} Live weights are a mixture: send them again.") from problem
         raise
     finally:
-        updater.abort()
+        if not was_open:
+            updater.abort()
 
 
 def _in_place(updater: WeightUpdater, staging: Staging) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rollout_engine.errors import LifecycleError
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.metrics import CoreStats
+from rollout_engine.threads import start
 from rollout_engine.weights.transaction import WeightUpdater
 from sync.base import WeightReceiver
 from sync.errors import SyncError, TransferTimeout
@@ -114,19 +115,21 @@ class UpdateSession:
             self._expired.pop(caller, None)
             if caller in self._departed:
                 raise LifecycleError("begin_weight_update: the client that called it has left.")
-            with self._at_boundary() as core:
-                core.begin_update("begin_weight_update")
-            self._open = _OpenUpdate(manifest, caller, timeout, self._expire)
+            update = _OpenUpdate(manifest, caller, timeout, self._expire)
+            start(update.timer)  # before anything else: it ends whatever is interrupted on the way
             try:
+                with self._at_boundary() as core:  # signals wait in here
+                    core.begin_update("begin_weight_update")
+                    self._open = update
                 begun = self._updater.begin(manifest, UpdateOptions(reset_version=reset_version, partial=partial))
+                if not begun:
+                    self._end(dirty=None)
+                return begun
             except BaseException as problem:
-                self._end(dirty=None, failure=type(problem).__name__)
+                if self._open is update:
+                    self._abort(type(problem).__name__)
+                update.timer.cancel()
                 raise
-            if begun:
-                self._open.timer.start()
-            else:
-                self._end(dirty=None)
-            return begun
 
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         with self._verb("stage"):
@@ -156,7 +159,8 @@ class UpdateSession:
                 with self._at_boundary() as core:
                     start = time.perf_counter()
                     self._updater.commit(version)
-                    core.commit_version(version, kv)
+                    with self._updater.versioned():
+                        core.commit_version(version, kv)
                     update.stall_seconds = time.perf_counter() - start
                 digest = self._updater.confirm()
             except BaseException as problem:
@@ -210,15 +214,15 @@ class UpdateSession:
     def _end(self, *, dirty: bool | None, failure: str | None = None, num_bytes: int = 0) -> None:
         """Close the open update and count it; `failure`: why it was not completed."""
         assert self._open is not None, "only an open update ends"
-        update, self._open = self._open, None
-        update.timer.cancel()
-        with self._at_boundary() as core:
+        with self._at_boundary() as core:  # signals wait in here
+            update, self._open = self._open, None
+            update.timer.cancel()
+            core.end_update(dirty=dirty)
             updates = core.stats.updates
             if failure is not None:
                 updates.add_failure(failure)
             else:
                 updates.add_complete(time.perf_counter() - update.start, update.stall_seconds, num_bytes)
-            core.end_update(dirty=dirty)
 
     @contextmanager
     def _at_boundary(self) -> Iterator[Core]:

@@ -1,6 +1,8 @@
 """Worker extensions of a user, for the tests: found by name in any process that has this folder on its path."""
 
+import builtins
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from worker_ext.base import WorkerExtension, rpc
 class Range(msgspec.Struct):
     start: int
     stop: int
+
+
+def refuse_thread(thread):
+    raise RuntimeError("can't start new thread")
 
 
 class Sample(WorkerExtension):
@@ -74,6 +80,23 @@ class Sample(WorkerExtension):
         while not self._driver._wake.__self__._io.gone:
             time.sleep(0.005)
 
+    @rpc
+    def refuse_threads(self, refused: bool) -> None:
+        """Whether no thread can be started in this process."""
+        self._started = getattr(self, "_started", threading.Thread.start)
+        threading.Thread.start = refuse_thread if refused else self._started
+
+    @rpc
+    def break_update(self, where: str, method: str, error: str) -> None:
+        """The next call of a method of the updater, core or driver raises."""
+        target = {"updater": self.worker.update._updater, "core": self._driver.core, "driver": self._driver}[where]
+
+        def fail(*_, **__):
+            del vars(target)[method]
+            raise getattr(builtins, error)("injected")
+
+        vars(target)[method] = fail
+
     @property
     def _driver(self):
         return self.worker.update._boundary.__self__
@@ -85,3 +108,12 @@ class Sample(WorkerExtension):
     @rpc
     def unsendable(self) -> object:
         return self
+
+
+class NoSocketThread(Sample):
+    """The thread of the core's socket cannot start."""
+
+    def __init__(self, worker):
+        super().__init__(worker)
+        start = threading.Thread.start
+        threading.Thread.start = lambda each: refuse_thread(each) if each.name == "core-socket" else start(each)

@@ -2,7 +2,9 @@ import threading
 
 import pytest
 
+from rollout_engine.errors import RetryableError
 from rollout_engine.execution.step_thread import StepThread
+from tests.integration.sample_extensions import refuse_thread
 
 
 @pytest.fixture
@@ -60,10 +62,16 @@ def test_nothing_runs_when_the_wait_for_a_step_was_interrupted(thread, monkeypat
     assert ran == [1]
 
 
-def test_its_thread_ends_with_it(thread):
+def test_its_thread_ends_with_it():
     others = threading.enumerate()
-    thread.submit(lambda: None)()
+    thread = StepThread()
     ours = [each for each in threading.enumerate() if each.name.startswith("steps") and each not in others]
     assert ours
     thread.close()
     assert not any(each.is_alive() for each in ours)
+
+
+def test_without_a_thread_there_are_no_steps(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    with pytest.raises(RetryableError, match="'steps' cannot start"):
+        StepThread()

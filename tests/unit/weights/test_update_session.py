@@ -7,11 +7,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.errors import DirtyWeightsError, LifecycleError, RetryableError
 from rollout_engine.metrics import CoreStats
 from rollout_engine.weights.update_session import UpdateSession
 from sync.base import WeightReceiver
 from sync.errors import SyncError, TransferTimeout
+from tests.integration.sample_extensions import refuse_thread
 
 
 class Core:
@@ -186,3 +187,47 @@ def test_another_client_is_not_told_of_an_update_whose_time_was_up(session, core
         session.verify()
     with session.called_by(1), pytest.raises(TransferTimeout, match="begin it again, with a longer timeout"):
         session.verify()
+
+
+def test_an_update_for_which_no_timer_starts_does_not_begin(session, core, offered, monkeypatch):
+    manifest, _ = offered
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_thread)
+        with pytest.raises(RetryableError, match="cannot start"):
+            begin(session, manifest)
+    assert core.trace == []
+    assert begin(session, manifest)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
+def test_a_commit_whose_version_cannot_be_counted_ends_the_update_dirty(engine, session, core, offered, error):
+    manifest, sender = offered
+    begin(session, manifest)
+    stage(session, manifest, sender)
+    session.verify()
+
+    def fail(version, kv):
+        raise error("injected")
+
+    core.commit_version = fail
+    with pytest.raises(error, match="injected"):
+        session.commit(1, "keep")
+    assert core.trace == ["begin", ("end", True)] and engine.updater.dirty
+    assert begin(session, manifest)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
+def test_a_begin_that_fails_half_way_leaves_nothing_open(engine, session, core, offered, monkeypatch, error):
+    manifest, _ = offered
+    opened = engine.updater.begin
+
+    def open_and_fail(*arguments, **options):
+        opened(*arguments, **options)
+        raise error("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.updater, "begin", open_and_fail)
+        with pytest.raises(error, match="injected"):
+            begin(session, manifest)
+    assert core.trace == ["begin", ("end", None)] and not engine.updater.is_open
+    assert begin(session, manifest)
