@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from sync.manifest import WeightManifest
+from sync.manifest import Form, WeightManifest
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
@@ -24,7 +24,7 @@ WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str,
 """Where weights come from; a path is a published store or a safetensors checkpoint directory. Tensors must keep their
 values until the update has ended."""
 
-Metadata: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
+Metadata: TypeAlias = Mapping[str, Form]
 """Name -> (dtype, shape) of everything a receiver accepts."""
 
 

@@ -7,6 +7,7 @@ it. Files may be rewritten, replaced or cut at any time: all tensors are of one 
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from sync.errors import ManifestMismatch
 from sync.file_snapshot import FileSet, SnapshotFile, open_snapshot
 from sync.lazy_tensor import FileTensor
-from sync.manifest import decode_json
+from sync.manifest import MAX_NAMES, check_name, check_shape, decode_json
 
 logger = logging.getLogger("sync")
 
@@ -65,7 +66,7 @@ class StoredTensor(FileTensor):
 
 def is_checkpoint(directory: Path) -> bool:
     """Whether `directory` has weights in the safetensors format."""
-    return (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
+    return os.path.lexists(directory / SINGLE_FILE) or os.path.lexists(directory / INDEX_FILE)
 
 
 def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[StoredTensor]:
@@ -96,11 +97,11 @@ class _CheckpointFiles(FileSet):
 
     def __init__(self, directory: Path) -> None:
         config = directory / CONFIG_FILE
-        self.files = [SnapshotFile(config)] if config.is_file() else []
+        self.files = [SnapshotFile(config)] if os.path.lexists(config) else []
         self.index: SnapshotFile | None = None
         self.weight_map: dict[str, str] = {}
         """Tensor name -> file name of its shard, as the index says."""
-        if (directory / SINGLE_FILE).is_file():
+        if os.path.lexists(directory / SINGLE_FILE):
             self.shards = [SnapshotFile(directory / SINGLE_FILE)]
         else:
             self.index = SnapshotFile(directory / INDEX_FILE)
@@ -132,8 +133,8 @@ class _CheckpointFiles(FileSet):
 
 
 def _shard(index: Path, name: str) -> Path:
-    if Path(name).name != name or not (index.parent / name).is_file():
-        raise ManifestMismatch(f"{index} names the shard '{name}', which is not in that directory. {_AGAIN}")
+    if Path(name).name != name or "\0" in name or not os.path.lexists(index.parent / name):
+        raise ManifestMismatch(f"{index} names the shard {name[:200]!r}, which is not in that directory. {_AGAIN}")
     return index.parent / name
 
 
@@ -158,6 +159,8 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
     what = f"{path} is not a safetensors file: its header is not valid"
     raw = decode_json(header, dict[str, msgspec.Raw], what)
     raw.pop("__metadata__", None)
+    if len(raw) > MAX_NAMES:
+        raise ManifestMismatch(f"{path} has {len(raw)} tensors: at most {MAX_NAMES} are read.")
     declared = [(name, _checked(path, name, entry, size - 8 - length)) for name, entry in raw.items()]
     declared.sort(key=lambda pair: pair[1].data_offsets)
     end = 0
@@ -171,13 +174,15 @@ def _read_header(file: SnapshotFile, check: Callable[[], None]) -> Iterator[Stor
 
 def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declared:
     """The entry of one tensor, after checks: shape and dtype fit its bytes, which are within `num_bytes` of data."""
+    check_name(name)
     declared = decode_json(bytes(raw), _Declared, f"{path}: the header's entry of tensor '{name}' is not valid")
+    check_shape(name, declared.shape)
     start, end = declared.data_offsets
     dtype = _DTYPES.get(declared.dtype)
     if dtype is None:
         raise ManifestMismatch(f"{path}: tensor '{name}' has dtype {declared.dtype}, which is not supported.")
     shape = list(declared.shape)
-    if min(shape, default=0) < 0 or start < 0 or end - start != math.prod(shape) * dtype.itemsize:
+    if start < 0 or end - start != math.prod(shape) * dtype.itemsize:
         what = f"{declared.dtype} of shape {shape} does not fill bytes {start} to {end}"
         raise ManifestMismatch(f"{path}: tensor '{name}' is mislabelled: {what}.")
     if end > num_bytes:

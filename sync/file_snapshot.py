@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from sync.errors import ChecksumMismatch, ManifestMismatch
+from sync.own_files import open_regular
 from sync.shared_files import read_at
 
 _SETTLED_NS = 20_000_000
+_MAX_JSON_BYTES = 2**27
 _PATIENCE_NS = 2_000_000_000
 """How long to wait for files that keep changing."""
 
@@ -44,7 +46,7 @@ class SnapshotFile:
         self._file = -1
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path)
         except OSError as problem:
             raise ManifestMismatch(f"{path} cannot be opened: {problem.strerror}.") from None
         self.stamp = _Stamp.of(os.fstat(self._file))
@@ -61,7 +63,10 @@ class SnapshotFile:
             raise ChecksumMismatch(f"{self.path} has fewer than {start + len(out)} bytes.")
 
     def content(self) -> bytes:
-        """All bytes of the file. Raises as `check` does."""
+        """All bytes of a file of JSON. Raises as `check` does, and `ManifestMismatch` if it is too large to be one."""
+        if self.stamp.size > _MAX_JSON_BYTES:
+            what = f"has {self.stamp.size} bytes; at most {_MAX_JSON_BYTES} are read"
+            raise ManifestMismatch(f"{self.path} {what}. Save or download it again.")
         out = bytearray(self.stamp.size)
         self.fetch(memoryview(out), 0)
         return bytes(out)

@@ -126,7 +126,8 @@ class Channel:
                 self._socket.connect(address)
         except (OSError, SyncError) as problem:
             self.close()
-            raise SyncError(f"Trainer and engine cannot meet in {directory}: {problem}") from None
+            why = problem.strerror if isinstance(problem, OSError) else problem
+            raise SyncError(f"Trainer and engine cannot meet in {directory}: {why}.") from None
 
     def send(self, message: _Message) -> None:
         """Send `message`. `TransferTimeout` when nobody takes it."""

@@ -5,8 +5,9 @@ digest of every tensor, sorted by name: equal totals mean equal weights under eq
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -18,7 +19,13 @@ from sync.errors import ManifestMismatch
 from sync.tensor_check import TensorCheck
 
 MAX_VERSION = 2**63
+MAX_NAMES = 2**18
+"""Most names in a manifest, tied ones too."""
+MAX_NAME_BYTES = 512
+MAX_DIMENSIONS = 8
 _MAX_TENSOR_BYTES = 2**50
+Form: TypeAlias = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 _Decoded = TypeVar("_Decoded")
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -41,11 +48,13 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     def check(self) -> None:
-        """Raise `ManifestMismatch` unless a tensor of this shape and dtype can exist."""
-        torch_dtype(self.dtype)
-        if any(size < 0 for size in self.shape) or self.num_bytes > _MAX_TENSOR_BYTES:
-            limits = "sizes must be 0 or more, and all of it at most 2**50 bytes"
-            raise ManifestMismatch(f"'{self.name}' has shape {self.shape}, which is not allowed: {limits}.")
+        """Raise `ManifestMismatch` unless a tensor of this name, shape and dtype can exist."""
+        check_name(self.name)
+        if self.dtype not in _DTYPES:
+            raise ManifestMismatch(f"'{self.name}': {_unknown_dtype(self.dtype)}")
+        check_shape(self.name, self.shape)
+        if self.num_bytes > _MAX_TENSOR_BYTES:
+            raise _bad_shape(self.name, self.shape)
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,12 +84,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             what = f"has digests of another form: expected '{DIGEST_FORM}', came '{self.digest_form[:80]}'"
             advice = "Have the same library at both ends; publish a store again."
             raise ManifestMismatch(f"The manifest of version {self.version} {what}. {advice}")
-        for spec in self.tensors:
-            spec.check()
-        names = [spec.name for spec in self.tensors]
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ManifestMismatch(f"The manifest of version {self.version} lists {first_names(twice)} more than once.")
+        check_specs(self.tensors, self.aliases, f"The manifest of version {self.version}")
         if total_digest(self.tensors) != self.digest:
             raise ManifestMismatch(
                 f"The manifest of version {self.version} is damaged: its total digest is not that of its tensors."
@@ -92,6 +96,61 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return sum(spec.num_bytes for spec in self.tensors)
 
 
+def check_specs(tensors: Sequence[TensorSpec], aliases: Sequence[Sequence[str]], what: str) -> None:
+    """Raise `ManifestMismatch`, about `what`, unless it has few enough names, each once, of tensors that can exist, and
+    each tied group is a sent tensor and other names."""
+    num_names = len(tensors) + sum(map(len, aliases))
+    if num_names > MAX_NAMES:
+        raise ManifestMismatch(f"{what} has {num_names} names: at most {MAX_NAMES} are allowed. Send fewer at once.")
+    for spec in tensors:
+        spec.check()
+    count = Counter(spec.name for spec in tensors)
+    sent = set(count)
+    for group in aliases:
+        if len(group) < 2 or group[0] not in sent:
+            why = "each tied group (alias) is a tensor that is sent and at least one other name of it"
+            raise ManifestMismatch(f"{what} ties {first_names(map(repr, group)) or 'no names'}: {why}.")
+        for name in group[1:]:
+            check_name(name)
+        count.update(group[1:])
+    if len(count) != num_names - len(aliases):
+        twice = sorted(name for name, times in count.items() if times > 1)
+        raise ManifestMismatch(f"{what} lists {first_names(twice)} more than once.")
+
+
+def check_name(name: str) -> None:
+    """Raise `ManifestMismatch` unless a tensor may have this name."""
+    if not 0 < len(name) <= MAX_NAME_BYTES or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        wanted = f"1 to {MAX_NAME_BYTES} bytes of printable UTF-8"
+        raise ManifestMismatch(f"{name[:80]!r} is not allowed as the name of a tensor: must be {wanted}.")
+
+
+def check_shape(name: str, shape: Sequence[int]) -> None:
+    """Raise `ManifestMismatch` unless the tensor `name` may have as many dimensions, each of that size."""
+    if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= _MAX_TENSOR_BYTES for size in shape):
+        raise _bad_shape(name, shape)
+
+
+def _bad_shape(name: str, shape: Sequence[int]) -> ManifestMismatch:
+    shown = str([size if -_MAX_TENSOR_BYTES <= size <= _MAX_TENSOR_BYTES else "..." for size in shape[:10]])
+    limits = f"at most {MAX_DIMENSIONS} dimensions, sizes of 0 or more, and all of it at most 2**50 bytes"
+    return ManifestMismatch(f"'{name}' has shape {shown}, which is not allowed: {limits}.")
+
+
+def check_known(names: Iterable[str], accepted: Mapping[str, object]) -> None:
+    """Raise `ManifestMismatch` unless the engine's model has all `names`."""
+    if unknown := sorted({name for name in names if name not in accepted}):
+        raise ManifestMismatch(f"{len(unknown)} names are not in the model: {first_names(unknown)}.")
+
+
+def check_forms(forms: Iterable[tuple[str, Form]], accepted: Mapping[str, Form]) -> None:
+    """Raise `ManifestMismatch` unless each name of `forms` has the form that is accepted for it."""
+    wrong = [f"'{name}': expected {accepted[name]}, came {form}" for name, form in forms if form != accepted[name]]
+    if wrong:
+        hint = "Shapes must be equal; only floating dtypes are cast."
+        raise ManifestMismatch(f"{len(wrong)} tensors do not fit: {first_names(wrong)}. {hint}")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
@@ -100,8 +159,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def torch_dtype(name: str) -> torch.dtype:
     """ "bfloat16" -> torch.bfloat16. Raises `ManifestMismatch` for a dtype that weights do not travel in."""
     if name not in _DTYPES:
-        raise ManifestMismatch(f"Weights do not travel as dtype '{name}'. Known: {', '.join(_DTYPES)}.")
+        raise ManifestMismatch(_unknown_dtype(name))
     return _DTYPES[name]
+
+
+def _unknown_dtype(name: str) -> str:
+    return f"Weights do not travel as dtype '{name[:80]}'. Known: {', '.join(_DTYPES)}."
 
 
 def describe(name: str, tensor: Tensor) -> TensorSpec:
@@ -122,7 +185,7 @@ def decode_json(content: bytes | bytearray, kind: type[_Decoded], what: str, adv
     """`content` as `kind`. Raises `ManifestMismatch`, which says `what` is wrong, why, and what to do."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise ManifestMismatch(f"{what} ({problem}).{advice}") from None
 
 

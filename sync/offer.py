@@ -9,8 +9,16 @@ from sync.base import Metadata, WeightSender, WeightSource
 from sync.buckets import Bucket
 from sync.errors import SyncError
 from sync.lazy_tensor import FileTensor, LazyTensor, materialized
-from sync.manifest import TensorSpec, WeightManifest, dtype_name, torch_dtype
-from sync.source import SourceTensor, read_source, tied_groups
+from sync.manifest import (
+    TensorSpec,
+    WeightManifest,
+    check_forms,
+    check_known,
+    check_specs,
+    dtype_name,
+    torch_dtype,
+)
+from sync.source import SourcePair, SourceTensor, read_source, tied_groups
 from sync.tensor_check import TensorCheck
 from sync.tensor_writer import TensorWriter, WriteBatch
 from sync.threads import in_threads
@@ -19,7 +27,8 @@ from sync.threads import in_threads
 class Offer:
     """A source as one receiver will hold it: tied groups once, floating dtypes as the receiver wants them.
 
-    Nothing is cast, gathered, computed or read before it is asked for, one tensor at a time.
+    Nothing is cast, gathered, computed or read before it is asked for, one tensor at a time. Raises `ManifestMismatch`
+    for a source that no manifest can describe.
     """
 
     def __init__(self, source: WeightSource, metadata: Metadata) -> None:
@@ -33,6 +42,7 @@ class Offer:
             for name, tensor in self.tensors
         ]
         """The tensors as the receiver will hold them, without digests."""
+        check_specs(self.specs, self.aliases, "The source")
         self.index = {spec.name: i for i, spec in enumerate(self.specs)}
 
     def cast(self, i: int) -> Tensor:
@@ -119,6 +129,16 @@ class Offer:
 
     def _is_cast(self, i: int) -> bool:
         return dtype_name(self.tensors[i][1].dtype) != self.specs[i].dtype
+
+
+def check_source(pairs: Sequence[SourcePair], metadata: Metadata) -> None:
+    """Raise `ManifestMismatch` unless `metadata`, which is everything that an engine has, has these names and shapes.
+
+    Done before anything is read, gathered or cast: a source is never larger than the engine's weights.
+    """
+    check_known((name for name, _ in pairs), metadata)
+    forms = ((n, (dtype_name(_wanted_dtype(n, tensor, metadata)), tuple(tensor.shape))) for n, tensor in pairs)
+    check_forms(forms, metadata)
 
 
 class HeldOfferSender(WeightSender):

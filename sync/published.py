@@ -9,15 +9,15 @@
         lease                     held (flock, shared) by readers; a version is recycled only when nobody holds it
         model.embed.weight.memmap one file for each tensor
 
-A reader trusts CURRENT's digest for the manifest and the manifest for everything else: exactly the files it lists,
-regular, of exactly their sizes, with their digests. Nothing but JSON of a known form is decoded, and nothing is mapped:
-a file that is cut meanwhile causes an error, not the end of the process.
+A reader trusts CURRENT's digest for the manifest and the manifest for everything else: exactly the files it lists, of
+exactly their sizes, with their digests. Every file and directory has to be this user's own, and no link (see
+`sync.own_files`): opening one never waits. Nothing but JSON of a known form is decoded, and nothing is mapped: a file
+that is cut meanwhile causes an error, not the end of the process.
 """
 
 import json
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -31,15 +31,16 @@ from torch import Tensor
 from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
 from sync.lazy_tensor import Fetch, FileTensor
 from sync.manifest import TensorSpec, WeightManifest, decode_json, first_names, torch_dtype
+from sync.own_files import open_directory, open_file, opened_directory, read_small
 from sync.shared_files import read_at, try_lock
 from sync.threads import in_threads
 
 CURRENT, LOCK, VERSIONS = "CURRENT", "LOCK", "versions"
 MANIFEST, META, LEASE = "manifest.json", "meta.json", "lease"
 _SUFFIX = ".memmap"
+_MAX_POINTER_BYTES = 4096
 _MAX_JSON_BYTES = 2**28
 _LEASE_SECONDS = 10.0
-_READ = os.O_RDONLY | os.O_NOFOLLOW
 _Found = TypeVar("_Found")
 
 
@@ -102,8 +103,8 @@ class Lease:
 
 
 def is_store(directory: Path) -> bool:
-    """Whether something has been published in `directory`."""
-    return (directory / CURRENT).is_file()
+    """Whether something has been published in `directory`, be it damaged."""
+    return os.path.lexists(directory / CURRENT)
 
 
 def open_current(directory: str | os.PathLike[str], *, num_threads: int = 1) -> PublishedWeights:
@@ -151,13 +152,16 @@ def lease_current(directory: Path) -> Lease:
 def read_pointer(directory: Path) -> Pointer:
     """The content of CURRENT. `ManifestMismatch` when there is none, or it is damaged."""
     try:
-        content = _read_small(directory / CURRENT)
+        with opened_directory(directory) as store:
+            content = read_small(CURRENT, _MAX_POINTER_BYTES, dir_fd=store)
     except FileNotFoundError:
         if not directory.exists():
             raise ManifestMismatch(f"{directory.absolute()} does not exist: give the path of a store.") from None
         what = "holds a bare memory-mapped TensorDict" if (directory / META).exists() else "is not a published store"
         advice = "sync.publish(directory, source, version) makes one."
         raise ManifestMismatch(f"{directory} {what}: it has no {CURRENT} file. {advice}") from None
+    except OSError as problem:
+        raise _unusable(directory, problem) from None
     pointer = decode_json(content, Pointer, f"{directory / CURRENT} is damaged", " Publish again.")
     if not re.fullmatch(r"[0-9]{6,19}(-[0-9]{1,9})?", pointer.directory):
         raise ManifestMismatch(f"{directory / CURRENT} is damaged: it names no version. Publish again.")
@@ -171,10 +175,11 @@ def checked_manifest(lease: Lease) -> WeightManifest:
     """
     version = lease.pointer.version
     try:
-        content = _read_small(MANIFEST, dir_fd=lease.directory)
-        meta = _read_small(META, dir_fd=lease.directory)
+        content = read_small(MANIFEST, _MAX_JSON_BYTES, dir_fd=lease.directory)
+        meta = read_small(META, _MAX_JSON_BYTES, dir_fd=lease.directory)
     except OSError as problem:
-        raise ManifestMismatch(f"Version {version} has no readable {problem.filename}: publish it again.") from None
+        what = f"{problem.filename} of version {version} cannot be used: {problem.strerror}"
+        raise ManifestMismatch(f"{what}. Publish again.") from None
     if xxhash.xxh3_128_hexdigest(content) != lease.pointer.manifest_digest:
         raise ChecksumMismatch(f"The manifest of version {version} is not the one published: publish it again.")
     manifest = decode_json(content, WeightManifest, f"The manifest of version {version} is not valid")
@@ -204,21 +209,22 @@ def checked_manifest(lease: Lease) -> WeightManifest:
 def opened_tensor(lease: Lease, spec: TensorSpec) -> Iterator[Fetch]:
     """Open a tensor's file; yields the function that fetches its bytes.
 
-    Raises `ManifestMismatch` unless it is a regular file, no link, of the right size.
+    Raises `ManifestMismatch` unless it is this user's own (`sync.own_files.open_file`) and of the right size.
     """
     try:
-        file = os.open(file_name(spec.name), _READ, dir_fd=lease.directory)
+        file = open_file(file_name(spec.name), dir_fd=lease.directory)
     except OSError as problem:
-        raise ManifestMismatch(f"The file of '{spec.name}' cannot be opened: {problem.strerror}.") from None
+        raise ManifestMismatch(
+            f"The file of '{spec.name}' cannot be used: {problem.strerror}. Publish again."
+        ) from None
 
     def fetch(out: memoryview, start: int) -> None:
         if not read_at(file, out, start):
             raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
 
     try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != spec.num_bytes:
-            what = f"has {status.st_size} bytes, the manifest says {spec.num_bytes}"
+        if (size := os.fstat(file).st_size) != spec.num_bytes:
+            what = f"has {size} bytes, the manifest says {spec.num_bytes}"
             raise ManifestMismatch(f"The file of '{spec.name}' {what}: publish version {lease.pointer.version} again.")
         yield fetch
     finally:
@@ -251,21 +257,25 @@ def meta_json(manifest: WeightManifest) -> bytes:
 def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:
     """Lease that version; None while a publisher is at work on its directory, or has replaced it."""
     try:
-        version = os.open(directory / VERSIONS / pointer.directory, _READ | os.O_DIRECTORY)
+        with opened_directory(directory) as store, opened_directory(VERSIONS, dir_fd=store) as versions:
+            version = open_directory(pointer.directory, dir_fd=versions)
+        try:
+            lock = open_file(LEASE, dir_fd=version)
+        except OSError:
+            os.close(version)
+            raise
     except OSError as problem:
         if read_pointer(directory) != pointer:
             return None
-        what = f"{CURRENT} names versions/{pointer.directory}, which cannot be opened: {problem.strerror}"
-        raise ManifestMismatch(f"{directory} is damaged: {what}. Publish again.") from None
-    try:
-        lock = os.open(LEASE, _READ, dir_fd=version)
-    except OSError as problem:
-        os.close(version)
-        if read_pointer(directory) != pointer:
-            return None
-        raise ManifestMismatch(f"Version {pointer.version} has no readable {LEASE} file: {problem.strerror}.") from None
+        raise _unusable(directory, problem) from None
     lease = Lease(version, lock, pointer)
     return lease if try_lock(lock, shared=True) else None
+
+
+def _unusable(directory: Path, problem: OSError) -> ManifestMismatch:
+    """The error where a part of the store at `directory` cannot be opened."""
+    part = "" if problem.filename == os.fspath(directory) else f": {problem.filename}"
+    return ManifestMismatch(f"{directory}{part} cannot be used: {problem.strerror}. Mend that, or publish again.")
 
 
 def _published_tensor(lease: Lease, spec: TensorSpec) -> FileTensor:
@@ -285,9 +295,3 @@ def _by_every_name(manifest: WeightManifest, found: list[_Found]) -> dict[str, _
     """The tensors that were found for those of the manifest, by every name, tied ones too."""
     tensors = {spec.name: tensor for spec, tensor in zip(manifest.tensors, found, strict=True)}
     return tensors | {name: tensors[first] for first, *others in manifest.aliases for name in others}
-
-
-def _read_small(path: str | Path, *, dir_fd: int | None = None) -> bytes:
-    file = os.open(path, _READ, dir_fd=dir_fd)
-    with os.fdopen(file, "rb") as stream:
-        return stream.read(_MAX_JSON_BYTES)

@@ -5,26 +5,23 @@ Locks are those of `flock`, which Linux and macOS have: they last until the file
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
 from sync.errors import SyncError
+from sync.own_files import OTHERS, make_directories, open_directory, open_file
 
 _PIECE = bytes(1 << 20)
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` (mode 0700) if absent; raises as `check_private` does, and `OSError`."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_private(directory)
+    """Create `directory` (mode 0700), and ancestors, if absent; raises as `check_private` does."""
+    make_directories(directory, closed_to=OTHERS)
 
 
 def check_private(directory: Path) -> None:
-    """Raise `SyncError` unless `directory` is this user's and closed to others; `OSError` if it does not exist."""
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise SyncError(f"{directory}, where trainer and engine meet, must be this user's alone (mode 0700).")
+    """Raise `OSError` unless `directory` is one, no link, this user's, and closed to others."""
+    os.close(open_directory(directory, closed_to=OTHERS))
 
 
 def lock(file: int) -> None:
@@ -44,27 +41,18 @@ def try_lock(file: int, *, shared: bool = False) -> bool:
 def open_sole(path: Path) -> int:
     """Open the file at `path`, created if need be, and lock it until it is closed; `SyncError` if it is locked."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            file = open_file(path, os.O_RDWR | os.O_CREAT)
+        except FileExistsError:
+            continue  # another process made it just now
         if not try_lock(file):
             os.close(file)
             raise SyncError(
                 f"Another trainer sends weights through {path.parent}: one directory has one trainer at a time."
             )
-        try:
-            if os.stat(path).st_ino == os.fstat(file).st_ino:
+        with suppress(FileNotFoundError):  # its last owner removed it between our open and our lock
+            if os.stat(path, follow_symlinks=False).st_ino == os.fstat(file).st_ino:
                 return file
-        except FileNotFoundError:
-            pass  # its last owner removed it between our open and our lock
-        os.close(file)
-
-
-@contextmanager
-def opened(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
-    """Open a file for this user alone; yields its descriptor and closes it."""
-    file = os.open(path, flags, 0o600)
-    try:
-        yield file
-    finally:
         os.close(file)
 
 

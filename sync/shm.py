@@ -27,6 +27,7 @@ from sync.buckets import one_bucket, view_of
 from sync.errors import ChecksumMismatch, SyncError
 from sync.manifest import WeightManifest
 from sync.offer import Offer
+from sync.own_files import read_small
 from sync.shared_files import check_private, make_private, open_sole, reserve
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
@@ -74,7 +75,8 @@ class ShmSender(WeightSender):
             make_private(self._path.parent)
             self._file = open_sole(self._path)
         except OSError as problem:
-            raise SyncError(f"Shared memory cannot be opened in {directory}: {problem.strerror}.") from None
+            what = f"Shared memory cannot be opened: {problem.filename}: {problem.strerror}"
+            raise SyncError(f"{what}.") from None
         self._memory = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._mapping: mmap.mmap | None = None
@@ -180,6 +182,8 @@ class ShmReceiver(WeightReceiver):
             if self._mapping is None or self._inode != status.st_ino or len(self._mapping) < num_bytes:
                 self._mapping = mmap.mmap(memory, status.st_size, flags=mmap.MAP_PRIVATE)
                 self._inode = status.st_ino
+        except (OSError, OverflowError) as problem:
+            raise SyncError(f"The sender's memory cannot be mapped: {problem}.") from None
         finally:
             os.close(memory)
         return self._mapping
@@ -188,15 +192,14 @@ class ShmReceiver(WeightReceiver):
         """A descriptor of the announced memory, after a check that it is this user's and sealed."""
         try:
             check_private(self._path.parent)
-            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
-            with os.fdopen(file, "rb") as stream:
-                announced = msgspec.json.decode(stream.read(_HEADER_BYTES), type=_Announcement)
+            announced = msgspec.json.decode(read_small(self._path, _HEADER_BYTES), type=_Announcement)
         except OSError as problem:
-            raise SyncError(f"No sender offers weights in shared memory: {problem.strerror}.") from None
+            what = f"No sender offers weights in shared memory: {problem.filename}: {problem.strerror}"
+            raise SyncError(f"{what}. Offer them again.") from None
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise SyncError(f"{self._path} announces no weights: offer them again.") from None
         try:
-            memory = os.open(f"/proc/{announced.pid}/fd/{announced.descriptor}", os.O_RDONLY)
+            memory = os.open(f"/proc/{announced.pid}/fd/{announced.descriptor}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError as problem:
             what = f"The sender's memory (process {announced.pid}) cannot be opened: {problem.strerror}"
             raise SyncError(f"{what}. It has ended, or runs in another container: there, send by 'store'.") from None

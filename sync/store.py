@@ -13,7 +13,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from sync.digests import tensor_bytes, tensor_digest
 from sync.errors import StaleVersion, SyncError
 from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import Offer
+from sync.own_files import make_directories, open_directory, open_file, opened_directory, opened_file
 from sync.owner_process import OwnerProcess
 from sync.published import (
     CURRENT,
@@ -46,14 +47,14 @@ from sync.published import (
     opened_tensor,
     read_pointer,
 )
-from sync.shared_files import open_sole, opened, reserve, try_lock, write_at
+from sync.shared_files import open_sole, reserve, try_lock, write_at
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter
 from sync.threads import in_threads, thread_count
 
 _STAGING = ".staging"
-_READ_WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+_READ_WRITE = os.O_RDWR | os.O_CREAT
 
 
 def publish(
@@ -169,10 +170,11 @@ def _read(lease: Lease, spec: TensorSpec, buffer: Tensor) -> None:
 @contextmanager
 def _sole_publisher(store: Path) -> Iterator[None]:
     try:
-        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directories(store)
         lock = open_sole(store / LOCK)
     except OSError as problem:
-        raise SyncError(f"{store} cannot be published to: {problem.strerror}.") from None
+        part = "" if problem.filename == os.fspath(store) else f" ({problem.filename})"
+        raise SyncError(f"{store} cannot be published to{part}: {problem.strerror}.") from None
     try:
         yield
     finally:
@@ -187,14 +189,17 @@ def _publish(store: Path, offer: Offer, version: int, reset_version: bool, num_t
     if current is not None and not reset_version and version <= current.version:
         return _published_already(store, offer, version)
     try:
-        (store / VERSIONS).mkdir(mode=0o700, exist_ok=True)
+        make_directories(store / VERSIONS)
         with _staging(store / VERSIONS, keep=current.directory if current else None) as staging:
             manifest = _write_version(staging, offer, version, num_threads)
             _make_current(store, staging, manifest)
             return manifest
-    except OSError as problem:
+    except (OSError, RecursionError) as problem:
         kept = f"version {current.version} is still current" if current else "nothing is published yet"
-        raise SyncError(f"Publishing version {version} to {store} failed: {problem.strerror}; {kept}.") from problem
+        why = (
+            f"{problem.strerror}" if isinstance(problem, OSError) else "directories are nested too deep to remove them"
+        )
+        raise SyncError(f"Publishing version {version} to {store} failed: {why}; {kept}.") from problem
 
 
 def _published_already(store: Path, offer: Offer, version: int) -> WeightManifest:
@@ -220,8 +225,8 @@ def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
         for name in sorted(os.listdir(versions)):  # .staging, left by a publisher that died, comes first
             if name == keep:
                 continue
-            if (versions / name).is_symlink() or not (versions / name).is_dir():
-                os.unlink(versions / name)  # not ours
+            if not _is_own_directory(versions / name):
+                _remove(versions / name)
                 continue
             free = _unleased(versions / name)
             if free is None:
@@ -230,7 +235,7 @@ def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
                 lock = free
                 os.rename(versions / name, staging)
             else:
-                shutil.rmtree(versions / name)
+                _remove(versions / name)
                 os.close(free)
         if lock is None:
             staging.mkdir(mode=0o700)
@@ -246,24 +251,45 @@ def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
 
 def _unleased(version: Path) -> int | None:
     """An exclusive lock on the version's lease, or None while somebody reads it."""
-    if (version / LEASE).is_symlink():
-        os.unlink(version / LEASE)
-    lock = os.open(version / LEASE, _READ_WRITE, 0o600)
+    if not _is_own_file(version / LEASE):
+        _remove(version / LEASE)
+    lock = open_file(version / LEASE, _READ_WRITE)
     if try_lock(lock):
         return lock
     os.close(lock)
     return None
 
 
+def _is_own_directory(path: Path) -> bool:
+    try:
+        os.close(open_directory(path))
+    except OSError:
+        return False
+    return True
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        os.close(open_file(path))
+    except OSError:
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Remove whatever a path names; what a link points to stays."""
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+
 def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) -> WeightManifest:
     wanted = {file_name(spec.name) for spec in offer.specs}
-    for entry in list(os.scandir(staging)):
-        if entry.name == LEASE or entry.name in wanted and entry.is_file(follow_symlinks=False):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+    for name in os.listdir(staging):
+        if name != LEASE and not (name in wanted and _is_own_file(staging / name)):
+            _remove(staging / name)
     for spec in offer.specs:  # reserves all space before the first byte is written
         _allocate(staging / file_name(spec.name), spec.num_bytes)
 
@@ -283,11 +309,11 @@ def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
     """Make `staging` the current version, by two renames. Everything that needs space on the disk comes before them."""
     versions, plain = staging.parent, f"{manifest.version:06d}"
     names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
-    name = next(name for name in names if not (versions / name).exists())
+    name = next(name for name in names if not os.path.lexists(versions / name))
     digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest))
     pointer = msgspec.json.encode(Pointer(manifest.version, name, digest))
     fresh = store / f"{CURRENT}.new"
-    fresh.unlink(missing_ok=True)
+    _remove(fresh)
     _write_file(fresh, pointer)
     os.rename(staging, versions / name)
     _sync_directory(versions)
@@ -296,18 +322,18 @@ def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
 
 
 def _allocate(path: Path, num_bytes: int) -> None:
-    with opened(path, _READ_WRITE) as file:
+    with opened_file(path, _READ_WRITE) as file:
         if os.fstat(file).st_size > num_bytes:
             os.ftruncate(file, num_bytes)
         reserve(file, num_bytes)
 
 
 def _write_file(path: Path, content: memoryview | bytes) -> None:
-    with opened(path, _READ_WRITE) as file:
+    with opened_file(path, _READ_WRITE) as file:
         write_at(file, content, 0)
         os.fsync(file)
 
 
 def _sync_directory(path: Path) -> None:
-    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
+    with opened_directory(path) as directory:
         os.fsync(directory)

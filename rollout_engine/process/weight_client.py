@@ -26,6 +26,7 @@ from rollout_engine.process.weight_rendezvous import (
 )
 from sync.base import Metadata, WeightSender, WeightSource
 from sync.cast_notice import CastNotice
+from sync.offer import check_source
 from sync.owner_process import OwnerProcess
 from sync.source import read_source
 
@@ -95,6 +96,7 @@ class WeightClient:
         with as_weight_errors():
             rendezvous, sender = self._connected(transport, metadata, options.timeout)
             pairs = read_source(source)
+            check_source(pairs, metadata)
             self._cast_notice.warn_if_cast(pairs, metadata)
             manifest = sender.offer(pairs, live + 1 if version is None else version, metadata)
         accepted = self._ask(

@@ -7,7 +7,7 @@ from torch import Tensor
 from rollout_engine.weights.coverage import Coverage
 from sync.base import Metadata
 from sync.errors import ManifestMismatch
-from sync.manifest import TensorSpec, WeightManifest, first_names
+from sync.manifest import TensorSpec, WeightManifest, check_forms, check_known, first_names
 
 
 class ManifestChecks:
@@ -31,13 +31,11 @@ class ManifestChecks:
         """
         manifest.check()
         self._check_names(manifest, live, partial=partial)
-        _check_forms(manifest, live)
+        check_forms(((spec.name, (spec.dtype, spec.shape)) for spec in manifest.tensors), live)
 
     def _check_names(self, manifest: WeightManifest, live: Metadata, *, partial: bool) -> None:
         names = [spec.name for spec in manifest.tensors]
-        mentioned = names + [name for group in manifest.aliases for name in group]
-        if unknown := sorted({name for name in mentioned if name not in live}):
-            raise ManifestMismatch(f"{len(unknown)} names are not in the model: {first_names(unknown)}.")
+        check_known([*names, *(name for group in manifest.aliases for name in group)], live)
         self._check_ties(manifest)
         chosen = {self._owner(name) for name in names}
         if twice := self._coverage.overlapping(chosen):
@@ -63,14 +61,3 @@ class ManifestChecks:
 
     def _owner(self, name: str) -> str:
         return self._same_as.get(name, name)
-
-
-def _check_forms(manifest: WeightManifest, live: Metadata) -> None:
-    wrong = [
-        f"'{spec.name}': expected {live[spec.name]}, came {(spec.dtype, spec.shape)}"
-        for spec in manifest.tensors
-        if (spec.dtype, spec.shape) != live[spec.name]
-    ]
-    if wrong:
-        hint = "Shapes must be equal; only floating dtypes are cast."
-        raise ManifestMismatch(f"{len(wrong)} tensors do not fit: {first_names(wrong)}. {hint}")

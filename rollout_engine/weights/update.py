@@ -24,6 +24,7 @@ from rollout_engine.weights.transaction import WeightUpdater
 from sync.base import WeightReceiver, WeightSource
 from sync.errors import TransferTimeout
 from sync.manifest import WeightManifest
+from sync.offer import check_source
 from sync.published import checked_manifest, is_store, lease_current
 from sync.source import read_source
 from sync.transports import make_receiver, make_sender
@@ -75,6 +76,7 @@ def update_from_source(
     try:
         with as_weight_errors():
             pairs = read_source(source)
+            check_source(pairs, metadata)
             updater.cast_notice.warn_if_cast(pairs, metadata)
             manifest = sender.offer(pairs, updater.version + 1 if version is None else version, metadata)
         report = apply_update(updater, manifest, make_receiver("inproc", sender=sender), steps, options, check)

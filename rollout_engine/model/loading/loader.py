@@ -1,11 +1,11 @@
 """Loads a Hugging Face module: builds and admits it, fills every weight, and reads what the engine needs to know."""
 
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
@@ -20,6 +20,7 @@ from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from sync.checkpoint import CONFIG_FILE, StoredTensor
 from sync.file_snapshot import SnapshotFile
+from sync.manifest import decode_json
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,13 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
 def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
     """The configuration, and a snapshot of its file to check later."""
     path = directory / CONFIG_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ConfigError(
             f"{directory} has no config.json, so it is not a checkpoint. Give the directory that holds it."
         )
     with as_config_errors():
         file = SnapshotFile(path)
-    raw = _read_json(path)
+    raw = _read_json(file)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True), file
     except Exception as problem:  # transformers raises many kinds of errors here
@@ -85,11 +86,10 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:
         raise ConfigError(f"{path} is not a configuration transformers can read: {problem}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise ConfigError(f"{path} is not valid JSON ({problem}).") from None
+def _read_json(file: SnapshotFile) -> dict[str, Any]:
+    with as_config_errors():
+        content: dict[str, Any] = decode_json(file.content(), dict[str, Any], f"{file.path} is not valid JSON")
+    return content
 
 
 def _resolve_dtype(
@@ -170,7 +170,10 @@ def _served_length(limit: int | None, asked: int | None) -> int:
 
 def _read_eos_token_ids(directory: Path, hf_config: PretrainedConfig) -> list[int]:
     path = directory / "generation_config.json"
-    found = _read_json(path).get("eos_token_id") if path.is_file() else None
+    found = None
+    if os.path.lexists(path):
+        with as_config_errors():
+            found = _read_json(SnapshotFile(path)).get("eos_token_id")
     if found is None:
         found = getattr(hf_config, "eos_token_id", None)
     ids = found if isinstance(found, list) else [] if found is None else [found]

@@ -21,9 +21,8 @@ def test_a_tensor_changed_after_the_offer_no_longer_fits_the_manifest():
 
 
 def test_an_iterator_that_repeats_a_name_is_refused():
-    manifest = sync.make_sender("inproc").offer([("w", torch.ones(1)), ("w", torch.zeros(1))], 1, {})
-    with pytest.raises(ManifestMismatch, match="lists w more than once"):
-        manifest.check()
+    with pytest.raises(ManifestMismatch, match="The source lists w more than once"):
+        sync.make_sender("inproc").offer([("w", torch.ones(1)), ("w", torch.zeros(1))], 1, {})
 
 
 def test_closing_lets_go_of_the_source():

@@ -274,7 +274,7 @@ def test_what_cannot_be_is_refused(tmp_path, options):
 
 def test_a_directory_open_to_others_is_refused(tmp_path):
     tmp_path.chmod(0o755)
-    with pytest.raises(SyncError, match="mode 0700"):
+    with pytest.raises(SyncError, match="others have rights to it .mode 0755; chmod 0700"):
         HandleSender(tmp_path, HostMemory(tmp_path), timeout=1.0, bucket_bytes=10)
 
 

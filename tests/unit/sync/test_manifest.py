@@ -45,7 +45,7 @@ def test_a_name_listed_twice_is_refused():
 @pytest.mark.parametrize(
     "spec,message",
     [
-        (TensorSpec("a", (2, -1), "float32", ""), r"'a' has shape \(2, -1\)"),
+        (TensorSpec("a", (2, -1), "float32", ""), r"'a' has shape \[2, -1\]"),
         (TensorSpec("a", (2**31, 2**31), "int8", ""), "at most 2\\*\\*50 bytes"),
         (TensorSpec("a", (2,), "complex64", ""), "dtype 'complex64'. Known: float64"),
         (TensorSpec("a", (2,), "Tensor", ""), "dtype 'Tensor'"),

@@ -105,7 +105,7 @@ def test_what_a_killed_trainer_left_is_taken_over(directory):
 def test_a_directory_open_to_others_is_refused(tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o755)
-    with pytest.raises(SyncError, match="mode 0700"):
+    with pytest.raises(SyncError, match="others have rights to it .mode 0755; chmod 0700"):
         sync.make_sender("shm", directory=tmp_path / "shared")
 
 
@@ -167,7 +167,7 @@ def test_a_file_that_announces_no_memory_is_refused_and_mended_by_the_next_offer
     sender, receiver = ends
     manifest = sender.offer(weights(1), 1, {})
     (directory / "weights").write_bytes(content)
-    with pytest.raises(SyncError, match="announces no weights|cannot be opened"):
+    with pytest.raises(SyncError, match="announces no weights|cannot be opened|at most 4096 are read"):
         list(receiver.receive(manifest))
     manifest = sender.offer(weights(2), 2, {})
     assert all((tensor == 2).all() for _, tensor in receiver.receive(manifest))
