@@ -28,6 +28,8 @@ from rollout_engine import AsyncLLM, RPCError, SamplingParams
 from rollout_engine.testing import tiny_checkpoint
 from tests.benchmarks.results import save
 from tests.faults.aborts import RandomAborts
+from tests.faults.attacks import ATTACKS
+from tests.faults.bystander import Bystander
 from tests.faults.clean import Leftovers, assert_clean
 from tests.faults.deaths import OPTIONS, TrainerDeaths, kill_core, kill_parent
 from tests.faults.garbage import client_messages, mutants, restore, throw_mutants
@@ -231,6 +233,21 @@ def publishers(_: Path, seconds: float, count: int) -> Figure:
     return dict(total)
 
 
+def attacks(checkpoint: Path, seconds: float, count: int) -> Figure:
+    """Clients that mean no good, of every kind, beside one that streams and must not notice."""
+    with _engine(checkpoint) as engine:
+
+        async def run() -> Figure:
+            bystander, found = Bystander(engine), {}
+            await bystander.prepare()
+            for name, (_, most) in ATTACKS.items():
+                await bystander.attacked(name, 1 + most // 100)  # what is allocated once is allocated now
+                found[name] = await bystander.attacked(name, min(most, count))
+            return found | dict(bystanders_requests=bystander.num_requests, wrong_tokens=0)
+
+        return asyncio.run(run())
+
+
 TRANSPORTS = ["shm", "store", "gloo"]
 PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "engines": (engines, 200),
@@ -239,6 +256,7 @@ PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "simulations": (simulations, 100_000),
     "updates": (updates, 1000),
     "aborts": (aborts, 100_000),
+    "attacks": (attacks, 1_000_000),
     "frames": (frames, 1_000_000),
     "nonsense": (nonsense, 5000),
     "cores": (cores, 1000),
