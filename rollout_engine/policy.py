@@ -165,6 +165,7 @@ class RolloutPolicy(BlockingVerbs):
         run, step = RolloutRun(self.frontend, plan, reward_fn, loop, reward_weights=reward_weights), None
         try:
             while run.unfinished:
+                self.frontend.require_own_process()  # the loop's threads are not in a forked child
                 try:
                     step = loop.run_in_executor(None, run.advance)
                 except RuntimeError as problem:

@@ -158,12 +158,12 @@ class Frontend:
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; their streams still give what they had. An unknown or finished id is a no-op."""
+        self.require_own_process()
         self.client.abort(self.streams.sequence_ids_of(as_request_ids(request_ids)))
 
     def take(self, stream: Stream) -> RequestOutput | None:
         """Take the new output of a request, if any. Raises what ended it, and `LifecycleError` in a forked child."""
-        if not self._process.is_current:
-            raise LifecycleError(self._process.error_message("The engine"))
+        self.require_own_process()
         return self.streams.take(stream)
 
     def close(self, stream: Stream) -> None:
@@ -179,7 +179,13 @@ class Frontend:
 
         The core knows sequences by numbers of its own, which are never used again.
         """
+        self.require_own_process()
         return self.streams.sequence_ids_of([request_id])
+
+    def num_open(self) -> int:
+        """Requests whose finished output has not been taken."""
+        self.require_own_process()
+        return len(self.streams)
 
     def update_weights(
         self,
@@ -239,6 +245,7 @@ class Frontend:
             timeout=timeout,
             partial=partial,
         )
+        self.require_own_process()
         return self.spans.update(lambda: self.client.update_weights(source, plain(version), options))
 
     def get_metrics(self) -> EngineMetrics:
@@ -259,6 +266,11 @@ class Frontend:
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
         return self.inputs.default_params()
+
+    def require_own_process(self) -> None:
+        """Raise `LifecycleError` in a forked child: another thread may have held a lock that is a copy here."""
+        if not self._process.is_current:
+            raise LifecycleError(self._process.error_message("The engine"))
 
     def require_running(self, verb: str) -> None:
         """Raise, naming `verb`, unless a request that is added now is computed without another call."""

@@ -102,7 +102,7 @@ class LLM(BlockingVerbs):
 
     def get_num_unfinished_requests(self) -> int:
         """Requests whose finished output has not been returned."""
-        return len(self.frontend.streams)
+        return self.frontend.num_open()
 
     def _read(self, reader: Reader, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}

@@ -110,11 +110,12 @@ class LLMEngine(BlockingVerbs):
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything more to give."""
+        self.frontend.require_own_process()
         return len(self._reader) > 0
 
     def get_num_unfinished_requests(self) -> int:
         """Requests of this client whose finished output has not been returned."""
-        return len(self.frontend.streams) + self._reader.num_put_back
+        return self.frontend.num_open() + self._reader.num_put_back
 
     @property
     def stats(self) -> CoreStats:
@@ -123,6 +124,7 @@ class LLMEngine(BlockingVerbs):
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether the finished output of `request_id` is still to be returned."""
+        self.frontend.require_own_process()
         return request_id in self._reader
 
     def _add(self, add: Callable[[], list[str]]) -> list[str]:

@@ -130,6 +130,7 @@ class ProcessClient:
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Carry out one whole weight update. Blocks."""
+        self.require_usable()
         report = self._weights.push(source, version, options)
         self.policy_version = report.version
         return report
