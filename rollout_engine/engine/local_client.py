@@ -5,7 +5,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from rollout_engine import threads
@@ -135,8 +134,8 @@ class LocalClient:
         if options.transport not in (None, "inproc"):
             what = f"transport='{options.transport}' leads to another process"
             raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
-        steps, updater = UpdateSteps(self.driver, options.kv, self._turn), self.driver.executor.updater
-        return steps.carry_out(partial(update_from_source, updater, source, steps, options, version))
+        steps, executor = UpdateSteps(self.driver, options.kv, self._turn), self.driver.executor
+        return steps.carry_out(lambda: update_from_source(executor.updater, source, steps, options, version))
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` by the time it is this thread's turn.

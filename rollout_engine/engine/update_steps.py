@@ -24,12 +24,12 @@ class UpdateSteps:
         self, driver: EngineDriver, kv: KvMode, turn: Callable[[], None], check: Callable[[], None] = lambda: None
     ) -> None:
         self._driver, self._kv, self._turn, self._check = driver, kv, turn, check
-        self._updater = driver.executor.updater  # a shutdown may drop it meanwhile
 
     def begin(self) -> None:
         """Enter UPDATING. Raises `LifecycleError` where an update is not possible now."""
         with self._driver.between_steps():
             self._driver.core.begin_update()
+            self._updater = self._driver.executor.updater  # a shutdown may drop it meanwhile
 
     def end(self) -> None:
         """Leave UPDATING."""

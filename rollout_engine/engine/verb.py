@@ -43,7 +43,12 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     until: Callable[[Any], bool] | None = None
     """The call ends after the first step that finds this true of the driver; None: at once."""
     timeout: str = ""
-    """Name of the argument that says how many seconds a caller waits for the result; "": for ever."""
+    """Name of the argument that says how many seconds a caller waits for the result.
+
+    "", or None for that argument: as long as the work takes, which depends on its size alone. A core that dies or hangs
+    ends the wait (`EngineDeadError`), `step_deadline` what does not end. A verb with `until` depends on requests, which
+    may be endless, and has a timeout.
+    """
     late: Callable[..., RolloutEngineError] | None = None
     """Makes the error of a call that took longer: `late(arguments, begun)`."""
     prepare: Callable[..., Arguments] | None = None

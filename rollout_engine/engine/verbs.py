@@ -30,13 +30,32 @@ from rollout_engine.metrics import CoreMetrics, CoreStats
 VERBS = VerbTable()
 
 
-@VERBS.add(until=EngineDriver.is_drained, span="pause", span_arguments=("mode",), observe=CoreStats.add_pause)
+def _late_drain(verb: str, effect: str = "") -> Callable[[Arguments, bool], RolloutEngineError]:
+    """Make the error of a call that waits for requests in flight for too long. `effect`: what the call does to them."""
+
+    def late(arguments: Arguments, begun: bool) -> RolloutEngineError:
+        what = f"requests are still in flight after {arguments['drain_timeout']:g} seconds"
+        fate = effect if begun else "; the call had not begun, and never will"
+        return DrainTimeoutError(f"{verb}: {what}; they go on{fate}.")
+
+    return late
+
+
+@VERBS.add(
+    until=EngineDriver.is_drained,
+    timeout="drain_timeout",
+    late=_late_drain("pause_generation", ", and the engine pauses after them: resume_generation() calls that off"),
+    span="pause",
+    span_arguments=("mode",),
+    observe=CoreStats.add_pause,
+)
 def pause_generation(
     driver: EngineDriver,
     *,
     mode: PauseMode = "abort",
     clear_cache: bool = False,
     wait_for_inflight_requests: bool | None = None,
+    drain_timeout: float | None = None,
 ) -> None:
     """Stop computing at a step boundary; returns when that is so. Its seconds are in `stats.last_pause_seconds`.
 
@@ -46,6 +65,8 @@ def pause_generation(
             `resume_generation`.
         clear_cache: forget every known prefix too; frozen requests compute their KV again.
         wait_for_inflight_requests: True is the older spelling of mode="wait".
+        drain_timeout: seconds that mode="wait" waits at most; then `DrainTimeoutError` (a `TimeoutError`) is raised,
+            and the engine pauses once the requests have ended, unless it is resumed before. None: as long as they take.
 
     New requests wait for `resume_generation`, or are turned away, by `EngineConfig.admission`.
     """
@@ -65,12 +86,7 @@ def is_paused(driver: EngineDriver) -> bool:
     return driver.core.lifecycle.paused is not None
 
 
-def _drained_late(arguments: Arguments, begun: bool) -> RolloutEngineError:
-    what = f"requests are still in flight after {arguments['drain_timeout']:g} seconds"
-    return DrainTimeoutError(f"wait_for_requests_to_drain: {what}; they go on.")
-
-
-@VERBS.add(until=EngineDriver.is_idle, timeout="drain_timeout", late=_drained_late)
+@VERBS.add(until=EngineDriver.is_idle, timeout="drain_timeout", late=_late_drain("wait_for_requests_to_drain"))
 def wait_for_requests_to_drain(driver: EngineDriver, drain_timeout: float = 300) -> None:
     """Return when the core has nothing in flight, of any client. In process this call steps the engine.
 
@@ -79,14 +95,21 @@ def wait_for_requests_to_drain(driver: EngineDriver, drain_timeout: float = 300)
     """
 
 
-@VERBS.add(until=EngineDriver.is_drained)
-def sleep(driver: EngineDriver, level: int = 1, mode: PauseMode = "abort") -> None:
+@VERBS.add(
+    until=EngineDriver.is_drained,
+    timeout="drain_timeout",
+    late=_late_drain("sleep", ", and the engine falls asleep after them: abort them to have that sooner"),
+)
+def sleep(
+    driver: EngineDriver, level: int = 1, mode: PauseMode = "abort", *, drain_timeout: float | None = None
+) -> None:
     """Give memory back to the system.
 
     Args:
         level: 1 releases the KV pool and what is derived from the weights; 2 forgets the weights too, and after
             `wake_up` a complete `update_weights` has to come first.
         mode: of requests in flight, as for `pause_generation`. Those kept compute their KV again after `wake_up`.
+        drain_timeout: as for `pause_generation`; the engine falls asleep once the requests have ended.
     """
     driver.deliver(driver.core.sleep(level, mode))
 

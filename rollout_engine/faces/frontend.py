@@ -245,7 +245,6 @@ class Frontend:
             timeout=timeout,
             partial=partial,
         )
-        self.require_own_process()
         return self.spans.update(lambda: self.client.update_weights(source, plain(version), options))
 
     def get_metrics(self) -> EngineMetrics:
