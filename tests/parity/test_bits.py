@@ -129,7 +129,7 @@ def compare_once(directory, seed):
     assert wrong == 0, f"{wrong} of {compared} log-probs differ"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_no_bit_differs_where_head_and_draws_run_over_pieces(checkpoint, dtype, monkeypatch):
     directory = checkpoint("llama", dtype, **SIZES["llama"])
     params = SamplingParams(n=70, max_tokens=3, logprobs=2, seed=3, temperature=0.7, top_p=0.9, ignore_eos=True)

@@ -23,10 +23,10 @@ constexpr int BLOCK = 256;      // tokens binned at once
 
 struct Rules {
     double temperature;  // above 0
-    int64_t top_k;       // 0 keeps all
+    int64_t top_k;       // 0 and less keep all
     double top_p, min_p;
 
-    bool keep_all() const { return top_k == 0 && top_p >= 1.0 && min_p <= 0.0; }
+    bool keep_all() const { return top_k <= 0 && top_p >= 1.0 && min_p <= 0.0; }
 };
 
 // Tokens above `floor` are kept, and those equal to it with ids up to `last_tie`.
@@ -248,7 +248,7 @@ struct Row {
 template <typename T>
 Edge find_edge(const T* logits, int64_t size, const Rules& rules, float* candidate) {
     const bool by_mass = rules.top_p < 1.0;
-    const int64_t max_count = rules.top_k ? std::min(rules.top_k, size) : size;
+    const int64_t max_count = rules.top_k > 0 ? std::min(rules.top_k, size) : size;
     const Row<T> row(logits, size, rules.temperature, by_mass, candidate);
     End end = {-INFINITY, 0, 0, by_mass ? row.total() : 0.0};  // everything
     if (max_count < size) end = row.walk(max_count, INFINITY);

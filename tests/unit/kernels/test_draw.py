@@ -42,6 +42,16 @@ def test_the_kernel_does_what_its_twin_does(monkeypatch, vocab_size, dtype):
 
 
 @needs_kernel
+def test_the_kernel_keeps_all_tokens_where_top_k_is_0_or_less():
+    logits, temperatures, u, greedy, rules = _case(40, 300, torch.float32)
+    expected, found = (
+        draw(logits, temperatures, u, greedy, rules._replace(top_k=torch.full((40,), top_k))) for top_k in (0, -(2**63))
+    )
+    for column, other in zip((*expected[0], *expected[1]), (*found[0], *found[1]), strict=True):
+        assert torch.equal(column, other)
+
+
+@needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_drawn_alike_alone_in_company_and_by_any_threads(thread_count, dtype):
     logits, temperatures, u, greedy, rules = _case(90, 3001, dtype)
