@@ -21,6 +21,7 @@ from rollout_engine.core.lifecycle import State
 from rollout_engine.engine.calls import Call, WaitingCalls, copy_outcome
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.health import IoStats
+from rollout_engine.engine.pieces import PiecewiseCalls, advance
 from rollout_engine.engine.verb import Verb
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
@@ -70,7 +71,7 @@ class EngineDriver:
         """The step or verb in progress."""
         self.stuck = ""
         """Why that cannot end, if a `StepWatchdog` says so."""
-        self._waiting = WaitingCalls()
+        self._waiting, self._pieces = WaitingCalls(), PiecewiseCalls()
         executor.attach_core(core, self.boundary)
 
     @property
@@ -80,10 +81,10 @@ class EngineDriver:
 
     def can_progress(self) -> bool:
         """Whether `turn` would do anything now."""
-        return self.core.can_progress()
+        return self.core.can_progress() or bool(self._pieces)
 
     def turn(self) -> None:
-        """Compute one step, deliver what it brought, and end the calls that waited for it.
+        """Compute one step, deliver what it brought, run a piece of a call, and end the calls that waited for it.
 
         Raises `DirtyWeightsError` for requests that cannot go on before a complete weight update.
         """
@@ -105,6 +106,8 @@ class EngineDriver:
             self.work = None
         outputs.start_time = start
         self.deliver(outputs)
+        if self._pieces:
+            self._run_piece(self._pieces.pop())
         if self._waiting:
             self._end_calls()
 
@@ -173,8 +176,10 @@ class EngineDriver:
 
     @contextmanager
     def boundary(self) -> Iterator[None]:
-        """Hold the lock with no step in flight."""
+        """Hold the lock with no step in flight and no call half done: what has begun ends under the present weights."""
         with self.between_steps():
+            while self._pieces:
+                self.step()
             self.core.quiesce()
             yield
 
@@ -190,6 +195,8 @@ class EngineDriver:
         """Refuse every verb from now on; calls that wait end with an error."""
         with self.between_steps():
             self.core.shutdown()
+            while self._pieces:
+                self._run_piece(self._pieces.pop())
 
     def _carry_out(self, call: Call) -> None:
         if not call.verb.after_shutdown:
@@ -201,8 +208,27 @@ class EngineDriver:
         call.result = call.verb.function(self, **call.arguments)
         if isinstance(call.result, Future):
             call.result.add_done_callback(lambda done: copy_outcome(done, call.future))
+        elif call.verb.in_pieces:
+            self._run_piece(call)
         else:
             self._end_or_wait(call)
+
+    def _run_piece(self, call: Call) -> None:
+        """Run the next piece of a call, and end the call with its last one."""
+        token, around = _CALLER.set(call.caller), self.work
+        self.work = around or Work(call.verb.title(call.arguments), time.monotonic(), threading.get_ident())
+        try:
+            if advance(call, lambda: self.core.lifecycle.require_alive(call.verb.name)):
+                self._end_or_wait(call)
+            else:
+                self._pieces.add(call)
+        except BaseException as error:
+            call.future.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.work = around
+            _CALLER.reset(token)
 
     def _end_or_wait(self, call: Call) -> None:
         """End a call that is complete, has failed, or is too late; else keep it for a later step."""

@@ -115,7 +115,7 @@ class LocalClient:
         verb = VERBS[name]
         seconds = verb.seconds(arguments)
         deadline = None if seconds is None else time.monotonic() + seconds
-        turned = verb.until is not None and self._thread is None
+        turned = verb.takes_steps and self._thread is None
         call = Call(verb, arguments, _TurnedFuture(self._turn) if turned else None, deadline=deadline)
         if seconds is None or turned:
             try:

@@ -1,7 +1,7 @@
 """Log-probs of given completions: the checks of prompts and completions, and the executor's scores."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,19 +18,30 @@ class Scorer(Protocol):
         """Sizes of its model."""
         ...
 
-    def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
-        """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
+    def score(
+        self, sequences: list[list[int]], num_prompt: list[int], temperature: float
+    ) -> Iterator[dict[int, np.ndarray]]:
+        """Yield, a piece at a time, the log-probs of some sequences by their index.
+
+        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights.
+        """
         ...
 
 
 def score_pairs(
-    scorer: Scorer, prompts: Sequence[list[int]], completions: Sequence[list[int]], temperature: float
-) -> list[np.ndarray]:
-    """Log-probs of completions, per pair float32 [len(completion)]; temperature 0 counts as 1.
+    scorer: Scorer,
+    prompts: Sequence[list[int]],
+    completions: Sequence[list[int]],
+    temperature: float,
+    require_weights: Callable[[], None] = lambda: None,
+) -> Generator[None, None, list[np.ndarray]]:
+    """Compute log-probs of completions, per pair float32 [len(completion)], and yield between two pieces of the work.
 
-    A completion without tokens has no scores, and costs nothing. Raises `RequestError` for token ids outside the
-    vocabulary, an empty prompt, or a pair longer than `max_model_len`.
+    `require_weights` is called before each piece, and may raise. Temperature 0 counts as 1. A completion without tokens
+    has no scores, and costs nothing. Raises `RequestError` for token ids outside the vocabulary, an empty prompt, or a
+    pair longer than `max_model_len`.
     """
+    require_weights()
     if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature >= 0):
         raise RequestError.for_field("temperature", temperature, "a finite number >= 0")
     if len(prompts) != len(completions):
@@ -40,9 +51,14 @@ def score_pairs(
     asked = [i for i, (_, completion) in enumerate(pairs) if completion]
     scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
     sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
-    values = scorer.score(sequences, [len(pairs[i][0]) for i in asked], temperature or 1.0) if asked else []
-    for i, value in zip(asked, values, strict=True):
-        scores[i] = value
+    num_left = len(asked)
+    for found in scorer.score(sequences, [len(pairs[i][0]) for i in asked], temperature or 1.0) if asked else ():
+        for k, value in found.items():
+            scores[asked[k]] = value
+        num_left -= len(found)
+        if num_left:
+            yield
+            require_weights()
     return scores
 
 

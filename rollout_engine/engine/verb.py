@@ -8,9 +8,9 @@ driver       run(call)                          runs the verb's function: betwee
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -38,6 +38,8 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     result: Any
     """Type of the result."""
     when: When = "between steps"
+    in_pieces: bool = False
+    """The function is a generator function, and steps run between two `next` of it; it yields nothing."""
     beside_steps: Callable[[Any, Arguments], bool] | None = None
     """Whether this call is long work that runs on a thread of its own while steps go on."""
     until: Callable[[Any], bool] | None = None
@@ -101,10 +103,15 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(f"{self.name}: {problem}", field=self.timeout, value=seconds)
         return min(max(seconds, 0.0), threading.TIMEOUT_MAX - _GRACE_SECONDS)
 
+    @property
+    def takes_steps(self) -> bool:
+        """Whether a call may end with a later step than the one that it begins before."""
+        return self.in_pieces or self.until is not None
+
     def patience(self, arguments: Mapping[str, Any]) -> float | None:
         """How long a caller waits before it gives up: the driver itself ends a late call that waits for steps."""
         seconds = self.seconds(arguments)
-        return seconds if seconds is None or self.until is None else seconds + _GRACE_SECONDS
+        return seconds + _GRACE_SECONDS if seconds is not None and self.takes_steps else seconds
 
     def too_late(self, arguments: Arguments, *, begun: bool) -> RolloutEngineError:
         """The error of a call whose time is over. `begun` False: it had not begun, and never will."""
@@ -121,6 +128,19 @@ class VerbTable(dict[str, Verb]):
         def register(function: Callable[P, R]) -> Callable[P, R]:
             self[function.__name__] = verb_of(function, **options)
             return function
+
+        return register
+
+    def add_in_pieces(self, **options: Any) -> Callable[[Callable[P, Generator[None, None, R]]], Callable[P, R]]:
+        """Decorate a generator function to make it a verb that runs in pieces: steps run wherever it yields.
+
+        Each piece is to be about as long as a step. The commit of a weight update waits for the last piece.
+        """
+
+        def register(function: Callable[P, Generator[None, None, R]]) -> Callable[P, R]:
+            verb = self[function.__name__] = verb_of(function, in_pieces=True, **options)
+            function.__annotations__["return"] = verb.result  # as faces show it
+            return cast(Callable[P, R], function)
 
         return register
 
@@ -146,5 +166,6 @@ def _on_the_wire(hint: Any) -> Any:
 
 
 def _awaited(hint: Any) -> Any:
-    """Type of the result that callers get: a future's own result."""
-    return get_args(hint)[0] if get_origin(hint) is Future else hint
+    """Type of the result that callers get: that of a future or of a generator."""
+    kinds = {Future: 0, Generator: 2}
+    return get_args(hint)[kinds[get_origin(hint)]] if get_origin(hint) in kinds else hint

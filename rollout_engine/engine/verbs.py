@@ -11,7 +11,8 @@ requests are complete (`LLM.generate`, `RolloutPolicy.rollout`) refuse to start;
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,21 +151,21 @@ def _prepare_score(
     }
 
 
-@VERBS.add(prepare=_prepare_score)
+@VERBS.add_in_pieces(prepare=_prepare_score)
 def score(
     driver: EngineDriver,
     prompt_token_ids: Sequence[list[int]],
     completion_token_ids: Sequence[list[int]],
     *,
     temperature: float = 1.0,
-) -> list[np.ndarray]:
+) -> Generator[None, None, list[np.ndarray]]:
     """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
 
-    They are what sampling those tokens at `temperature` would have returned ("tempered"). Raises `RequestError`.
+    They are what sampling those tokens at `temperature` would have returned ("tempered"). Steps of requests run between
+    two batches of sequences; weights are those of the beginning to the end. Raises `RequestError`.
     """
-    driver.core.lifecycle.require_weights("score")
-    with allowed():
-        return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature)
+    require_weights = partial(driver.core.lifecycle.require_weights, "score")
+    return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature, require_weights)
 
 
 def _prepare_rpc(

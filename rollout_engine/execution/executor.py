@@ -1,6 +1,6 @@
 """An executor that runs its worker in the caller's own process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
@@ -61,10 +61,17 @@ class InlineExecutor:
         run = partial(self._execute, work)
         return run if self._thread is None else self._thread.submit(run)
 
-    def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
-        """Log-prob float32 [len - num_prompt] of every token after the prompt, under the live weights."""
+    def score(
+        self, sequences: list[list[int]], num_prompt: list[int], temperature: float
+    ) -> Iterator[dict[int, np.ndarray]]:
+        """Yield, a piece at a time, the log-probs of some sequences by their index.
+
+        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights.
+        """
         self._wait_until_idle()
-        return self.worker.score(sequences, num_prompt, temperature)
+        for found in self.worker.backend.score(sequences, num_prompt, temperature):
+            yield found
+            self._wait_until_idle()
 
     def collective_rpc(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: int | None = None

@@ -121,7 +121,9 @@ class Worker:
         return result
 
     def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
-        return self.backend.score(sequences, num_prompt, temperature)
+        pieces = self.backend.score(sequences, num_prompt, temperature)
+        found = {index: values for piece in pieces for index, values in piece.items()}
+        return [found[i] for i in range(len(sequences))]
 
     def release_weights(self, *, forget: bool) -> None:
         """Free copies of weights and the shadow of updates; on a device move the weights to the host.

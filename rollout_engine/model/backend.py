@@ -1,6 +1,6 @@
 """The interface of the two backends, `cpu` and `cuda`, for engines and for trainers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -94,8 +94,13 @@ class Backend(Protocol):
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None: ...
 
-    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
-        """Log-prob of every token after the prompt, under the live weights: per sequence float32 [len - num_prompt]."""
+    def score(
+        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float
+    ) -> Iterator[dict[int, np.ndarray]]:
+        """Yield, a piece at a time, the log-probs of some sequences by their index: float32 [len - num_prompt].
+
+        They are of every token after the prompt, under the live weights. A piece takes about as long as a step.
+        """
         ...
 
     def memory_of(self, weights: Sequence[Tensor]) -> WeightMemory:

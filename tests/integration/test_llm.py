@@ -17,6 +17,7 @@ from rollout_engine import (
     SamplingParams,
     VersionSpan,
 )
+from rollout_engine.model.cpu import sequence_logprobs
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
 PROMPTS = ["hello", "ab", "the quick brown fox jumps over the lazy dog"]
@@ -67,6 +68,24 @@ def test_scores_equal_the_log_probs_of_sampling_bit_for_bit(llm):
     scores = llm.score([output.prompt_token_ids for output in outputs], completions, temperature=0.7)
     for score, output in zip(scores, outputs, strict=True):
         assert np.array_equal(score, output.outputs[0].logprobs)
+
+
+def test_scores_have_the_same_bits_in_one_piece_and_in_many_with_steps_between(llm, monkeypatch):
+    prompts = [[3 + (i * k) % 200 for i in range(1, 2 + k % 40)] for k in range(1, 60)]
+    completions = [[5 + (i * k) % 200 for i in range(k % 20)] for k in range(1, 60)]
+    monkeypatch.setattr(sequence_logprobs, "_TOKENS", 1 << 30)
+    expected = llm.score(prompts, completions, temperature=0.7)
+    stats = llm.frontend.client.driver.core.stats
+    for tokens in (1, 100):
+        monkeypatch.setattr(sequence_logprobs, "_TOKENS", tokens)
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        generating = threading.Thread(target=llm.generate, args=(PROMPTS, params), kwargs={"use_tqdm": False})
+        num_steps = stats.num_steps
+        generating.start()
+        scores = llm.score(prompts, completions, temperature=0.7)
+        generating.join()
+        assert stats.num_steps - num_steps >= 100
+        assert all(map(np.array_equal, scores, expected))
 
 
 def test_asked_for_columns_have_their_shapes(llm):

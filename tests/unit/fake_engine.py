@@ -50,10 +50,11 @@ class FakeModel(FakeExecutor):
         return super().execute(work)
 
     def score(self, sequences, num_prompt, temperature):
-        """Minus position over temperature."""
+        """Minus position over temperature; a sequence is a piece."""
         self.scored_at = temperature
         pairs = zip(sequences, num_prompt, strict=True)
-        return [-np.arange(first, len(ids), dtype=np.float32) / np.float32(temperature) for ids, first in pairs]
+        for i, (ids, first) in enumerate(pairs):
+            yield {i: -np.arange(first, len(ids), dtype=np.float32) / np.float32(temperature)}
 
     def metadata(self):
         return {"embed.weight": ("float32", (VOCAB_SIZE, 8))}

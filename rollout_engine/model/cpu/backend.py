@@ -1,7 +1,7 @@
 """A loaded model at work on the CPU."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -58,7 +58,9 @@ class CpuBackend:
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
 
-    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
+    def score(
+        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float
+    ) -> Iterator[dict[int, np.ndarray]]:
         module = self.runner.model.module
         return sequence_logprobs(module, sequences, num_prompt, temperature=temperature, vocab_size=self._vocab_size)
 

@@ -12,21 +12,20 @@ from rollout_engine.model.modules.next_token_logprobs import right_padded_logpro
 
 _LOGIT_BYTES = 256 << 20
 """Bytes of logits that exist at a time, unless a single sequence needs more."""
+_TOKENS = 512
+"""Tokens computed at a time, unless a single sequence has more: what steps take of prompts beside decoding."""
 
 
 def sequence_logprobs(
     module: nn.Module, sequences: Sequence[list[int]], num_prompt: Sequence[int], *, temperature: float, vocab_size: int
-) -> list[np.ndarray]:
-    """Log-prob of every token after the prompt: per sequence float32 [len - num_prompt]."""
-    results: dict[int, np.ndarray] = {}
-    for members in _batches(sequences, _LOGIT_BYTES // (4 * vocab_size)):
+) -> Iterator[dict[int, np.ndarray]]:
+    """Yield, a batch at a time, the log-prob of every token after the prompt: index -> float32 [len - num_prompt]."""
+    for members in _batches(sequences, min(_LOGIT_BYTES // (4 * vocab_size), _TOKENS)):
         ids = pad_sequence([torch.tensor(sequences[i], dtype=torch.int64) for i in members], batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(sequences[i]) for i in members])[:, None]
         with torch.no_grad():
             values = right_padded_logprobs(module, ids, mask, temperature or 1.0, row_stats).numpy()
-        for row, i in enumerate(members):
-            results[i] = values[row, num_prompt[i] - 1 : len(sequences[i]) - 1].copy()
-    return [results[i] for i in range(len(sequences))]
+        yield {i: values[row, num_prompt[i] - 1 : len(sequences[i]) - 1].copy() for row, i in enumerate(members)}
 
 
 def _batches(sequences: Sequence[list[int]], budget: int) -> Iterator[list[int]]:

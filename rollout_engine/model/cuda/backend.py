@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -76,7 +76,9 @@ class CudaBackend:
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
 
-    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
+    def score(
+        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float
+    ) -> Iterator[dict[int, np.ndarray]]:
         return sequence_logprobs(self.runner.model, self._loaded.geometry, sequences, num_prompt, temperature)
 
     def memory_of(self, weights: Sequence[Tensor]) -> CudaWeightMemory:

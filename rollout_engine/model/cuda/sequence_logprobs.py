@@ -1,6 +1,6 @@
 """Log-probs of given sequences, by the kernels of steps (on a device). KV is written to a pool of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.modules.geometry import LayerGeometry
 
 _TOKENS = 512
-"""Tokens whose logits exist at a time."""
+"""Tokens computed at a time."""
 
 
 @torch.inference_mode()
@@ -24,8 +24,8 @@ def sequence_logprobs(
     sequences: Sequence[list[int]],
     num_prompt: Sequence[int],
     temperature: float,
-) -> list[np.ndarray]:
-    """Log-prob of every token after the prompt: per sequence float32 [len - num_prompt]."""
+) -> Iterator[dict[int, np.ndarray]]:
+    """Yield, some tokens at a time, the log-probs of tokens after the prompt: index -> float32 [len - num_prompt]."""
     longest = max(map(len, sequences), default=0)
     size = model.kv.block_size
     pool = CudaKVPool(
@@ -35,11 +35,14 @@ def sequence_logprobs(
         dtype=model.kv.layers[0].keys.dtype,
         device=model.device,
     )
-    pairs = zip(sequences, num_prompt, strict=True)
-    return [_scored(model, pool, tokens, first, temperature) for tokens, first in pairs]
+    for i, (tokens, first) in enumerate(zip(sequences, num_prompt, strict=True)):
+        yield {i: (yield from _scored(model, pool, tokens, first, temperature))}
 
 
-def _scored(model: CudaModel, pool: CudaKVPool, tokens: list[int], num_prompt: int, temperature: float) -> np.ndarray:
+def _scored(
+    model: CudaModel, pool: CudaKVPool, tokens: list[int], num_prompt: int, temperature: float
+) -> Generator[dict[int, np.ndarray], None, np.ndarray]:
+    """Compute one sequence; yield nothing new between two pieces of it."""
     ids = torch.tensor(tokens, device=model.device)
     found = [np.empty(0, np.float32)]
     step = min(_TOKENS, model.limits.num_tokens)
@@ -52,6 +55,8 @@ def _scored(model: CudaModel, pool: CudaKVPool, tokens: list[int], num_prompt: i
             temperatures = row_temperatures(temperature, logits)
             stats = sampling.score(logits, temperatures, ids[wanted + 1 : end + 1])
             found.append(stats.logprobs.cpu().numpy())
+        if end < len(tokens) - 1:
+            yield {}
     return np.concatenate(found)
 
 

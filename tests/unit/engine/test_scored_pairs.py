@@ -20,15 +20,27 @@ class Scorer:
 
     def score(self, sequences, num_prompt, temperature):
         self.calls.append(temperature)
-        return [np.array(ids[start:], np.float32) for ids, start in zip(sequences, num_prompt, strict=True)]
+        for i, (ids, start) in enumerate(zip(sequences, num_prompt, strict=True)):
+            yield {i: np.array(ids[start:], np.float32)}
+
+
+def scores_of(*args):
+    """What `score_pairs` returns, and how often it yields."""
+    pieces, num_yields = score_pairs(*args), 0
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value, num_yields
+        num_yields += 1
 
 
 def test_arrays_and_numpy_numbers_are_taken_and_empty_completions_cost_nothing():
     scorer, ids = Scorer(), np.array([5, 6], np.int32)
-    scores = score_pairs(scorer, [ids, [7]], [ids, []], np.float64(0.5))
+    scores, _ = scores_of(scorer, [ids, [7]], [ids, []], np.float64(0.5))
     assert [score.tolist() for score in scores] == [[5, 6], []] and scorer.calls == [0.5]
-    assert score_pairs(scorer, [[7]], [[]], 0.0)[0].size == 0 and len(scorer.calls) == 1
-    score_pairs(scorer, [[7]], [[8]], 0.0)
+    assert scores_of(scorer, [[7]], [[]], 0.0)[0][0].size == 0 and len(scorer.calls) == 1
+    scores_of(scorer, [[7]], [[8]], 0.0)
     assert scorer.calls == [0.5, 1.0]
 
 
@@ -46,4 +58,11 @@ def test_arrays_and_numpy_numbers_are_taken_and_empty_completions_cost_nothing()
 )
 def test_bad_scores_are_refused(prompts, completions, temperature, words):
     with pytest.raises(RequestError, match=words):
-        score_pairs(Scorer(), prompts, completions, temperature)
+        scores_of(Scorer(), prompts, completions, temperature)
+
+
+def test_it_yields_between_two_pieces_and_looks_for_weights_before_each():
+    looks = []
+    scores, num_yields = scores_of(Scorer(), [[5]] * 4, [[6], [], [7], [8]], 1.0, lambda: looks.append(1))
+    assert [score.tolist() for score in scores] == [[6], [], [7], [8]]
+    assert (num_yields, len(looks)) == (2, 3)

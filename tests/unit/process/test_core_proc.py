@@ -157,3 +157,33 @@ def test_nothing_is_counted_of_a_client_that_has_left(core):
     core.run()
     assert not core.proc._quotas._samples and not core.proc._quotas._calls
     assert core.core.stats.num_steps < 1000
+
+
+def score_of(count):
+    arguments = {"prompt_token_ids": [[5]] * count, "completion_token_ids": [[6]] * count, "temperature": 1.0}
+    return Call(1, "score", *pack(arguments))
+
+
+def test_a_long_score_of_one_client_leaves_the_steps_of_another_their_pace(core):
+    pieces, score, seen = [], core.model.score, []
+
+    def counted(*args):
+        for found in score(*args):
+            pieces.append(found)
+            yield found
+
+    core.model.score = counted
+    core.put(FLOODER, score_of(200), score_of(200))
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=50, output_kind="delta")))
+    core.io.on_send = lambda index, _: index == BYSTANDER and seen.append(len(pieces))
+    core.run(is_over=lambda: len(core.io.answers(Reply)) == 2)
+    assert len(seen) == 50 and max(after - before for before, after in itertools.pairwise(seen)) == 1
+    assert len(pieces) == 400
+
+
+def test_a_score_ends_when_its_client_has_left(core):
+    core.put(FLOODER, score_of(100_000))
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=20)))
+    core.io.inbox.put(ClientLeft(FLOODER))
+    core.run(is_over=lambda: not core.proc.driver.can_progress())
+    assert core.core.stats.num_steps < 100 and not core.io.answers(Reply)
