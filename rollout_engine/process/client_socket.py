@@ -20,6 +20,7 @@ import zmq
 
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError
+from rollout_engine.process import descriptors
 from rollout_engine.process.call_values import Packed
 from rollout_engine.process.core_launcher import CoreProcess, address_in
 from rollout_engine.process.pending_calls import PendingCalls
@@ -64,6 +65,8 @@ class ClientSocket:
     """A connection to a core: to the client's own (`start`), which ends with it, or to another's (`connect`)."""
 
     def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
+        descriptors.require(descriptors.CLIENT_DESCRIPTORS, "A connection to a core")
+        self._place = descriptors.take_place(directory)
         self.directory = directory
         self.dead_error: EngineDeadError | None = None
         """Why the core is gone; None while it lives."""
@@ -105,7 +108,10 @@ class ClientSocket:
 
     @classmethod
     def connect(cls, directory: str, *, hang_seconds: float) -> "ClientSocket":
-        """Connect to the core that lives in `directory`; it goes on when this client leaves."""
+        """Connect to the core that lives in `directory`; it goes on when this client leaves.
+
+        Raises `EngineDeadError`, and `RetryableError` where this process or that core has no descriptor left.
+        """
         if not os.path.exists(f"{directory}/core"):
             raise EngineDeadError(
                 f"No core lives in {directory}: give the `address` of an AsyncLLM that runs on this machine."
@@ -277,6 +283,8 @@ class ClientSocket:
         self._monitor.close()
         self._socket.close()
         self._context.term()
+        if self._place is not None:
+            descriptors.leave_place(self._place)
         if self._process is not None:
             self._process.end(kill=self._is_hung)
         self._waker.close()

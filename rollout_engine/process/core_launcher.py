@@ -25,6 +25,7 @@ import msgspec
 from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.wire import PROTOCOL, Failure, Ready
 from sync.owner_process import OwnerProcess
 from sync.shared_files import lock, try_lock
@@ -134,6 +135,7 @@ class CoreProcess:
     def __init__(self, config: EngineConfig, *, heartbeat_seconds: float, max_backlog_bytes: int) -> None:
         """Start the process; it loads the model while the caller goes on. Raises `ConfigError`."""
         _refuse_cores_of_cores()
+        require(CORE_DESCRIPTORS, "An engine in a process of its own")
         sweep_stale_directories()
         sweep_stale_directories(SHARED_MEMORY)
         config = _named_elsewhere(config)

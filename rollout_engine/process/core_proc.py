@@ -31,7 +31,7 @@ from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import RequestError, RetryableError, RolloutEngineError, RPCError, unknown_name
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.messages import EngineCoreOutputs
-from rollout_engine.process import wire
+from rollout_engine.process import descriptors, wire
 from rollout_engine.process.background import run_in_background
 from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.client_routing import check_sequences, sequences_of_client
@@ -250,16 +250,19 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
     lock_directory(directory)
     pulse = Pulse(directory, lifeline.socket)
+    descriptors.raise_limit()
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
         settings.config.check()
         executor = InlineExecutor.from_config(settings.config)
         core = EngineCore(executor, core_config(settings.config, executor.info))
+        max_clients = descriptors.num_clients_possible()
         io = CoreSocket(
             address_in(directory),
             lifeline.socket,
             heartbeat_seconds=settings.heartbeat_seconds,
             max_backlog_bytes=settings.max_backlog_bytes,
+            max_clients=max_clients,
         )
     except Exception as error:
         lifeline.write(_failure(error))
@@ -270,6 +273,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     _stop_on_signals(io)
     io.on_turn, proc.on_step = pulse.turn, pulse.step
     watch.end()
+    descriptors.write_places(directory, max_clients)
     try:
         if settings.config.step_deadline is not None:
             StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, io, directory))

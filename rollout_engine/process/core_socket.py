@@ -20,6 +20,7 @@ import zmq
 
 from rollout_engine import threads
 from rollout_engine.engine.health import IoStats
+from rollout_engine.process.descriptors import MAX_CLIENTS
 from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
 from rollout_engine.process.peers import Peer, Peers
 from rollout_engine.process.waker import Waker
@@ -42,7 +43,6 @@ from rollout_engine.process.wire import (
 
 logger = logging.getLogger("rollout_engine")
 
-MAX_CLIENTS = 1024
 _READ_AT_ONCE = 256
 """Messages that are read before the thread turns to what it has to send."""
 _ABORT_AT_ONCE = 4096
@@ -59,8 +59,15 @@ class CoreSocket:
     """Runs the ROUTER socket. `send` and `close` may be called by other threads."""
 
     def __init__(
-        self, address: str, lifeline: socket.socket, *, heartbeat_seconds: float, max_backlog_bytes: int
+        self,
+        address: str,
+        lifeline: socket.socket,
+        *,
+        heartbeat_seconds: float,
+        max_backlog_bytes: int,
+        max_clients: int = MAX_CLIENTS,
     ) -> None:
+        self._max_clients = max_clients
         self.inbox = Inbox()
         self.cancelled: set[tuple[int, int]] = set()
         """(client, number) of calls that were cancelled by a message that is still in the inbox."""
@@ -184,8 +191,9 @@ class CoreSocket:
         if hello.protocol != PROTOCOL:
             reason = f"the core speaks protocol {PROTOCOL}, the client {hello.protocol}"
             self._peers.send(Peer(identity, -1), Farewell(reason))
-        elif len(self._peers) >= MAX_CLIENTS:
-            self._peers.send(Peer(identity, -1), Farewell(f"the core has {MAX_CLIENTS} clients already"))
+        elif len(self._peers) >= self._max_clients:
+            reason = f"the core has {self._max_clients} clients already, as many as its file descriptors allow"
+            self._peers.send(Peer(identity, -1), Farewell(reason))
         else:
             assert self._ready is not None, "started"
             peer = self._peers.add(identity)
