@@ -11,12 +11,14 @@ from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.sampler import SamplingBatch, sample
 
+_CPU = torch.device("cpu")
+
 
 def sample_rows(
     logits: LogitRows, batch: SamplingBatch, edits: Mapping[int, LogitEdits], vocab_size: int
 ) -> ModelRunnerOutput:
     """Draw a token from each of the first N rows; `batch` has N rows, `edits` some of them."""
-    pieces = row_pieces(len(batch.positions), vocab_size, torch.device("cpu"))
+    pieces = row_pieces(len(batch.positions), vocab_size, _CPU)
     if len(pieces) == 1:
         return sample(logits.take(pieces[0]), batch, edits)
     found = []

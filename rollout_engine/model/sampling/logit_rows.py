@@ -52,13 +52,14 @@ class LogitRows:
         made._places = places
         return made
 
-    @torch.inference_mode()
     def take(self, rows: slice | Tensor) -> Tensor:
         """Logits [n, V] of these rows: a slice, or int64 [n], in which a row may stand several times."""
         if self._places is not None:
             rows = self._places[rows]
-        if self._logits is not None:
-            return self._logits[rows]
+        return self._compute(rows) if self._logits is None else self._logits[rows]
+
+    @torch.inference_mode()
+    def _compute(self, rows: slice | Tensor) -> Tensor:
         if isinstance(rows, slice):
             return self._head(self._hidden[rows])
         distinct, places = torch.unique(rows, return_inverse=True)

@@ -10,13 +10,16 @@ from rollout_engine.kernels.cpu import build
 PROGRAM = """
 import ctypes, socket, sys
 from rollout_engine.kernels.cpu.heartbeat import start_heartbeat
-beats, (ours, theirs) = ctypes.c_uint64(), socket.socketpair()
-assert start_heartbeat(ctypes.addressof(beats), ours.fileno(), sys.argv[1], float(sys.argv[2]))
+libc = ctypes.CDLL(None)
+libc.calloc.restype = ctypes.c_void_p
+place = libc.calloc(1, 8)  # the thread beats on while the interpreter frees what it has
+beats, (ours, theirs) = ctypes.c_uint64.from_address(place), socket.socketpair()
+assert start_heartbeat(place, ours.fileno(), sys.argv[1], float(sys.argv[2]))
 while beats.value < 3:
     pass
 if sys.argv[3] == "orphan":
     theirs.close()
-    ctypes.CDLL(None).pause()
+    libc.pause()
 """
 
 
