@@ -211,7 +211,8 @@ class ClientSocket:
                 return self._last_words()
             if silence := self._signs.silence(now, self._hang_seconds, self._step_deadline):
                 self._is_hung = True
-                return silence
+                is_alive = now - self._signs.alive_at <= self._hang_seconds
+                return silence + ("" if self._process is None else self._process.keep_stacks(abort=is_alive))
         return "the engine was shut down"
 
     def _last_words(self) -> str:
@@ -222,7 +223,9 @@ class ClientSocket:
         farewell = self._receive()
         if farewell is not None or self._process is None:
             return farewell or "its connection is lost"
-        return "its process cannot be reached" if status is None else f"its process has ended with status {status}"
+        if status is None:
+            return "its process cannot be reached"
+        return f"its process has ended with status {status}{self._process.keep_stacks(abort=False)}"
 
     def _send_outbox(self) -> None:
         while self._outbox:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
+from rollout_engine.process.post_mortem import keep_stacks
 from rollout_engine.process.wire import PROTOCOL, Failure, Ready
 from sync.owner_process import OwnerProcess
 from sync.shared_files import lock, try_lock
@@ -46,6 +48,8 @@ _MAX_ADDRESS_BYTES = 100
 _SPIN_COUNT = "20000"
 """Spins of an idle OpenMP thread before it sleeps, about 0.4 ms: it is awake when the next step begins, and asleep soon
 after the last one."""
+_ABORT_SECONDS = 1.0
+"""How long a core may take to write its stacks."""
 _END_SECONDS = 5.0
 """How long a core may take to end before it is killed."""
 
@@ -199,6 +203,17 @@ class CoreProcess:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
+
+    def keep_stacks(self, *, abort: bool) -> str:
+        """Keep the Python stacks that a crashed core has left, and say where; "": it left none.
+
+        `abort`: have it crash now, because its interpreter does not come back.
+        """
+        if abort:
+            self._process.send_signal(signal.SIGABRT)
+            self.wait(_ABORT_SECONDS)
+        file = keep_stacks(self.directory, self.pid)
+        return "" if file is None else f" (its stacks are in {file})"
 
     def end(self, *, kill: bool = False) -> int | None:
         """End the process, wait for it, remove the directory. Returns its status; calling it again is a no-op."""

@@ -19,12 +19,14 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.engine_lock import EngineLock
+from rollout_engine.engine.history import RecordedCore
 from rollout_engine.engine.start_up import core_config, engine_info
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.engine.verbs import VERBS
@@ -40,6 +42,7 @@ from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.inbox import ClientLeft, FromClient, Stop, Wake
 from rollout_engine.process.output_batcher import OutputBatcher
 from rollout_engine.process.parent_watch import ParentWatch
+from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
 from rollout_engine.process.pulse import Pulse
 from rollout_engine.process.quotas import Quotas
 from rollout_engine.process.weight_rendezvous import remove_directories
@@ -83,6 +86,8 @@ class EngineCoreProc:
         self._stop_reason: str | None = None
         self.on_step: Callable[[], None] = lambda: None
         """Called after every step."""
+        self.on_verb: Callable[[str], None] = lambda title: None
+        """Called with the title of each call that is to run between two steps."""
         self._calls: dict[tuple[int, int], CallFuture] = {}
         """Calls that have not been answered, by client and number."""
         self._step_seconds = 0.0
@@ -162,6 +167,8 @@ class EngineCoreProc:
             return
         try:
             call = _driver_call(client_index, message)
+            if call.verb.when == "between steps":
+                self.on_verb(call.verb.title(call.arguments))
             beside = self.driver.runs_beside_steps(call)
             self._quotas.add_call(client_index)
         except Exception as error:
@@ -249,13 +256,14 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     assert isinstance(settings, CoreSettings), "decoded as that type"
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
     lock_directory(directory)
+    catch_crashes(directory)
     pulse = Pulse(directory, lifeline.socket)
     descriptors.raise_limit()
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
         settings.config.check()
         executor = InlineExecutor.from_config(settings.config)
-        core = EngineCore(executor, core_config(settings.config, executor.info))
+        core = RecordedCore(executor, core_config(settings.config, executor.info))
         max_clients = descriptors.num_clients_possible()
         io = CoreSocket(
             address_in(directory),
@@ -271,29 +279,35 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
     proc = EngineCoreProc(core, executor, io, directory)
     _stop_on_signals(io)
-    io.on_turn, proc.on_step = pulse.turn, pulse.step
+    io.on_turn, proc.on_step, proc.on_verb = pulse.turn, pulse.step, core.record_verb
     watch.end()
     descriptors.write_places(directory, max_clients)
     try:
         if settings.config.step_deadline is not None:
-            StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, io, directory))
+            StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, core, io, directory))
         io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _leave(directory, 1))
     except RetryableError as error:
         lifeline.write(_failure(error))
         return 1
     lifeline.write(_ready(settings, core, executor))
-    return _run(proc, io)
+    return _run(proc, core, io)
 
 
-def _run(proc: EngineCoreProc, io: CoreSocket) -> int:
-    status = 0
+def _run(proc: EngineCoreProc, core: RecordedCore, io: CoreSocket) -> int:
+    status, trace = 0, ""
     try:
         reason = proc.run()
     except BaseException as error:
         logger.critical("the core failed and ends", exc_info=error)
         reason, status = f"it failed: {type(error).__name__}: {error}", 1
-    io.close(reason)
+        trace = "".join(traceback.format_exception(error))
+    file = None if io.is_orphaned else write_post_mortem(core, reason, trace)
+    io.close(reason + _see(file))
     return status
+
+
+def _see(file: Path | None) -> str:
+    return "" if file is None else f" (see `rollout-engine postmortem {file}`)"
 
 
 def _stop_on_signals(io: CoreSocket) -> None:
@@ -319,9 +333,9 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -
     )
 
 
-def _give_up(io: CoreSocket, directory: str, reason: str) -> NoReturn:
+def _give_up(core: RecordedCore, io: CoreSocket, directory: str, reason: str) -> NoReturn:
     """Tell every client why this process ends, and end it: the busy loop cannot."""
-    io.close(reason)
+    io.close(reason + _see(write_post_mortem(core, reason)))
     _leave(directory, 1)
 
 

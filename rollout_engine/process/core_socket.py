@@ -103,6 +103,11 @@ class CoreSocket:
         self._ready, self._on_orphaned = ready, on_orphaned
         threads.start(self._thread)
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the parent has died, or has closed its end of the lifeline."""
+        return self._orphaned_at is not None
+
     def send(self, client_index: int, message: Any) -> None:
         """Queue a message for a client; if it has left, the message is dropped."""
         self._outbox.append((client_index, message))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rollout_engine.kernels.cpu import build
 from rollout_engine.testing import tiny_checkpoint
 
 
@@ -9,3 +10,15 @@ from rollout_engine.testing import tiny_checkpoint
 def checkpoint(tmp_path_factory):
     """Requests of it may be so long that none ends before a test ends it, however slow the test is."""
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=32_768)
+
+
+@pytest.fixture(autouse=True)
+def post_mortems(tmp_path, monkeypatch):
+    """The folder where cores that die leave their files; everything else in the cache is as always."""
+    usual, cache = build.cache_directory(""), tmp_path / "cache"
+    cache.mkdir()
+    for path in usual.iterdir():
+        if path.name != "post-mortems":
+            (cache / path.name).symlink_to(path)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(cache))
+    return cache / "post-mortems"

@@ -71,7 +71,7 @@ def test_a_process_beats_while_its_interpreter_is_held_until_it_is_stopped_and_e
 
 
 @needs_kernels
-def test_a_call_into_c_that_holds_the_interpreter_looks_like_no_death_before_the_deadline(checkpoint):
+def test_a_call_into_c_that_holds_the_interpreter_looks_like_no_death_before_the_deadline(checkpoint, post_mortems):
     async def run(engine):
         client = engine.frontend.client._socket
         await engine.collective_rpc("hold_interpreter", args=[0])
@@ -87,6 +87,9 @@ def test_a_call_into_c_that_holds_the_interpreter_looks_like_no_death_before_the
     with AsyncLLM(checkpoint, **OPTIONS, **EXTENSIONS) as engine:
         pid = engine.frontend.client.pid
         asyncio.run(run(engine))
+        (path,) = post_mortems.iterdir()
+        assert f"(its stacks are in {path})" in str(engine.dead_error)
+        assert "in hold_interpreter" in path.read_text()
     wait_gone(pid, engine.address, 60)
 
 

@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from rollout_engine import LLM, AsyncLLM, EngineDeadError, SamplingParams, StepDeadlineError
+from rollout_engine.cli.replay import replay
+from rollout_engine.process.post_mortem import CallLine, EndLine, StepLine, read_post_mortem
 from tests.faults.deaths import ENDLESS, OPTIONS
 
 CODE = dict(
@@ -14,7 +16,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokeniz
 PROCESSOR = r"logits processor tests.faults.stuck_code:Stuck \(apply, sequence \d+\)"
 
 
-def test_a_core_lives_on_where_it_can_interrupt_and_ends_with_the_reason_where_it_cannot(checkpoint):
+def test_a_core_lives_on_where_it_can_interrupt_and_ends_with_the_reason_where_it_cannot(checkpoint, post_mortems):
     async def last_of(engine, params, prompt=(5, 6)):
         async for output in engine.generate(list(prompt), params):
             last = output
@@ -39,6 +41,15 @@ def test_a_core_lives_on_where_it_can_interrupt_and_ends_with_the_reason_where_i
 
     with AsyncLLM(checkpoint, **OPTIONS, **CODE) as engine:
         asyncio.run(run(engine))
+        (path,) = post_mortems.iterdir()
+        assert f"(see `rollout-engine postmortem {path}`)" in str(engine.dead_error)
+    header, *lines = read_post_mortem(path)
+    assert header.is_whole and header.reason.startswith("logits processor tests.faults.stuck_code:Stuck")
+    assert [line.name for line in lines if isinstance(line, CallLine) and line.is_verb] == ["loop"]
+    last = [line for line in lines if isinstance(line, StepLine | EndLine)][-1]
+    assert isinstance(last, StepLine), "the last step did not end"
+    assert len(last.samples) == 2
+    assert replay([header, *lines]).failure == ""
 
 
 def test_in_process_a_loop_is_interrupted_too(checkpoint):

@@ -1,0 +1,254 @@
+"""Post-mortem files: the last steps, calls and versions of a core that died, as JSON lines. Both ends in this file.
+
+    header   format, reason, traceback, sizes of the core
+    live     a request that was unfinished before the first entry
+    add      a request came           call   a method of the core, or a verb of the engine
+    step     a step was scheduled     end    a step was over: the sequences that ended, or what it raised
+
+Prompts are not in it: each KV block of tokens is one number, equal for equal beginnings, which is what the prefix cache
+sees of them. Beside it may lie the stacks that `faulthandler` wrote (`.stacks`).
+"""
+
+import faulthandler
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout_engine.engine.history import Added, Called, Live, RecordedCore, Scheduled, Stepped
+from rollout_engine.errors import RequestError
+from rollout_engine.kernels.cpu.build import cache_directory
+from rollout_engine.messages import EngineCoreRequest
+
+FORMAT = 1
+_STACKS = "stacks"
+_NUM_KEPT = 16
+"""Files that are kept, the last ones."""
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """A request of n sequences, or one live sequence of it."""
+
+    id: int
+    """Its first sequence."""
+    n: int
+    blocks: list[int]
+    """A number for each `block_size` tokens of the prompt."""
+    num_tokens: int
+    max_tokens: int
+    """Tokens that it may still gain."""
+    priority: int
+    salt: str
+    """Digest of the cache salt."""
+    scores_prompt: bool
+
+
+class Header(msgspec.Struct, tag="header", kw_only=True):
+    """The first line of a file."""
+
+    format: int
+    pid: int
+    time: float
+    """Seconds since the epoch."""
+    reason: str
+    traceback: str
+    config: dict[str, Any]
+    """`CoreConfig`."""
+    policy_version: int
+    """Before the first entry."""
+    is_whole: bool
+    """The entries begin with the core: nothing came before them."""
+
+
+class LiveLine(msgspec.Struct, tag="live"):
+    """A request that was unfinished before the first entry."""
+
+    request: Request
+
+
+class AddLine(msgspec.Struct, tag="add"):
+    """A request came. `at`: seconds since the first entry, as in all lines."""
+
+    at: float
+    request: Request
+
+
+class CallLine(msgspec.Struct, tag="call"):
+    """A call."""
+
+    at: float
+    name: str
+    arguments: list[Any]
+    is_verb: bool
+
+
+class StepLine(msgspec.Struct, tag="step"):
+    """A step was scheduled."""
+
+    at: float
+    step: int
+    policy_version: int
+    rows: list[tuple[int, int, int]]
+    """(sequence id, tokens computed before, tokens scheduled)."""
+    samples: list[int]
+    """Sequences that gain a token."""
+
+
+class EndLine(msgspec.Struct, tag="end"):
+    """A step was over."""
+
+    at: float
+    seconds: float
+    ended: list[tuple[int, str]]
+    """(sequence id, finish reason)."""
+    problem: str
+
+
+Line = Header | LiveLine | AddLine | CallLine | StepLine | EndLine
+
+
+def write_post_mortem(core: RecordedCore, reason: str, traceback: str = "") -> Path | None:
+    """Write what `core` remembers. Returns the file, or None where it cannot be written."""
+    path = _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+            for line in _lines(core, reason, traceback):
+                file.write(msgspec.json.encode(line) + b"\n")
+        _forget_old(path.parent)
+    except OSError:
+        return None
+    return path
+
+
+def read_post_mortem(path: Path) -> list[Line]:
+    """Read a file. Raises `RequestError` for another kind of file."""
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        lines: list[Line] = [decoder.decode(line) for line in path.read_bytes().splitlines()]
+    except (OSError, msgspec.MsgspecError) as problem:
+        raise RequestError(f"{path} is no post-mortem file: {problem}.", field="file", value=str(path)) from None
+    if not lines or not isinstance(lines[0], Header) or lines[0].format != FORMAT:
+        raise RequestError(f"{path} is no post-mortem file of format {FORMAT}.", field="file", value=str(path))
+    return lines
+
+
+def catch_crashes(directory: str) -> None:
+    """Have all Python stacks written to a file in `directory` when native code crashes, or at SIGABRT."""
+    file = os.open(Path(directory) / _STACKS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    faulthandler.enable(file)  # for ever: the descriptor is not closed
+
+
+def keep_stacks(directory: str, pid: int) -> Path | None:
+    """Move the stacks that the core `pid` left in its directory beside the post-mortem files. None: it left none."""
+    source, path = Path(directory) / _STACKS, _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{pid}.stacks"
+    try:
+        if not source.stat().st_size:
+            return None
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.move(source, path)
+        _forget_old(path.parent)
+    except OSError:
+        return None
+    return path
+
+
+def _folder() -> Path:
+    return cache_directory("post-mortems")
+
+
+def _forget_old(folder: Path) -> None:
+    for path in sorted(folder.iterdir())[: -2 * _NUM_KEPT]:
+        path.unlink(missing_ok=True)
+
+
+def _lines(core: RecordedCore, reason: str, traceback: str) -> Iterator[Line]:
+    first = core.generations[0]
+    entries = [entry for generation in core.generations for entry in generation.entries]
+    unended = core.unended
+    if unended is not None:
+        entries.append(unended)
+    yield Header(
+        format=FORMAT,
+        pid=os.getpid(),
+        time=time.time(),
+        reason=reason,
+        traceback=traceback,
+        config=msgspec.structs.asdict(core.config),
+        policy_version=first.policy_version,
+        is_whole=first.is_first,
+    )
+    for live in first.live:
+        yield from map(LiveLine, _live_requests(live, core.config.block_size))
+    start = _time_of(entries[0]) if entries else 0.0
+    last = StepLine(0.0, -1, 0, [], [])
+    for entry in entries:
+        at = round(_time_of(entry) - start, 6)
+        match entry:
+            case Added(_, request):
+                yield AddLine(at, _request(request, request.max_tokens, core.config.block_size))
+            case Called(_, name, arguments, is_verb):
+                yield CallLine(at, name, list(arguments), is_verb)
+            case _:
+                stepped = Stepped(*entry)
+                for scheduled in stepped.scheduled:
+                    yield (last := _step_line(at, scheduled, last))
+                if entry is not unended:
+                    ended = [(end.sequence_id, end.finish_reason) for end in stepped.ended]
+                    yield EndLine(at, round(stepped.at - stepped.begun, 6), ended, stepped.problem)
+
+
+def _time_of(entry: Any) -> float:
+    """When it came or began."""
+    return float(entry[0])
+
+
+def _step_line(at: float, scheduled: Scheduled | None, last: StepLine) -> StepLine:
+    """The line of a step; `last`: that of the step before."""
+    if scheduled is None:
+        rows = [(sequence_id, start + count, 1) for sequence_id, start, count in last.rows]
+        return StepLine(at, last.step + 1, last.policy_version, rows, last.samples)
+    values = iter(scheduled.rows)
+    rows = list(zip(values, values, values, strict=True))
+    return StepLine(at, scheduled.step, scheduled.policy_version, rows, list(scheduled.samples))
+
+
+def _live_requests(live: Live, block_size: int) -> Iterator[Request]:
+    source = live.request
+    if not live.is_forked:
+        yield _request(source, source.max_tokens, block_size)
+        return
+    for sequence_id, num_tokens, max_num_tokens in live.sequences:
+        one = _request(source, max_num_tokens - num_tokens, block_size)
+        yield msgspec.structs.replace(one, id=sequence_id, n=1, num_tokens=num_tokens, scores_prompt=False)
+
+
+def _request(source: EngineCoreRequest, max_tokens: int, block_size: int) -> Request:
+    return Request(
+        id=source.first_sequence_id,
+        n=source.params.n,
+        blocks=_blocks(source.prompt_token_ids, block_size),
+        num_tokens=len(source.prompt_token_ids),
+        max_tokens=max_tokens,
+        priority=source.priority,
+        salt=_digest(source.cache_salt.encode()).hexdigest() if source.cache_salt else "",
+        scores_prompt=source.params.prompt_logprobs is not None,
+    )
+
+
+def _blocks(token_ids: list[int], block_size: int) -> list[int]:
+    """A number for each block: a digest of it and all before it."""
+    digest, numbers = _digest(), []
+    for start in range(0, len(token_ids), block_size):
+        digest.update(repr(token_ids[start : start + block_size]).encode())
+        numbers.append(int.from_bytes(digest.digest()[:4], "big"))
+    return numbers
+
+
+def _digest(content: bytes = b"") -> Any:
+    return hashlib.blake2b(content, digest_size=8)
