@@ -13,6 +13,8 @@ from rollout_engine.errors import RetryableError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_IS_CANCELLED: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("is_cancelled", default=None)
+
 
 def start(thread: threading.Thread) -> threading.Thread:
     """Start a thread. Raises `RetryableError` where the system starts no more of them."""
@@ -31,13 +33,25 @@ def start_thread(target: Callable[..., object], *args: object, name: str) -> thr
 async def run_in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Await a function that runs on a thread of its own, in this context. Raises `RetryableError`, nothing begun.
 
-    A pool would keep what it found no thread for, and run it later.
+    A pool would keep what it found no thread for, and run it later. Once the awaiting task is cancelled, the next
+    `raise_if_cancelled` of the function raises.
     """
-    outcome: Future[R] = Future()
+    outcome, is_cancelled, context = Future[R](), threading.Event(), contextvars.copy_context()
     outcome.set_running_or_notify_cancel()
-    work = partial(contextvars.copy_context().run, function, *args, **kwargs)
+    context.run(_IS_CANCELLED.set, is_cancelled)
+    work = partial(context.run, function, *args, **kwargs)
     start_thread(_carry_out, work, outcome, name=getattr(function, "__name__", "call"))
-    return await asyncio.wrap_future(outcome)
+    try:
+        return await asyncio.wrap_future(outcome)
+    finally:
+        is_cancelled.set()
+
+
+def raise_if_cancelled() -> None:
+    """Raise `asyncio.CancelledError` where nobody awaits any more what this thread does in `run_in_thread`."""
+    is_cancelled = _IS_CANCELLED.get()
+    if is_cancelled is not None and is_cancelled.is_set():
+        raise asyncio.CancelledError
 
 
 def no_thread(name: str, problem: BaseException) -> RetryableError:

@@ -134,8 +134,9 @@ class LocalClient:
         if options.transport not in (None, "inproc"):
             what = f"transport='{options.transport}' leads to another process"
             raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
-        steps, executor = UpdateSteps(self.driver, options.kv, self._turn), self.driver.executor
-        return steps.carry_out(lambda: update_from_source(executor.updater, source, steps, options, version))
+        check, executor = threads.raise_if_cancelled, self.driver.executor
+        steps = UpdateSteps(self.driver, options.kv, self._turn, check)
+        return steps.carry_out(lambda: update_from_source(executor.updater, source, steps, options, version, check))
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` by the time it is this thread's turn.

@@ -10,8 +10,9 @@ A path is read by the core itself: there is one call, `load_weights`.
 
 import os
 import threading
+import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from rollout_engine.errors import LifecycleError, TransferTimeoutError, as_weight_errors
@@ -24,6 +25,7 @@ from rollout_engine.process.weight_rendezvous import (
     make_directory,
     remove_directories,
 )
+from rollout_engine.threads import raise_if_cancelled
 from sync.base import Metadata, WeightSender, WeightSource
 from sync.cast_notice import CastNotice
 from sync.offer import check_source
@@ -32,6 +34,8 @@ from sync.source import read_source
 
 _GRACE_SECONDS = 10.0
 """Added to an update's timeout while waiting for its answer: the core's own deadline comes first, and says why."""
+_LOOK_SECONDS = 0.05
+"""How often an update looks whether somebody still awaits it."""
 
 
 class Caller(Protocol):
@@ -77,8 +81,10 @@ class WeightClient:
             raise LifecycleError("update_weights: another update is under way; wait until it has ended.")
         try:
             return self._push(source, version, transport, options)
-        except BaseException:
+        except BaseException as problem:
             self._disconnect()
+            if not isinstance(problem, Exception):  # interrupted or cancelled, perhaps between two calls
+                self._client.call("abort_weight_update", {})
             raise
         finally:
             self._pushing.release()
@@ -128,15 +134,19 @@ class WeightClient:
             sender.close()
 
     def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
-        answer = self._client.call(name, arguments)
+        raise_if_cancelled()
+        answer, deadline = self._client.call(name, arguments), time.monotonic() + timeout + _GRACE_SECONDS
         try:
-            return answer.result(timeout + _GRACE_SECONDS)
+            while not answer.done() and time.monotonic() < deadline:
+                wait([answer], _LOOK_SECONDS)
+                raise_if_cancelled()
+            return answer.result(0)
         except TimeoutError:
             if answer.done():  # the core raised it
                 raise
             what = f"The engine did not answer within {timeout + _GRACE_SECONDS:g} s"
             raise TransferTimeoutError(f"update_weights: {what}; the update is called off.") from None
         finally:
-            if not answer.done():  # too late, or interrupted
+            if not answer.done():  # too late, interrupted or cancelled
                 answer.cancel()
                 self._client.call("abort_weight_update", {})

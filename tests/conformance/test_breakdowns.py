@@ -90,7 +90,7 @@ def test_an_interrupted_update_ends_on_both_sides(engine):
         pytest.skip("tests do not run in the main thread here")
 
     def interrupt():
-        wait_until(lambda: state(engine) == "UPDATING")
+        wait_until(lambda: engine.collective_rpc("waits_for_requests") == [True])
         signal.pthread_kill(main, signal.SIGINT)
 
     with in_flight(engine):
@@ -99,6 +99,27 @@ def test_an_interrupted_update_ends_on_both_sides(engine):
             engine.update_weights(weights(1), mode="wait")
         step_until(engine, lambda: state(engine) == "RUNNING")
         step_further(engine)
+
+
+def test_an_update_whose_task_is_cancelled_ends_on_both_sides(engine):
+    if engine.frontend.client.needs_turns:
+        pytest.skip("coroutines need an engine that computes by itself")
+    face, version = AsyncLLM._standing_on(engine.frontend), engine.policy_version
+
+    async def give_up():
+        update = asyncio.create_task(face.update_weights(weights(1), mode="wait"))
+        while await face.collective_rpc("waits_for_requests") != [True]:
+            assert not update.done()
+            await asyncio.sleep(0.005)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+
+    with in_flight(engine):
+        asyncio.run(give_up())
+        step_until(engine, lambda: state(engine) == "RUNNING")
+        step_further(engine)
+    assert engine.check_health().policy_version == version
 
 
 def test_a_call_that_finds_no_thread_fails_alone(engine):

@@ -97,6 +97,11 @@ class Sample(WorkerExtension):
 
         vars(target)[method] = fail
 
+    @rpc
+    def waits_for_requests(self) -> bool:
+        """Whether an update has closed the engine for new requests, and lets those in flight finish."""
+        return self._driver.core.lifecycle.closed_for_update
+
     @property
     def _driver(self):
         return self.worker.update._boundary.__self__
