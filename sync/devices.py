@@ -1,9 +1,14 @@
-"""Checks that a transport can work on the device it is asked for."""
+"""CUDA devices: checks that a transport can work on one, and waits for its work by a deadline."""
+
+import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sync.errors import SyncError
+
+_POLL_SECONDS = 0.0005
 
 
 def cuda_device(transport: str, name: str) -> torch.device:
@@ -25,3 +30,13 @@ def cuda_device(transport: str, name: str) -> torch.device:
     if index >= count:
         raise SyncError(f"device='{name}': there are {count} CUDA devices, numbered from 0.")
     return torch.device("cuda", index)
+
+
+def is_done_within(event: Any, seconds: float) -> bool:
+    """Wait, at most for `seconds`, until a CUDA event has been reached; False if it is not."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

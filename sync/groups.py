@@ -9,6 +9,7 @@ work; `ready` says whether all have joined.
 
 import atexit
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -20,7 +21,10 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from sync.errors import SyncError, TransferTimeout
+from sync.own_files import opened_file
+from sync.shared_files import try_lock
 
+_MAX_SECONDS = 1e6
 NEW_ENDS = "Make a new sender and new receivers with a new rendezvous."
 ProcessGroup: TypeAlias = Any
 Store: TypeAlias = Any
@@ -42,8 +46,13 @@ class GroupConfig(NamedTuple):
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             what = f"rank={self.rank}, world_size={self.world_size}"
             raise SyncError(f"{what} is not allowed: the trainer is rank 0 and workers are 1 to world_size - 1.")
-        if not self.timeout > 0:
-            raise SyncError(f"timeout={self.timeout} is not allowed: must be seconds, more than 0.")
+        check_timeout(self.timeout)
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise `SyncError` unless something may be waited for that long."""
+    if not 0 < timeout <= _MAX_SECONDS:
+        raise SyncError(f"timeout={timeout} is not allowed: must be seconds, more than 0, at most {_MAX_SECONDS:g}.")
 
 
 class WeightGroup:
@@ -186,7 +195,7 @@ def _rendezvous_of(config: GroupConfig) -> Callable[[], Store]:
     address = urlsplit(config.rendezvous)
     timeout = timedelta(seconds=config.timeout)
     if address.scheme == "file" and address.path and not address.netloc:
-        return lambda: c10d.FileStore(address.path, config.world_size)
+        return lambda: _file_store(address.path, config)
     try:
         host, port = address.hostname, address.port
     except ValueError:
@@ -195,6 +204,21 @@ def _rendezvous_of(config: GroupConfig) -> Callable[[], Store]:
         return lambda: _tcp_store(host, port, config, timeout)
     wanted = "file:///absolute/path (one machine) or tcp://host:port (several)"
     raise SyncError(f"rendezvous='{config.rendezvous}' is not allowed: must be {wanted}.")
+
+
+def _file_store(path: str, config: GroupConfig) -> Store:
+    """Connect, once nobody else keeps the file locked: torch would wait for that without an end, and hold the
+    interpreter meanwhile. Raises `TransferTimeout`, and `OSError` for a file that is not this user's own."""
+    deadline = time.monotonic() + config.timeout
+    is_free = False
+    while not is_free:
+        with contextlib.suppress(FileExistsError), opened_file(path, os.O_RDWR | os.O_CREAT) as file:
+            is_free = try_lock(file)
+        if not is_free:
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"another process keeps {path} locked")
+            time.sleep(_POLL_SECONDS)
+    return c10d.FileStore(path, config.world_size)
 
 
 def _tcp_store(host: str, port: int, config: GroupConfig, timeout: timedelta) -> Store:

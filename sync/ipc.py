@@ -18,6 +18,7 @@ message carries the number that its Request drew, so messages of an earlier atte
 host in its place.
 """
 
+import math
 import os
 import secrets
 import time
@@ -34,6 +35,7 @@ from sync.base import GroupReceiver
 from sync.buckets import NUM_BUFFERS, Slot, check_bucket_bytes, largest_bucket, plan_buckets, view_of
 from sync.devices import cuda_device
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
+from sync.groups import check_timeout
 from sync.manifest import WeightManifest, torch_dtype
 from sync.offer import HeldOfferSender, Offer
 from sync.shared_files import check_private, make_private, open_sole
@@ -42,6 +44,7 @@ from sync.source import NamedTensor
 
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; there are two. A larger tensor travels alone."""
+_MAX_MESSAGE_BYTES = 64 << 20
 _SOCKET, _LOCK = "weights.sock", "weights.lock"
 
 
@@ -107,14 +110,14 @@ class Channel:
     """One end of the socket: typed messages with a deadline. Invalid frames are counted and dropped."""
 
     def __init__(self, directory: Path, *, binds: bool, accepts: Any, timeout: float) -> None:
-        if not timeout > 0:
-            raise SyncError(f"timeout={timeout} is not allowed: must be seconds, more than 0.")
+        check_timeout(timeout)
         self.num_dropped = 0
         self._accepts, self._timeout = accepts, timeout
         self._lock = -1
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
+        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
         address = f"ipc://{directory / _SOCKET}"
         try:
             if binds:
@@ -138,11 +141,11 @@ class Channel:
     def expect(self, kind: type[_Expected], transfer: int | None = None, *, latest: bool = False) -> _Expected:
         """The next message of `kind` (of `transfer`), dropping others; a `Refused` of it is raised.
 
-        `latest` takes the last of those that have arrived. `TransferTimeout` when none comes.
+        `latest` takes the last of those that have arrived. `TransferTimeout` when none comes, whatever else does.
         """
         deadline = time.monotonic() + self._timeout
         found: _Expected | None = None
-        while self._socket.poll(0 if found else max(int((deadline - time.monotonic()) * 1e3), 0)):
+        while (left := deadline - time.monotonic()) > 0 and self._socket.poll(0 if found else math.ceil(left * 1e3)):
             try:
                 message: _Message | None = msgspec.msgpack.decode(self._socket.recv(), type=self._accepts)
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -159,6 +162,11 @@ class Channel:
         if found is None:
             raise TransferTimeout(f"The other side of the weight transport was silent for {self._timeout:g} s.")
         return found
+
+    def await_device(self, wait: Callable[[float], bool]) -> None:
+        """Wait, by a `SharedMemory.mark`, for the device. `TransferTimeout` when it does not come to an end."""
+        if not wait(self._timeout):
+            raise TransferTimeout(f"The device has not copied weights within {self._timeout:g} s.")
 
     def close(self) -> None:
         """Close the socket. No-op the second time."""
@@ -187,13 +195,13 @@ class HandleSender(HeldOfferSender):
         buckets = plan_buckets([spec for spec in manifest.tensors if spec.name not in in_place], self._bucket_bytes)
         self._reserve(largest_bucket(buckets))
         shared = self._shared(request.transfer, in_place)
-        self._memory.mark()()
+        self.channel.await_device(self._memory.mark())
         self.channel.send(shared)
         for k, bucket in enumerate(buckets):
             if k >= NUM_BUFFERS:
                 self.channel.expect(Taken, request.transfer)
             offer.pack(bucket, self._buffers[k % NUM_BUFFERS])
-            self._memory.mark()()
+            self.channel.await_device(self._memory.mark())
             self.channel.send(Filled(request.transfer, k))
         for _ in buckets[-NUM_BUFFERS:]:
             self.channel.expect(Taken, request.transfer)
@@ -252,6 +260,9 @@ class HandleReceiver(GroupReceiver):
         transfer = secrets.randbits(63)
         self.channel.send(Request(transfer, manifest.version, manifest.digest, self._memory.name))
         shared = self.channel.expect(Shared, transfer)
+        check_bucket_bytes(shared.bucket_bytes)
+        if len(shared.handles) < NUM_BUFFERS:
+            raise SyncError(f"The trainer shares {len(shared.handles)} memories: at least {NUM_BUFFERS} are expected.")
         # Memory of earlier updates is closed, so that a trainer that has other memory now can free it.
         self._opened = {h: self._opened[h] if h in self._opened else self._memory.open(h) for h in shared.handles}
         memories = [self._opened[handle] for handle in shared.handles]
@@ -264,14 +275,14 @@ class HandleReceiver(GroupReceiver):
                 )
             in_place.append((spec.name, _view(memories[place.handle], Slot(spec, place.start))))
         yield in_place
-        pending: deque[tuple[int, Callable[[], object]]] = deque()  # buckets being unpacked, and what waits for that
+        pending: deque[tuple[int, Callable[[float], bool]]] = deque()  # buckets being unpacked, and what waits for that
         for k, bucket in enumerate(plan_buckets(list(specs.values()), shared.bucket_bytes)):
             self.channel.expect(Filled, transfer)
             yield [(slot.spec.name, _view(memories[k % NUM_BUFFERS], slot)) for slot in bucket.slots]
             pending.append((k, self._memory.mark()))
             if k:
                 self._send_taken(transfer, *pending.popleft())
-        self._memory.mark()()
+        self.channel.await_device(self._memory.mark())
         while pending:
             self._send_taken(transfer, *pending.popleft())
         self.channel.send(Done(transfer))
@@ -280,8 +291,8 @@ class HandleReceiver(GroupReceiver):
         self._opened = {}
         self.channel.close()
 
-    def _send_taken(self, transfer: int, k: int, wait: Callable[[], object]) -> None:
-        wait()
+    def _send_taken(self, transfer: int, k: int, wait: Callable[[float], bool]) -> None:
+        self.channel.await_device(wait)
         self.channel.send(Taken(transfer, k))
 
 

@@ -104,17 +104,22 @@ def check_specs(tensors: Sequence[TensorSpec], aliases: Sequence[Sequence[str]],
         raise ManifestMismatch(f"{what} has {num_names} names: at most {MAX_NAMES} are allowed. Send fewer at once.")
     for spec in tensors:
         spec.check()
-    count = Counter(spec.name for spec in tensors)
-    sent = set(count)
+    names = [spec.name for spec in tensors]
+    sent = set(names)
     for group in aliases:
         if len(group) < 2 or group[0] not in sent:
             why = "each tied group (alias) is a tensor that is sent and at least one other name of it"
             raise ManifestMismatch(f"{what} ties {first_names(map(repr, group)) or 'no names'}: {why}.")
         for name in group[1:]:
             check_name(name)
-        count.update(group[1:])
-    if len(count) != num_names - len(aliases):
-        twice = sorted(name for name, times in count.items() if times > 1)
+        names += group[1:]
+    check_distinct(names, what)
+
+
+def check_distinct(names: Sequence[str], what: str) -> None:
+    """Raise `ManifestMismatch`, about `what`, unless each name is there once."""
+    if len(set(names)) != len(names):
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         raise ManifestMismatch(f"{what} lists {first_names(twice)} more than once.")
 
 

@@ -7,7 +7,6 @@ NCCL opens sockets on the interfaces that NCCL_SOCKET_IFNAME allows: set it to "
 """
 
 import contextlib
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 
 from sync.broadcast import BroadcastEnd, BroadcastReceiver, BroadcastSender
-from sync.devices import cuda_device
+from sync.devices import cuda_device, is_done_within
 from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, c10d
 
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; each side has two on its device. A larger tensor travels alone."""
-_POLL_SECONDS = 0.0005
 _cuda: Any = torch.cuda
 
 
@@ -81,12 +79,7 @@ def _end(config: GroupConfig, device_name: str) -> BroadcastEnd:
     def settle(seconds: float) -> bool:
         done = _cuda.Event()
         done.record(stream)
-        deadline = time.monotonic() + seconds
-        while not done.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
+        return is_done_within(done, seconds)
 
     def connect(store: Store, config: GroupConfig) -> ProcessGroup:
         options = c10d.ProcessGroupNCCL.Options()

@@ -5,13 +5,16 @@ Locks are those of `flock`, which Linux and macOS have: they last until the file
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from sync.errors import SyncError
+from sync.errors import SyncError, TransferTimeout
 from sync.own_files import OTHERS, make_directories, open_directory, open_file
 
 _PIECE = bytes(1 << 20)
+_LOCK_SECONDS = 10.0
+_POLL_SECONDS = 0.005
 
 
 def make_private(directory: Path) -> None:
@@ -25,8 +28,12 @@ def check_private(directory: Path) -> None:
 
 
 def lock(file: int) -> None:
-    """Take the exclusive lock of an open file; waits for others."""
-    fcntl.flock(file, fcntl.LOCK_EX)
+    """Take the exclusive lock of an open file. Waits for others; `TransferTimeout` after ten seconds."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while not try_lock(file):
+        if time.monotonic() > deadline:
+            raise TransferTimeout(f"Another process holds a lock that is this one's for {_LOCK_SECONDS:g} s: end it.")
+        time.sleep(_POLL_SECONDS)
 
 
 def try_lock(file: int, *, shared: bool = False) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing import reductions
 
+from sync.devices import is_done_within
 from sync.errors import SyncError
 
 _cuda: Any = torch.cuda
@@ -44,8 +45,9 @@ class SharedMemory(Protocol):
     def open(self, handle: MemoryHandle) -> Tensor:
         """Open another process's memory: all of the storage, as uint8."""
 
-    def mark(self) -> Callable[[], object]:
-        """A function that waits for all work on the memory that this thread has launched so far."""
+    def mark(self) -> Callable[[float], bool]:
+        """A function that waits, at most the given seconds, for all work on the memory that this thread has launched so
+        far; False if it is not done."""
 
 
 class CudaMemory(SharedMemory):
@@ -76,10 +78,10 @@ class CudaMemory(SharedMemory):
         storage = storage_class._new_shared_cuda(self._device.index, *msgspec.structs.astuple(handle))
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
-    def mark(self) -> Callable[[], object]:
-        done = _cuda.Event(blocking=True)
+    def mark(self) -> Callable[[float], bool]:
+        done = _cuda.Event()
         done.record(torch.cuda.current_stream(self._device))
-        return done.synchronize  # type: ignore[no-any-return]
+        return lambda seconds: is_done_within(done, seconds)
 
 
 def _handle_of(storage: Any) -> MemoryHandle:

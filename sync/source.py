@@ -11,6 +11,7 @@ from sync.base import WeightSource
 from sync.checkpoint import is_checkpoint, read_checkpoint
 from sync.errors import ManifestMismatch
 from sync.lazy_tensor import GatheredTensor, LazyTensor, is_sharded
+from sync.manifest import check_distinct
 from sync.published import is_store, read_current
 from sync.wrapped_modules import check_sendable, plain_names, state_of
 
@@ -28,6 +29,7 @@ def read_source(source: WeightSource) -> list[SourcePair]:
     for name, tensor in pairs:
         check_sendable(name, tensor)
     names = plain_names([name for name, _ in pairs])
+    check_distinct(names, "The source")
     return list(zip(names, (_detached(tensor) for _, tensor in pairs), strict=True))
 
 

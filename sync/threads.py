@@ -1,7 +1,8 @@
 """Work on many tensors in several threads: copies and digests release the GIL."""
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from sync.errors import SyncError
@@ -25,6 +26,7 @@ def in_threads(
     """`[work(item) for item in items]`, on this thread and up to `num_threads` - 1 others. An error ends all of them.
 
     `sizes`: sizes of the items. The largest begin first, so that no thread starts one when the others are done.
+    Threads that the system cannot start are done without.
     """
     numbered = list(enumerate(items))
     num_threads = thread_count(num_threads, len(numbered))
@@ -44,8 +46,11 @@ def in_threads(
     if num_threads == 1:
         run()
     else:
+        others: list[Future[None]] = []
         with ThreadPoolExecutor(num_threads - 1) as pool:
-            others = [pool.submit(run) for _ in range(num_threads - 1)]
+            with suppress(RuntimeError):  # the system has no more threads
+                for _ in range(num_threads - 1):
+                    others.append(pool.submit(run))
             run()
         for other in others:
             other.result()

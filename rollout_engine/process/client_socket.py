@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -50,6 +51,7 @@ from rollout_engine.process.wire import (
 )
 from rollout_engine.threads import start
 from sync.owner_process import OwnerProcess
+from sync.shared_files import check_private
 
 logger = logging.getLogger("rollout_engine")
 
@@ -116,6 +118,10 @@ class ClientSocket:
             raise EngineDeadError(
                 f"No core lives in {directory}: give the `address` of an AsyncLLM that runs on this machine."
             )
+        try:
+            check_private(Path(directory))
+        except OSError as problem:
+            raise EngineDeadError(f"{directory} cannot be the directory of a core: {problem.strerror}.") from None
         return cls(directory, None, hang_seconds)
 
     def wait_welcome(self) -> Ready:

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,9 @@ from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.post_mortem import keep_stacks
 from rollout_engine.process.wire import PROTOCOL, Failure, Ready
+from sync.own_files import open_file
 from sync.owner_process import OwnerProcess
-from sync.shared_files import lock, try_lock
+from sync.shared_files import check_private, lock, try_lock
 
 logger = logging.getLogger("rollout_engine")
 
@@ -247,8 +249,12 @@ def _named_elsewhere(config: EngineConfig) -> EngineConfig:
 
 
 def lock_directory(directory: str | Path) -> int:
-    """Mark a directory as in use until this process ends. Returns the descriptor that holds the lock."""
-    descriptor = os.open(Path(directory) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Mark a directory as in use until this process ends. Returns the descriptor that holds the lock.
+
+    Raises `OSError` unless it is this user's alone.
+    """
+    check_private(Path(directory))
+    descriptor = open_file(Path(directory) / "lock", os.O_RDWR | os.O_CREAT)
     lock(descriptor)
     return descriptor
 
@@ -258,7 +264,8 @@ def sweep_stale_directories(parent: str | None = None) -> None:
     for path in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             status = path.lstat()
-            if status.st_uid == os.getuid() and _is_abandoned(path, time.time() - status.st_mtime):
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and _is_abandoned(path, time.time() - status.st_mtime):
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:
             continue  # another process is removing it
@@ -266,7 +273,7 @@ def sweep_stale_directories(parent: str | None = None) -> None:
 
 def _is_abandoned(directory: Path, age: float) -> bool:
     try:
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_file(directory / "lock", os.O_RDWR)
     except FileNotFoundError:
         return age > _STARTING_SECONDS
     try:

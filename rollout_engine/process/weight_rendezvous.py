@@ -1,12 +1,16 @@
 """Connects the sender of a client with the receiver of a core on the same machine, for each weight transport.
 
 Each client has a directory for it, mode 0700: in shared memory if the weights fit, else inside the core's directory.
-Its name follows from the core's and the client's, so that the core can remove what a killed client leaves.
+Its name begins with the core's and the client's, so that the core can remove what a killed client leaves, and ends at
+random: where everybody may make files, nobody can take it first.
 """
 
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from rollout_engine.process.core_launcher import SHARED_MEMORY, lock_directory
 from rollout_engine.weights.copy_kernels import kernel_writer
 from sync.base import Metadata, WeightReceiver, WeightSender
 from sync.manifest import TensorSpec
+from sync.shared_files import check_private
 from sync.transports import TRANSPORTS, make_receiver, make_sender
 
 DEFAULT = "shm" if hasattr(os, "memfd_create") else "store"  # shared memory is sealed, as on Linux
@@ -41,6 +46,11 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def make_receiver(self) -> WeightReceiver:
         """Make the core's end. Raises `WeightUpdateError` for a transport that does not reach another process."""
         check_remote(self.transport)
+        try:
+            check_private(Path(self.directory))
+        except (OSError, ValueError) as problem:
+            why = problem.strerror if isinstance(problem, OSError) else problem
+            raise WeightUpdateError(f"Weights cannot be received in {self.directory[:200]!r}: {why}.") from None
         return make_receiver(self.transport, **self._options(sending=False))
 
     def _options(self, *, sending: bool) -> Mapping[str, Any]:
@@ -68,17 +78,20 @@ def make_directory(core_directory: str, client_index: int, metadata: Metadata) -
     """
     num_bytes = sum(TensorSpec(name, shape, dtype, "").num_bytes for name, (dtype, shape) in metadata.items())
     roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > num_bytes
-    path = Path(SHARED_MEMORY if roomy else core_directory) / _name(core_directory, client_index)
-    path.mkdir(mode=0o700, exist_ok=True)
-    return str(path), lock_directory(path)
+    prefix = f"{_name(core_directory, client_index)}-"
+    path = tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY if roomy else core_directory)
+    return path, lock_directory(path)
 
 
 def remove_directories(core_directory: str, client_index: int | None = None) -> None:
     """Remove the directory of one client, or of all clients."""
-    pattern = _name(core_directory, "*" if client_index is None else client_index)
+    pattern = _name(core_directory, "*" if client_index is None else client_index) + "-*"
     for parent in (SHARED_MEMORY, core_directory):
         for path in Path(parent).glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _name(core_directory: str, client_index: int | str) -> str:

@@ -112,7 +112,7 @@ def test_only_directories_of_dead_engines_are_swept(tmp_path):
     ages = dict(dead=3600, live=3600, new=0, empty=3600, starting=600, other=3600)
     paths = {name: tmp_path / (name if name == "other" else f"rollout-engine-{name}") for name in ages}
     for path in paths.values():
-        path.mkdir()
+        path.mkdir(mode=0o700)
     for name in ("dead", "new", "other"):
         os.close(lock_directory(paths[name]))
     held = lock_directory(paths["live"])

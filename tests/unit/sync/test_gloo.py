@@ -1,5 +1,6 @@
 """A gloo group forms in the background, keeps its deadlines and ends for everybody at once."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import sync
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
+from sync.manifest import WeightManifest
 from tests.unit.sync.receiving import Receiving
 
 WEIGHTS = {f"w{i}": torch.full((100,), float(i)) for i in range(40)}
@@ -236,3 +238,29 @@ def test_what_cannot_be_a_group_is_refused(tmp_path, changes, message):
 def test_a_rank_out_of_range_is_refused(tmp_path, rank):
     with pytest.raises(SyncError, match=f"rank={rank}, world_size=2 is not allowed"):
         sync.make_receiver("gloo", rendezvous=f"file://{tmp_path}/rendezvous", rank=rank, world_size=2)
+
+
+def test_a_rendezvous_file_that_another_process_keeps_locked_is_a_timeout(tmp_path):
+    """torch would wait for that lock without an end, and keep every other thread from running meanwhile."""
+    with open(tmp_path / "r", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        receiver = sync.make_receiver(
+            "gloo", rendezvous=f"file://{tmp_path}/r", rank=1, world_size=2, timeout=0.5, bucket_bytes=2000
+        )
+        with pytest.raises(TransferTimeout, match="did not form within 0.5 s"):
+            list(receiver.receive(WeightManifest.of(1, [])))
+    receiver.close()
+
+
+def test_a_pipe_in_place_of_the_rendezvous_file_is_refused_by_name(tmp_path):
+    os.mkfifo(tmp_path / "r")
+    receiver = sync.make_receiver("gloo", rendezvous=f"file://{tmp_path}/r", rank=1, world_size=2, timeout=60.0)
+    with pytest.raises(TransferTimeout, match="it is a named pipe, not a regular file"):
+        list(receiver.receive(WeightManifest.of(1, [])))
+    receiver.close()
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), 1e7])
+def test_a_wait_without_an_end_is_refused(tmp_path, timeout):
+    with pytest.raises(SyncError, match="must be seconds, more than 0, at most 1e[+]06"):
+        sync.make_receiver("gloo", rendezvous=f"file://{tmp_path}/r", rank=1, world_size=2, timeout=timeout)

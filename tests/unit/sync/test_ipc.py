@@ -1,5 +1,6 @@
 """The ipc transport's protocol, with memory of the host in place of the device's."""
 
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -292,3 +293,59 @@ def test_the_engine_first_sends_a_request(ends):
         next(receiver.receive(manifest))
     request = sender.channel.expect(Request)
     assert (request.version, request.digest, request.memory) == (7, manifest.digest, "host")
+
+
+def test_frames_that_never_end_do_not_move_the_deadline(ends):
+    """A peer that sends garbage without a pause is silent all the same."""
+    sender, receiver = ends
+    sender.channel._socket = Flood(sender.channel._socket)
+    sender.channel._timeout = 0.2
+    sender.offer(WEIGHTS, 1, {})
+    with pytest.raises(TransferTimeout, match="was silent for 0.2 s"):
+        sender.send()
+    assert sender.channel.num_dropped > 0
+
+
+class Flood:
+    """A socket that always has one more frame, which is no message; after a hundred thousand it has none."""
+
+    def __init__(self, socket):
+        self._socket, self._left = socket, 100_000
+
+    def poll(self, *arguments):
+        if self._left == 0:
+            raise AssertionError("read on and on")
+        return True
+
+    def recv(self):
+        self._left -= 1
+        time.sleep(0.001)
+        return b"garbage"
+
+    def __getattr__(self, name):
+        return getattr(self._socket, name)
+
+
+@pytest.mark.parametrize("changes", [{"handles": []}, {"bucket_bytes": 0}, {"bucket_bytes": -5}])
+def test_memory_that_cannot_hold_buckets_is_refused(ends, changes):
+    sender, receiver = ends
+    manifest = sender.offer(WEIGHTS, 1, {})
+    make = sender._shared
+    sender._shared = lambda transfer, in_place: msgspec.structs.replace(make(transfer, in_place), **changes)
+    receiving = Receiving(receiver, manifest)
+    await_request(sender, 0.5)
+    with pytest.raises(TransferTimeout):
+        sender.send()
+    receiving.join()
+    assert isinstance(receiving.problem, SyncError) and not receiving.tensors
+
+
+def test_a_device_that_never_ends_its_copies_ends_the_wait(ends):
+    sender, receiver = ends
+    sender._memory.mark = lambda: lambda seconds: False
+    receiver.channel._timeout = 1.0
+    receiving = Receiving(receiver, sender.offer(WEIGHTS, 1, {}))
+    with pytest.raises(TransferTimeout, match="The device has not copied weights within 60 s"):
+        sender.send()
+    receiving.join()
+    assert isinstance(receiving.problem, TransferTimeout)

@@ -197,3 +197,33 @@ def test_a_closed_sender_offers_no_more(ends):
     sender.close()
     with pytest.raises(SyncError, match="closed"):
         sender.offer(weights(1), 1, {})
+
+
+def test_a_pipe_in_place_of_the_announcement_is_refused_at_once(ends, directory):
+    sender, receiver = ends
+    manifest = sender.offer(weights(1), 1, {})
+    (directory / "weights").unlink()
+    os.mkfifo(directory / "weights")
+    with pytest.raises(SyncError, match="weights: it is a named pipe, not a regular file"):
+        list(receiver.receive(manifest))
+
+
+def test_a_pipe_in_place_of_the_memory_is_refused_at_once(ends, directory, tmp_path):
+    """Opening it again, to read, would wait for somebody who writes."""
+    sender, receiver = ends
+    manifest = sender.offer(weights(1), 1, {})
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    place = {"pid": os.getpid(), "descriptor": pipe, "inode": os.fstat(pipe).st_ino}
+    (directory / "weights").write_text(json.dumps(place))
+    with pytest.raises(SyncError, match="is not what was announced"):
+        list(receiver.receive(manifest))
+    os.close(pipe)
+
+
+def test_memory_too_large_to_map_is_refused(ends, directory):
+    sender, receiver = ends
+    manifest = sender.offer(weights(1), 1, {})
+    os.truncate(memory(directory), 2**62)
+    with pytest.raises(SyncError, match="The sender's memory cannot be mapped"):
+        list(receiver.receive(manifest))

@@ -45,3 +45,11 @@ def test_an_error_ends_it_all(num_threads):
     with pytest.raises(KeyError, match="five"):
         in_threads(work, range(10_000), num_threads)
     assert len(done) < 10_000
+
+
+def test_where_no_thread_can_start_the_caller_does_the_work(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert in_threads(abs, range(-5, 0), 4) == [5, 4, 3, 2, 1]
