@@ -71,6 +71,8 @@ class EngineDriver:
         """The step or verb in progress."""
         self.stuck = ""
         """Why that cannot end, if a `StepWatchdog` says so."""
+        self.is_ending = False
+        """New requests are refused, and the process ends with those in flight."""
         self._waiting, self._pieces = WaitingCalls(), PiecewiseCalls()
         executor.attach_core(core, self.boundary)
 
@@ -136,7 +138,7 @@ class EngineDriver:
         """Carry a call out on this thread; its future gets the result now, or after the step that completes it."""
         verb, token = call.verb, _CALLER.set(call.caller)
         try:
-            if verb.when == "any time" or self.runs_beside_steps(call):
+            if verb.when != "between steps" or self.runs_beside_steps(call):
                 self._carry_out(call)
             else:
                 with self.between_steps():

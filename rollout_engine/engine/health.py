@@ -19,6 +19,13 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     """Process id of the core's process."""
+    state: str
+    """RUNNING, PAUSED, ASLEEP, UPDATING or DIRTY, as in `core.lifecycle`; ENDING: it received SIGTERM, refuses requests
+    and ends with those in flight."""
+    is_ready: bool
+    """Whether a request that is added now joins those in flight."""
+    busy_seconds: float
+    """How long the step or verb in progress has taken so far; 0.0 while there is none."""
     policy_version: int
     num_unfinished_requests: int
     """Unfinished requests of all clients."""

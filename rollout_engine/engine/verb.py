@@ -18,8 +18,9 @@ from rollout_engine._structs import arguments_struct
 from rollout_engine.errors import RequestError, RolloutEngineError, refused
 from rollout_engine.metrics import CoreStats
 
-When = Literal["between steps", "any time"]
-"""When a verb may run. "any time": it only reads a value or two, and does not wait for the step in progress."""
+When = Literal["between steps", "any time", "at once"]
+"""When a verb may run. "any time": it only reads a value or two, and in process does not wait for the step in progress.
+"at once": nor does it in another process, or for what its client has sent before."""
 Arguments = dict[str, Any]
 _GRACE_SECONDS = 1.0
 P = ParamSpec("P")

@@ -11,6 +11,7 @@ requests are complete (`LLM.generate`, `RolloutPolicy.rollout`) refuse to start;
 
 import math
 import os
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -265,10 +266,14 @@ def get_num_unfinished_requests(driver: EngineDriver) -> int:
     return driver.core.num_unfinished_requests
 
 
-@VERBS.add(when="any time")
+@VERBS.add(when="at once")
 def check_health(driver: EngineDriver) -> Health:
-    """Ask the engine for a sign of life. Raises `EngineDeadError` when it is gone."""
+    """Ask the engine for a sign of life, which comes during a step too. Raises `EngineDeadError` when it is gone."""
+    lifecycle, work = driver.core.lifecycle, driver.work
     return Health(
+        state="ENDING" if driver.is_ending else str(lifecycle.state),
+        is_ready=lifecycle.admits and not driver.is_ending,
+        busy_seconds=0.0 if work is None else max(time.monotonic() - work.start, 0.0),
         pid=os.getpid(),
         policy_version=driver.core.policy_version,
         num_unfinished_requests=driver.core.num_unfinished_requests,

@@ -6,11 +6,12 @@ DESCRIPTOR is the child's end of the lifeline (`rollout_engine.process.core_laun
 PARENT the process id of who has started it.
 """
 
+import contextlib
 import gc
 import logging
 import os
+import queue
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -20,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from rollout_engine.core.engine_core import EngineCore
@@ -39,7 +39,8 @@ from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.client_routing import check_sequences, sequences_of_client
 from rollout_engine.process.core_launcher import CoreSettings, Lifeline, address_in, config_digest, lock_directory
 from rollout_engine.process.core_socket import CoreSocket
-from rollout_engine.process.inbox import ClientLeft, FromClient, Stop, Wake
+from rollout_engine.process.end_signals import end_on_signals
+from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Stop, Wake
 from rollout_engine.process.output_batcher import OutputBatcher
 from rollout_engine.process.parent_watch import ParentWatch
 from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
@@ -63,6 +64,8 @@ logger = logging.getLogger("rollout_engine")
 
 _LEAST_SECONDS = 0.002
 """How long messages are taken before the next step, if the last one was shorter."""
+DRAIN_SECONDS = 25.0
+"""How long requests in flight may take to end after SIGTERM: less than the 30 s of Kubernetes before it kills."""
 
 
 class EngineCoreProc:
@@ -92,6 +95,9 @@ class EngineCoreProc:
         """Calls that have not been answered, by client and number."""
         self._step_seconds = 0.0
         """Duration of the last turn of the driver."""
+        self._drain: tuple[str, float] | None = None
+        """Why the process ends once nothing is in flight, and when it does so at the latest."""
+        io.answer = self._answer_at_once
 
     def run(self) -> str:
         """Run the busy loop: take messages, compute a step, deliver its outputs. Returns why it ended."""
@@ -101,10 +107,20 @@ class EngineCoreProc:
             self.driver.turn()
             self._step_seconds = self._clock() - start
             self.on_step()
+            self._end_draining()
         with self.driver.lock:
             self._deliver(self._core.abort_sequences(self._core.unfinished_sequences))
             self._batcher.flush()
         return self._stop_reason
+
+    def _end_draining(self) -> None:
+        if self._drain is not None and self._stop_reason is None:
+            reason, deadline = self._drain
+            in_flight = self._core.num_unfinished_requests
+            if self._clock() >= deadline and in_flight:
+                self._stop_reason = f"{reason}; {in_flight} requests were still in flight after {DRAIN_SECONDS:g} s"
+            elif not (in_flight or self.driver.can_progress()):
+                self._stop_reason = reason
 
     def _wake(self) -> None:
         if threading.get_ident() != self._thread:
@@ -121,14 +137,19 @@ class EngineCoreProc:
             with self.driver.lock:
                 self._batcher.flush()
         if wait:
-            self._take(inbox.get())
+            with contextlib.suppress(queue.Empty):
+                self._take(inbox.get(self._patience()))
         end = self._clock() + max(self._step_seconds, _LEAST_SECONDS)
         for _ in range(inbox.qsize()):
             self._take(inbox.get())
             if self._clock() >= end:
                 break
 
-    def _take(self, item: FromClient | ClientLeft | Wake | Stop) -> None:
+    def _patience(self) -> float | None:
+        """How long to wait for a message where there is nothing to compute; None: for ever."""
+        return None if self._drain is None else max(self._drain[1] - self._clock(), 0.0)
+
+    def _take(self, item: FromClient | ClientLeft | Wake | Drain | Stop) -> None:
         match item:
             case FromClient(client_index) if client_index in self._io.gone:
                 pass
@@ -142,12 +163,18 @@ class EngineCoreProc:
                 self._cancel(client_index, number)
             case ClientLeft(client_index):
                 self._forget(client_index)
+            case Drain(reason):
+                self._drain = reason, self._clock() + DRAIN_SECONDS
+                self.driver.is_ending = True
             case Stop(reason):
                 self._stop_reason = reason
 
     def _add(self, client_index: int, message: AddRequest) -> None:
         n = message.request.params.n
         try:
+            if self._drain is not None:
+                what = f"The engine's core is about to end ({self._drain[0]}) and takes no more requests"
+                raise RetryableError(f"{what}: send this one to another engine.")
             message.request.params.check()
             check_sequences(client_index, message.request)
             self._quotas.add_samples(client_index, n)
@@ -183,6 +210,14 @@ class EngineCoreProc:
                 call.future.fail(error)
         else:
             self.driver.run(call)
+
+    def _answer_at_once(self, client_index: int, message: wire.Call) -> bool:
+        """Answer a call on the socket's thread, whatever this one computes. False: its verb is not of that kind."""
+        verb = VERBS.get(message.name)
+        if verb is None or verb.when != "at once":
+            return False
+        self._call(client_index, message)
+        return True
 
     def _answer(self, key: tuple[int, int], call: Call, done: Future[Any]) -> None:
         client_index, number = key
@@ -278,7 +313,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     gc.collect()
     gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
     proc = EngineCoreProc(core, executor, io, directory)
-    _stop_on_signals(io)
+    end_on_signals(io.inbox)
     io.on_turn, proc.on_step, proc.on_verb = pulse.turn, pulse.step, core.record_verb
     watch.end()
     descriptors.write_places(directory, max_clients)
@@ -308,18 +343,6 @@ def _run(proc: EngineCoreProc, core: RecordedCore, io: CoreSocket) -> int:
 
 def _see(file: Path | None) -> str:
     return "" if file is None else f" (see `rollout-engine postmortem {file}`)"
-
-
-def _stop_on_signals(io: CoreSocket) -> None:
-    """End the process after the step in progress at the first SIGTERM or SIGINT; ignore more of them."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        io.inbox.put_first(Stop(f"it received {signal.Signals(number).name}"))
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, stop)
 
 
 def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -> Ready:

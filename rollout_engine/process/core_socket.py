@@ -28,6 +28,7 @@ from rollout_engine.process.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
+    Call,
     Cancel,
     Decoder,
     Farewell,
@@ -76,6 +77,8 @@ class CoreSocket:
         self.stats = IoStats()
         self.on_turn: Callable[[], None] = lambda: None
         """Called at every turn of the loop, at least once a heartbeat."""
+        self.answer: Callable[[int, Call], bool] = lambda client_index, call: False
+        """Answers a call at once, on this thread; False: it is for the inbox."""
         self._lifeline, self._parent = lifeline, os.getppid()
         self._heartbeat_seconds = heartbeat_seconds
         self._ready: Callable[[], Ready] | None = None
@@ -187,6 +190,8 @@ class CoreSocket:
         else:
             if isinstance(message, Cancel):
                 self.cancelled.add((peer.index, message.number))
+            if isinstance(message, Call) and self.answer(peer.index, message):
+                return
             num_bytes = sum(map(len, frames))
             for part in _parts(message):
                 self.inbox.put(FromClient(peer.index, part), num_bytes)

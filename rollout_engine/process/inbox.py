@@ -34,6 +34,12 @@ class Wake(msgspec.Struct, frozen=True):
     """Another thread has changed the engine: the busy loop may have work now."""
 
 
+class Drain(msgspec.Struct, frozen=True):
+    """End the process once the requests in flight have ended, and refuse new ones."""
+
+    reason: str
+
+
 class Stop(msgspec.Struct, frozen=True):
     """End the process."""
 
@@ -59,7 +65,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._urgent: deque[Wake | Stop] = deque()
+        self._urgent: deque[Wake | Drain | Stop] = deque()
         self._queues: dict[int, _Queue] = {}
         """Clients with messages, in the order of their turns."""
         self._full: set[int] = set()
@@ -85,12 +91,12 @@ class Inbox:
                 self._full.add(item.client_index)
         self._counter.put(None)
 
-    def put_first(self, item: Wake | Stop) -> None:
+    def put_first(self, item: Wake | Drain | Stop) -> None:
         """Put what is taken before any client's message. A signal handler may call it."""
         self._urgent.append(item)
         self._counter.put(None)
 
-    def get(self, timeout: float | None = None) -> FromClient | ClientLeft | Wake | Stop:
+    def get(self, timeout: float | None = None) -> FromClient | ClientLeft | Wake | Drain | Stop:
         """Wait for a message and take it: the first of the client whose turn it is. Raises `queue.Empty`."""
         self._counter.get(timeout=timeout)
         try:

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError
+from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError, RetryableError, SamplingParams
 from rollout_engine.process.core_launcher import CoreProcess, lock_directory, sweep_stale_directories
 from tests.faults.deaths import ENDLESS, OPTIONS, kill_parent, wait_gone
 
@@ -75,13 +75,39 @@ def test_a_core_told_to_end_gives_out_what_it_has_and_ends_once(checkpoint):
         async def run():
             with AsyncLLM.connect(engine.address) as other:
                 tasks = [*await run_endless(engine, 4), *await run_endless(other, 1)]
-                for _ in range(3):
+                process.send_signal(signal.SIGTERM)
+                while (health := await engine.check_health()).state != "ENDING":
+                    await asyncio.sleep(0.01)
+                assert health.num_unfinished_requests == 5 and not health.is_ready
+                with pytest.raises(RetryableError, match="about to end .*SIGTERM.*another engine"):
+                    await drain(engine, [7])
+                for _ in range(2):
                     with contextlib.suppress(psutil.NoSuchProcess):  # the first may have ended it by now
                         process.send_signal(signal.SIGTERM)
                 assert await asyncio.gather(*tasks) == ["abort"] * 5
                 while not (engine.errored and other.errored):
                     await asyncio.sleep(0.01)
                 assert "SIGTERM" in str(engine.dead_error) and "SIGTERM" in str(other.dead_error)
+
+        asyncio.run(run())
+        wait_gone(process.pid, engine.address, 60)
+
+
+def test_a_core_told_to_end_lets_its_requests_end_first(checkpoint):
+    with AsyncLLM(checkpoint, **OPTIONS) as engine:
+        process = psutil.Process(engine.frontend.client.pid)
+        params = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False, output_kind="delta")
+
+        async def run():
+            reasons = []
+            async for output in engine.generate([5, 6], params):
+                if not reasons:
+                    process.send_signal(signal.SIGTERM)
+                reasons.append(output.outputs[0].finish_reason)
+            assert reasons[-1] == "length"
+            while not engine.errored:
+                await asyncio.sleep(0.01)
+            assert "SIGTERM" in str(engine.dead_error)
 
         asyncio.run(run())
         wait_gone(process.pid, engine.address, 60)

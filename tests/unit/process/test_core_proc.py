@@ -6,13 +6,13 @@ import pytest
 
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.engine.health import IoStats
+from rollout_engine.engine.health import Health, IoStats
 from rollout_engine.messages import EngineCoreRequest
-from rollout_engine.process import quotas
-from rollout_engine.process.call_values import pack
+from rollout_engine.process import core_proc, quotas
+from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.process.core_proc import EngineCoreProc
-from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
+from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Inbox, Stop
 from rollout_engine.process.wire import Abort, AddRequest, Call, Outputs, Refused, Reply
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel
@@ -187,3 +187,73 @@ def test_a_score_ends_when_its_client_has_left(core):
     core.io.inbox.put(ClientLeft(FLOODER))
     core.run(is_over=lambda: not core.proc.driver.can_progress())
     assert core.core.stats.num_steps < 100 and not core.io.answers(Reply)
+
+
+def test_a_drain_ends_what_is_in_flight_and_refuses_what_comes(core):
+    core.put(FLOODER, AddRequest(request(FLOODER, max_tokens=50)), score_of(80))
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=20)))
+    steps = itertools.count()
+
+    def before_step():
+        step = next(steps)
+        if step == 3:
+            core.io.inbox.put_first(Drain("it is told to end"))
+        elif step == 9:
+            core.put(BYSTANDER, AddRequest(request(BYSTANDER, number=1)))
+
+    core.model.before_step = before_step
+    assert core.proc.run() == "it is told to end"
+    ends = [end.finish_reason for _, message in core.io.sent if isinstance(message, Outputs)
+            for step in message.steps for end in step.ended]  # fmt: skip
+    assert ends == ["length", "length"]
+    (refused,) = core.io.answers(Refused, BYSTANDER)
+    assert refused.failure.kind == "RetryableError" and "about to end (it is told to end)" in refused.failure.message
+    assert core.io.answers(Reply)[0].failure is None, "the score is complete"
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_drain_has_a_deadline(core, monkeypatch, paused):
+    monkeypatch.setattr(core_proc, "DRAIN_SECONDS", 0.1)
+    core.put(FLOODER, AddRequest(request(FLOODER, max_tokens=4000, output_kind="delta")))
+    if paused:
+        core.put(FLOODER, Call(1, "pause_generation", *pack({"mode": "keep"})))
+
+    def drain(*_):
+        core.io.on_send = lambda *_: None
+        core.io.inbox.put_first(Drain("it is told to end"))
+
+    core.io.on_send = drain
+    assert "1 requests were still in flight after 0.1 s" in core.proc.run()
+    (outputs,) = core.io.answers(Outputs)[-1:]
+    assert [end.finish_reason for end in outputs.steps[-1].ended] == ["abort"]
+
+
+def test_health_is_answered_during_a_step_and_before_what_the_client_has_sent(core):
+    def before_step():
+        call = Call(len(core.io.answers(Reply)), "check_health", *pack({}))
+        assert core.io.answer(FLOODER, call)
+        core.model.before_step = lambda: None
+
+    assert not core.io.answer(FLOODER, Call(1, "get_cache_usage", *pack({})))
+    core.model.before_step = before_step
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=3)))
+    core.put(FLOODER, *[Abort([7])] * 100)
+    core.run()
+    (reply,) = core.io.answers(Reply)
+    health = unpack(reply.result, reply.arrays, Health)
+    assert (health.state, health.is_ready, health.num_unfinished_requests) == ("RUNNING", True, 1)
+    assert health.busy_seconds > 0.0, "the step in progress"
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "state", "is_ready"),
+    [("pause_generation", {"mode": "keep"}, "PAUSED", False), ("resume_generation", {}, "RUNNING", True)],
+)
+def test_health_tells_whether_requests_are_taken(core, verb, arguments, state, is_ready):
+    core.put(FLOODER, Call(0, verb, *pack(arguments)))
+    core.run()
+    assert core.io.answer(FLOODER, Call(1, "check_health", *pack({})))
+    core.proc.driver.is_ending = True
+    assert core.io.answer(FLOODER, Call(2, "check_health", *pack({})))
+    healths = [unpack(reply.result, reply.arrays, Health) for reply in core.io.answers(Reply)[1:]]
+    assert [(each.state, each.is_ready) for each in healths] == [(state, is_ready), ("ENDING", False)]
