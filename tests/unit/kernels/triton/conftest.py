@@ -51,9 +51,8 @@ def language_patched_once(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def products_in_one_order(monkeypatch):
-    """The interpreter takes numpy's matmul, whose bits depend on a row's place in the tile on processors with AVX2 alone.
-
-    On a device a row's place in a tile changes no bit.
+    """A device computes a row alike at every place in a tile. numpy's matmul, which the interpreter uses, does not on
+    processors with AVX2 alone.
     """
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
