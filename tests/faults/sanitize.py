@@ -52,7 +52,7 @@ class Sanitizers:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "bin").mkdir(parents=True)
         wrapper = folder / "bin" / build.COMPILER
-        counts = 'case "$*" in */kernels/cpu/*) counts=--coverage;; esac'
+        counts = f'case "$*" in *{folder}/cache/*) counts=--coverage;; esac'  # beside what is compiled, so here alone
         wrapper.write_text(f'#!/bin/sh\n{counts}\nexec {self.compiler} "$@" {FLAGS} $counts\n')
         wrapper.chmod(0o755)
         libraries = [self.told(f"-print-file-name={name}") for name in ("libasan.so", "libstdc++.so")]
