@@ -100,7 +100,7 @@ def simulations(_: Path, seconds: float, count: int) -> Figure:
             run = Run(1_000_000 + seed).go(carriers)
             assert run.error is None, f"python -m tests.simulation {run.seed}: {run.error}"
             num_runs, num_choices = num_runs + 1, num_choices + run.num_choices
-            ends.update(run.ledger.counts)
+            ends.update(run.ends)
             faults.update(run.faults)
     wrong = dict(ended_twice_or_never=0, wrong_tokens=0, leaks=0, broken_promises=0)
     return dict(schedules=num_runs, choices=num_choices, ends=dict(ends), faults=dict(faults)) | wrong

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pytest import MonkeyPatch
 
+from rollout_engine import threads
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.lifecycle import Lifecycle
 from rollout_engine.core.request_table import RequestTable
@@ -14,6 +16,12 @@ from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verb import Verb
 from rollout_engine.execution import extensions
+from rollout_engine.process import weight_server
+from rollout_engine.process.client_socket import ClientSocket
+from rollout_engine.process.core_proc import EngineCoreProc
+from rollout_engine.process.output_batcher import OutputBatcher
+from rollout_engine.process.pending_calls import PendingCalls
+from rollout_engine.process.pulse import PulseReader
 
 Put = Callable[[MonkeyPatch], None]
 FAULTS: dict[str, Put] = {}
@@ -46,10 +54,8 @@ def _pause_of_the_dead(patch: MonkeyPatch) -> None:
 @fault("an update that fails leaves the engine UPDATING")
 def _update_never_ends(patch: MonkeyPatch) -> None:
     def run(steps: UpdateSteps, update: Callable[[], Any]) -> Any:
-        driver = steps._driver
-        report = driver.core.stats.updates.count(update)
-        with driver.between_steps():
-            driver.core.end_update(dirty=driver.executor.updater.dirty)
+        report = update()
+        steps.end()
         return report
 
     patch.setattr(UpdateSteps, "run", run)
@@ -116,22 +122,67 @@ def _lost_wake_up(patch: MonkeyPatch) -> None:
 
 @fault("an engine that shuts down where no thread can start stays half open")
 def _half_open(patch: MonkeyPatch) -> None:
-    def close(extension: Any, _: str) -> None:
-        thread = extensions.threading.Thread(target=extension.close)
-        thread.start()
-        thread.join()
+    def close(extension: Any, name: str) -> None:
+        threads.start_thread(extension.close, name=name).join()
 
     patch.setattr(extensions, "_close", close)
 
 
-@fault("an update that a shutdown overtakes ends by an assertion")
-def _update_overtaken(patch: MonkeyPatch) -> None:
-    def run(steps: UpdateSteps, update: Callable[[], Any]) -> Any:
-        driver = steps._driver
-        try:
-            return driver.core.stats.updates.count(update)
-        finally:
-            with driver.between_steps():
-                driver.core.end_update(dirty=driver.executor.updater.dirty)
+@fault("an update whose thread cannot start leaves the engine UPDATING")
+def _update_without_thread(patch: MonkeyPatch) -> None:
+    def start(server: Any, client_index: int, options: Any, apply: Any) -> Any:
+        update = weight_server._Update()
+        steps = UpdateSteps(server._driver, options.kv, lambda: None, update.check)
+        steps.begin()
+        server._last[client_index] = update
+        work = partial(steps.run, partial(apply, update, steps))
+        weight_server.run_in_background(update.run, work, name="weight-update")
+        return update
 
-    patch.setattr(UpdateSteps, "run", run)
+    patch.setattr(weight_server.WeightServer, "_start", start)
+
+
+@fault("a client that leaves where no thread can start ends the core")
+def _leaver_ends_core(patch: MonkeyPatch) -> None:
+    forget = EngineCoreProc._forget
+
+    def forget_on_thread(proc: Any, client_index: int) -> None:
+        threads.start_thread(proc._executor.caller_left, client_index, name="caller-left")
+        forget(proc, client_index)
+
+    patch.setattr(EngineCoreProc, "_forget", forget_on_thread)
+
+
+@fault("the reply to a verb is sent before the outputs of what it did")
+def _reply_before_outputs(patch: MonkeyPatch) -> None:
+    deliver = OutputBatcher.deliver
+
+    def hold(batcher: Any, outputs: Any) -> None:
+        flush, batcher.flush = batcher.flush, lambda: None
+        try:
+            deliver(batcher, outputs)
+        finally:
+            batcher.flush = flush
+
+    patch.setattr(OutputBatcher, "deliver", hold)
+
+
+@fault("what a core sent last is lost to a client that hears of its end first")
+def _last_words_lost(patch: MonkeyPatch) -> None:
+    patch.setattr(ClientSocket, "_last_words", lambda self: "its process has ended")
+
+
+@fault("a call that is made as the core dies is never answered")
+def _unanswered(patch: MonkeyPatch) -> None:
+    def fail_all(calls: Any, error: Any) -> None:
+        fail(calls, error)
+        calls._error = None
+
+    fail = PendingCalls.fail_all
+    patch.setattr(PendingCalls, "fail_all", fail_all)
+
+
+@fault("the messages of a core do not count as its signs of life")
+def _false_alarm(patch: MonkeyPatch) -> None:
+    look = PulseReader.look
+    patch.setattr(PulseReader, "look", lambda self, now, *, heard: look(self, now, heard=False))

@@ -135,9 +135,10 @@ class Scheduler:
         for task in self._of(group):
             task.is_stopped = True
 
-    def others(self, group: str) -> list[str]:
-        """Names of the tasks of a process, without the current one."""
-        return [task.name for task in self._of(group) if task is not self.current]
+    @property
+    def num_others(self) -> int:
+        """Tasks beside the current one."""
+        return len(self._tasks) - 1
 
     def note(self, event: str) -> None:
         """Add a line to the log."""

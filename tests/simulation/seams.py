@@ -5,7 +5,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -49,18 +49,26 @@ def stand_ins(scheduler: Scheduler, before_thread: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def simulated(scheduler: Scheduler, replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Replace the real things of these names in all modules that are loaded, until the end of the block."""
-    places = [(module, name) for module, name in _places() if name in replacements]
-    for module, name in places:
+def simulated(
+    scheduler: Scheduler, replacements: Mapping[str, Any], others: Iterable[tuple[Any, str, Any]] = ()
+) -> Iterator[None]:
+    """Replace the real things of these names in all modules that are loaded, until the end of the block.
+
+    `others`: (object, name, what stands there meanwhile).
+    """
+    places = [(module, name, REAL[name]) for module, name in _places() if name in replacements]
+    for module, name, _ in places:
         setattr(module, name, replacements[name])
+    for holder, name, value in others:
+        places.append((holder, name, vars(holder)[name]))
+        setattr(holder, name, value)
     concurrent.futures._base.threading = FutureThreading(scheduler)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         concurrent.futures._base.threading = threading  # type: ignore[attr-defined]
-        for module, name in places:
-            setattr(module, name, REAL[name])
+        for module, name, before in places:
+            setattr(module, name, before)
 
 
 def _places() -> list[tuple[Any, str]]:

@@ -4,7 +4,7 @@ The runner is `FakeExecutor`, over blocks that it writes and reads; the weights 
 transaction, in two pieces, so that a step that meets half an update spells neither version.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,7 +159,7 @@ class SpellingWorker:
         self.step_seconds = step_seconds
         self.live = weights_of(0)
         self.runner = SpellingRunner(block_size, self.live, reach, lambda: sleep(step_seconds))
-        self.backend = SimpleNamespace(runs_ahead=False)
+        self.backend = SimpleNamespace(runs_ahead=False, score=self.score)
         memory = _ShadowMemory(reach)
         self.updater = WeightUpdater(self.live, [], PackedWeights(_EMPTY), memory, prepare=self._take_back)
         self.update = UpdateSession(self.updater)
@@ -180,11 +180,13 @@ class SpellingWorker:
     def live_weights(self) -> Mapping[str, Tensor]:
         return self.updater.live("live_weights")
 
-    def score(self, sequences: list[list[int]], num_prompt: list[int], temperature: float) -> list[np.ndarray]:
-        """Minus the position of every token."""
-        self._reach("score")
-        pairs = zip(sequences, num_prompt, strict=True)
-        return [-np.arange(first, len(ids), dtype=np.float32) for ids, first in pairs]
+    def score(
+        self, sequences: list[list[int]], num_prompt: list[int], temperature: float
+    ) -> Iterator[dict[int, np.ndarray]]:
+        """Minus the position of every token; a sequence is a piece."""
+        for i, (ids, first) in enumerate(zip(sequences, num_prompt, strict=True)):
+            self._reach("score")
+            yield {i: -np.arange(first, len(ids), dtype=np.float32)}
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         self.updater.live("apply_model")

@@ -6,9 +6,19 @@ from tests.simulation.known_faults import FAULTS
 from tests.simulation.run import Run
 from tests.simulation.scheduler import Carriers
 
-NUM_SEEDS = 1000
-NUM_SEEDS_TO_FIND = 1500
+NUM_SEEDS = 500
+NUM_SEEDS_TO_FIND = 2000
 """Seeds within which every fault that is put back is found; most are within a hundred."""
+RARE = {
+    "an engine that shuts down where no thread can start stays half open",
+    "an update that fails leaves the engine UPDATING",
+    "KV of the old weights is used after an update that asked for it to be computed again",
+    "a sequence that was aborted ends again when its last step comes back",
+    "a client that leaves where no thread can start ends the core",
+    "weights that could not be woken count as awake",
+    "an update whose thread cannot start leaves the engine UPDATING",
+}
+"""Faults that take hundreds of seeds."""
 
 
 @pytest.fixture(scope="module")
@@ -17,29 +27,31 @@ def carriers():
         yield carriers
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", ["in process", "own process"])
 def test_no_schedule_breaks_a_promise(part, carriers):
     ends, faults = 0, 0
-    for seed in range(part, NUM_SEEDS, 5):
+    for seed in range(part == "own process", NUM_SEEDS, 2):
         run = Run(seed).go(carriers)
         assert run.error is None, f"python -m tests.simulation {seed}: {run.error}"
-        ends += sum(run.ledger.counts.values())
+        ends += sum(run.ends.values())
         faults += sum(run.faults.values())
-    assert ends > NUM_SEEDS / 5 and faults > NUM_SEEDS / 10, (ends, faults)
+    assert ends > NUM_SEEDS and faults > NUM_SEEDS / 2, (ends, faults)
 
 
 def test_a_seed_replays_to_the_same_line(carriers):
-    for seed in range(0, 200, 10):
+    for seed in range(20):
         first, second = Run(seed).go(carriers), Run(seed).go(carriers)
         assert first.lines() == second.lines()
         assert first.digest() == second.digest()
     assert Run(0).go(carriers).digest() != Run(1).go(carriers).digest()
 
 
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what in RARE)) for what in FAULTS])
 def test_a_fault_that_is_put_back_is_found(what, carriers, monkeypatch):
     FAULTS[what](monkeypatch)
-    assert any(Run(seed).go(carriers).error is not None for seed in range(NUM_SEEDS_TO_FIND))
+    runs = (Run(seed).go(carriers) for seed in range(NUM_SEEDS_TO_FIND))
+    error = next(run.error for run in runs if run.error is not None)
+    assert not isinstance(error, AttributeError | NameError), f"the fault is put back wrongly: {error}"
 
 
 def test_a_run_that_fails_is_made_shorter_and_still_fails(carriers, monkeypatch):

@@ -4,7 +4,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -365,7 +366,8 @@ class SimulatedPool:
                 future.set_result(result)
 
 
-def wait_for_futures(futures: Iterable[Future[Any]]) -> None:
+def wait_for_futures(futures: Iterable[Future[Any]], timeout: float | None = None) -> None:
     """Stands for `concurrent.futures.wait`."""
     for future in futures:
-        future.exception()
+        with suppress(TimeoutError, CancelledError):
+            future.exception(timeout)

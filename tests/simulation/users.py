@@ -51,6 +51,16 @@ def check_promise(core: EngineCore, call: Call) -> None:
         assert not core.cache_usage(), f"{name} was answered with blocks in use"
 
 
+def check_versions(all_users: "list[Users]") -> None:
+    """AssertionError where a token was made over KV that an update had asked to be computed again."""
+    if any(users.versions_go_back for users in all_users):
+        return
+    for version in [version for users in all_users for version in users.recomputed]:
+        for span in [span for users in all_users for span in users.spans]:
+            is_new = span.policy_version < version or span.kv_min_version >= version
+            assert is_new, f"{span} over KV from before update {version}"
+
+
 class Users:
     """Users of one client; each is a task that calls one thing after the other."""
 
@@ -60,7 +70,7 @@ class Users:
         self.frontend = frontend
         self._step_seconds = worker.step_seconds
         self._scheduler, self._choices, self._faults = scheduler, scheduler.choices, faults
-        self._ledger, self._notes = ledger, worker.notes
+        self.ledger, self._notes = ledger, worker.notes
         self._num_busy = self._num_calls = 0
         self.outcomes: Counter[str] = Counter()
         """What was called, and how it ended."""
@@ -68,10 +78,10 @@ class Users:
         """Number of a noted call -> how it ended."""
         self._prefix = f"c{frontend.client.index}"
         self._open: dict[str, Any] = {}
-        self._recomputed: list[int] = []
+        self.recomputed: list[int] = []
         """Versions whose updates had all KV computed again."""
-        self._versions_go_back = False
-        self._spans: list[VersionSpan] = []
+        self.versions_go_back = False
+        self.spans: list[VersionSpan] = []
         """Of all tokens."""
 
     def start(self, count: int, num_operations: int) -> None:
@@ -91,13 +101,6 @@ class Users:
                 self._call(verb)
         if self._state() == "DIRTY":
             self._update(self.frontend.client.policy_version + 1)
-
-    def check_versions(self) -> None:
-        """AssertionError where a token was made over KV that an update had asked to be computed again."""
-        for span in [] if self._versions_go_back else self._spans:
-            for version in self._recomputed:
-                is_new = span.policy_version < version or span.kv_min_version >= version
-                assert is_new, f"{span} over KV from before update {version}"
 
     def check_calls(self) -> None:
         """AssertionError where a call ran though it was told that it never would, or not though it returned."""
@@ -178,7 +181,7 @@ class Users:
         self._spawn(name, partial(self._read, name, prompt, params, leave_after))
 
     def _read(self, name: str, prompt: list[int], params: SamplingParams, leave_after: int) -> None:
-        entry = self._ledger.begin(name, params, partial(check_spelling, prompt, params))
+        entry = self.ledger.begin(name, params, partial(check_spelling, prompt, params))
         arrived = SimulatedQueue(self._scheduler)
         try:
             stream = self.frontend.add_request(prompt, params, name, arrived.put)
@@ -220,8 +223,8 @@ class Users:
 
     def _end(self, entry: Entry, how: str) -> None:
         for spans in entry.spans.values():
-            self._spans += spans
-        self._ledger.end(entry, how)
+            self.spans += spans
+        self.ledger.end(entry, how)
         self._scheduler.note(f"{entry.name}: {how}")
 
     def _abort(self) -> None:
@@ -251,9 +254,9 @@ class Users:
         self._call("wait_for_requests_to_drain", drain_timeout=self._choices.pick([0.001, 0.0, 0.1, 5.0]))
 
     def _score(self) -> None:
-        result = self._call("score", prompt_token_ids=[[1, 2]], completion_token_ids=[[3, 4, 5]])
+        result = self._call("score", prompt_token_ids=[[1, 2], [1]], completion_token_ids=[[3, 4, 5], [6]])
         if not isinstance(result, Exception):
-            assert [values.tolist() for values in result] == [[-2.0, -3.0, -4.0]]
+            assert [values.tolist() for values in result] == [[-2.0, -3.0, -4.0], [-1.0]]
 
     def _look(self) -> None:
         verb = self._choices.pick(["check_integrity", "is_paused", "get_cache_usage", "get_num_unfinished_requests"])
@@ -282,14 +285,14 @@ class Users:
             kv=choices.pick(["keep", "recompute"]),
             reset_version=choices.chance(0.05),
         )
-        self._versions_go_back |= options["reset_version"]
+        self.versions_go_back |= options["reset_version"]
         self._update(version, **options)
 
     def _update(self, version: int, **options: Any) -> None:
         update = partial(self.frontend.update_weights, self._source(version), version=version, timeout=5.0, **options)
         report = self._try("update_weights", update)
         if report is not None and report.num_tensors and options.get("kv") == "recompute":
-            self._recomputed.append(version)
+            self.recomputed.append(version)
 
     def _source(self, version: int) -> Any:
         """The tensors of a version, as an iterator that reads each from somewhere."""

@@ -1,0 +1,230 @@
+"""A core's process, simulated: its tasks are a group of their own, and clients reach it by a simulated transport."""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.process import background, core_proc, weight_client
+from rollout_engine.process.client_routing import client_of
+from rollout_engine.process.core_launcher import address_in
+from rollout_engine.process.core_socket import CoreSocket
+from rollout_engine.process.inbox import Stop
+from rollout_engine.process.output_batcher import OutputBatcher
+from rollout_engine.process.weight_rendezvous import Rendezvous
+from rollout_engine.process.wire import PROTOCOL, Outputs, Ready, Reply
+from sync.inproc import InprocReceiver, InprocSender
+from tests.simulation.engine import SimulatedEngine
+from tests.simulation.faults import RandomFaults
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.transport import SimulatedTransport, SimulatedWaker
+
+DIRECTORY = "simulated-core"
+_HEARTBEAT_SECONDS = 0.5
+_END_SECONDS = 5.0
+
+
+class SimulatedCoreProcess:
+    """Runs `EngineCoreProc`, and stands for the parent's handle of its process (`core_launcher.CoreProcess`)."""
+
+    group = "core"
+
+    def __init__(self, scheduler: Scheduler, faults: RandomFaults, transport: SimulatedTransport) -> None:
+        self.directory, self.pid = DIRECTORY, 1
+        self._scheduler, self._transport = scheduler, transport
+        self._ended, self._orphaned = SimulatedWaker(scheduler), SimulatedWaker(scheduler)
+        self.lifeline = SimpleNamespace(socket=self._ended, close=self._orphaned.wake)
+        self.status: int | None = None
+        self.reason = "it was killed"
+        """Why it ended."""
+        self.engine: SimulatedEngine
+        self.wire = WireRecord()
+        self._io: CoreSocket | None = None
+        scheduler.spawn("core", partial(self._run, faults), self.group)
+        scheduler.wait(lambda: self._io is not None, None, "the start of the core")
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end. Returns its status; None: it still runs."""
+        self._scheduler.wait(lambda: self.status is not None, self._scheduler.clock.now + seconds, "the core's end")
+        return self.status
+
+    def end(self, *, kill: bool = False) -> int | None:
+        """End it, as the parent does."""
+        if kill:
+            self.kill()
+        self.lifeline.close()
+        if self.wait(_END_SECONDS) is None:
+            self.kill()
+        return self.status
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        assert self._io is not None
+        self._io.inbox.put_first(Stop("it received SIGTERM"))
+
+    def kill(self) -> None:
+        """Send it SIGKILL: its tasks stop where they are, and its connections are cut."""
+        if self.status is None:
+            self.wire.is_whole = False
+            self._scheduler.kill(self.group)
+            self._transport.cut_off(address_in(self.directory))
+            self._exit(-9)
+
+    def _exit(self, status: int) -> None:
+        self.status = status
+        self._ended.set()
+
+    def _run(self, faults: RandomFaults) -> None:
+        self.engine = engine = SimulatedEngine(self._scheduler, faults)
+        io = CoreSocket(
+            address_in(self.directory),
+            self._orphaned,  # type: ignore[arg-type]  # all that it does is to poll it
+            heartbeat_seconds=_HEARTBEAT_SECONDS,
+            max_backlog_bytes=64 << 20,
+        )
+        self.wire.watch_sends(io, self._scheduler)
+        self._watch_close(io)
+        proc = core_proc.EngineCoreProc(engine.core, engine.executor, io, self.directory, self._now)
+        engine.watch(proc.driver)
+        self.wire.watch_outputs(proc.driver)
+        io.start(lambda: self._ready(engine), on_orphaned=self.kill)
+        self._io, self.driver = io, proc.driver
+        try:
+            reason, status = proc.run(), 0
+        except Exception as error:
+            reason, status = f"it failed: {type(error).__name__}: {error}", 1
+        io.close(reason)
+        self._scheduler.kill(self.group)  # its other threads end with it
+        self._exit(status)
+
+    def _watch_close(self, io: CoreSocket) -> None:
+        close = io.close
+
+        def close_watched(reason: str) -> None:
+            self.reason = reason
+            close(reason)
+
+        io.close = close_watched  # type: ignore[method-assign]
+
+    def _now(self) -> float:
+        return self._scheduler.clock.now
+
+    def _ready(self, engine: SimulatedEngine) -> Ready:
+        return Ready(
+            protocol=PROTOCOL,
+            pid=self.pid,
+            config_digest="",
+            heartbeat_seconds=_HEARTBEAT_SECONDS,
+            policy_version=engine.core.policy_version,
+            info=engine.worker.info,
+        )
+
+
+class WireRecord:
+    """The ends of sequences on their way: what the core has told each client, and what each has heard."""
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        """Whether the core has not been killed."""
+        self.told: dict[int, list[int]] = defaultdict(list)
+        self.heard: dict[int, list[int]] = defaultdict(list)
+        self._unsent: dict[int, set[int]] = defaultdict(set)
+        """Ends that the driver has delivered and the batcher has not sent."""
+        self.failure: AssertionError | None = None
+
+    def watch_sends(self, io: CoreSocket, scheduler: Scheduler) -> None:
+        """Check that a reply leaves after the outputs of what its verb did."""
+        send, loop = io.send, scheduler.current
+
+        def send_watched(client_index: int, message: Any) -> None:
+            if isinstance(message, Outputs):
+                ends = [end.sequence_id for step in message.steps for end in step.ended]
+                self._unsent[client_index].difference_update(ends)
+                self.told[client_index] += ends
+            elif isinstance(message, Reply) and scheduler.current is loop and self._unsent[client_index]:
+                late = sorted(self._unsent[client_index])
+                self.failure = AssertionError(f"the reply to a verb is sent before the ends of {late}")
+            send(client_index, message)
+
+        io.send = send_watched  # type: ignore[method-assign]
+
+    def watch_outputs(self, driver: Any) -> None:
+        """Note the ends that a driver delivers."""
+        deliver = driver.deliver
+
+        def deliver_watched(outputs: EngineCoreOutputs) -> None:
+            for end in outputs.ended:
+                self._unsent[client_of(end.sequence_id)].add(end.sequence_id)
+            deliver(outputs)
+
+        driver.deliver = deliver_watched
+
+    def watch_client(self, frontend: Any) -> None:
+        """Note the ends that a client hears."""
+        deliver, heard = frontend.streams.deliver, self.heard[frontend.client.index]
+
+        def deliver_watched(outputs: EngineCoreOutputs) -> None:
+            heard.extend(end.sequence_id for end in outputs.ended)
+            deliver(outputs)
+
+        frontend.streams.deliver = deliver_watched
+
+    def wait(self, scheduler: Scheduler, client_index: int) -> None:
+        """Return once a client has heard all that it was told, or some seconds later."""
+        told, heard = self.told[client_index], self.heard[client_index]
+        scheduler.wait(lambda: len(told) == len(heard), scheduler.clock.now + _END_SECONDS, "the last outputs")
+
+    def check(self, client_index: int, *, is_connected: bool) -> None:
+        """AssertionError unless a client has heard all that it was told, once and in order."""
+        if self.failure is not None:
+            raise self.failure
+        told, heard = self.told[client_index], self.heard[client_index]
+        assert heard == told[: len(heard)], f"client {client_index} was told of the ends {told} and heard {heard}"
+        if self.is_whole and is_connected:
+            assert len(heard) == len(told), (
+                f"client {client_index} was told of {len(told)} ends, and heard {len(heard)}"
+            )
+
+
+def process_patches(scheduler: Scheduler, faults: RandomFaults) -> list[tuple[Any, str, Any]]:
+    """(object, name, what stands there): weights travel in memory, and no directory is made."""
+    senders: dict[tuple[str, int], InprocSender] = {}
+
+    def make_sender(rendezvous: Rendezvous) -> InprocSender:
+        faults.reach("offer")
+        return senders.setdefault((rendezvous.directory, rendezvous.number), InprocSender())
+
+    def make_receiver(rendezvous: Rendezvous) -> InprocReceiver:
+        faults.reach("connect")
+        return _Receiver(senders[rendezvous.directory, rendezvous.number], faults.reach)
+
+    def make_directory(core: str, client_index: int, metadata: Any) -> tuple[str, int]:
+        return f"{core}-{client_index}", os.open(os.devnull, os.O_RDONLY)
+
+    def forget(directory: str, client_index: int | None = None) -> None:
+        """There is none."""
+
+    return [
+        (Rendezvous, "make_sender", make_sender),
+        (Rendezvous, "make_receiver", make_receiver),
+        (weight_client, "make_directory", make_directory),
+        (weight_client, "remove_directories", forget),
+        (core_proc, "remove_directories", forget),
+        (background, "_lower_priority", lambda: None),
+        (core_proc, "OutputBatcher", partial(OutputBatcher, clock=lambda: scheduler.clock.now)),
+    ]
+
+
+class _Receiver(InprocReceiver):
+    """Receives in memory, slowly, and not always to the end."""
+
+    def __init__(self, sender: InprocSender, reach: Callable[[str], object]) -> None:
+        super().__init__(sender)
+        self._reach = reach
+
+    def receive_into(self, shadow: Any, *rest: Any) -> Any:
+        self._reach("read")
+        return super().receive_into(shadow, *rest)
