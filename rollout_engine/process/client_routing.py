@@ -65,6 +65,29 @@ def _own_keys(by_sequence: dict[int, Any], client_index: int) -> dict[int, Any]:
     return {number: value for number, value in by_sequence.items() if number >> _SHIFT == client_index}
 
 
+def halves(outputs: EngineCoreOutputs) -> list[EngineCoreOutputs]:
+    """Divide the outputs of a step in two; one that cannot be divided is returned alone."""
+    num_rows = len(outputs.sequence_ids)
+    first, second = msgspec.structs.replace(outputs), msgspec.structs.replace(outputs)
+    if len(outputs.prompt_logprobs) > 1:
+        items = [*outputs.prompt_logprobs.items()]
+        first.prompt_logprobs, second.prompt_logprobs = dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])
+        first.ended, second.num_cached_tokens = [], {}
+        first.keep_rows([])
+    elif num_rows > 1:
+        first.ended, second.num_cached_tokens, second.prompt_logprobs = [], {}, {}
+        first.keep_rows([*range(num_rows // 2)])
+        second.keep_rows([*range(num_rows // 2, num_rows)])
+    elif len(outputs.ended) > 1:
+        middle = len(outputs.ended) // 2
+        first.ended, second.ended = outputs.ended[:middle], outputs.ended[middle:]
+        second.num_cached_tokens, second.prompt_logprobs = {}, {}
+        second.keep_rows([])
+    else:
+        return [outputs]
+    return [first, second]
+
+
 def slices(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
     """Yield the outputs a few rows at a time, the ends with the last; between two slices other threads have a turn."""
     num_rows = len(outputs.sequence_ids)

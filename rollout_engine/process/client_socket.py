@@ -13,19 +13,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError
 from rollout_engine.process import descriptors
+from rollout_engine.process.authentication import read_token, show_token
 from rollout_engine.process.call_values import Packed
 from rollout_engine.process.core_launcher import CoreProcess, address_in
+from rollout_engine.process.parts import Assembler, in_parts, receive
 from rollout_engine.process.pending_calls import PendingCalls
 from rollout_engine.process.pulse import PulseReader
+from rollout_engine.process.request_columns import check_answer
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
     MAX_FRAME_BYTES,
@@ -39,6 +44,7 @@ from rollout_engine.process.wire import (
     Goodbye,
     Heartbeat,
     Hello,
+    Limits,
     Outputs,
     Ready,
     Refused,
@@ -55,6 +61,8 @@ from sync.shared_files import check_private
 
 logger = logging.getLogger("rollout_engine")
 
+_LIMITS = Limits()
+"""What a client takes."""
 _CONNECT_SECONDS = 10.0
 _DISCONNECT_SECONDS = 5.0
 """How long zmq may take to notice the end of a connection, once the core's process is gone."""
@@ -67,6 +75,7 @@ class ClientSocket:
     """A connection to a core: to the client's own (`start`), which ends with it, or to another's (`connect`)."""
 
     def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
+        token = read_token(directory)
         descriptors.require(descriptors.CLIENT_DESCRIPTORS, "A connection to a core")
         self._place = descriptors.take_place(directory)
         self.directory = directory
@@ -79,7 +88,9 @@ class ClientSocket:
         self._signs = PulseReader(directory, time.monotonic())
         self.owner = OwnerProcess()
         """The process in which this client's thread runs."""
-        self._encoder, self._decoder = Encoder(), Decoder[ToClient](ToClient)
+        self.limits = Limits()
+        """What the core takes."""
+        self._encoder, self._assembler = Encoder(), Assembler(Decoder[ToClient](ToClient), _LIMITS)
         self._outbox: deque[Any] = deque()
         self._calls = PendingCalls()
         self._num_outputs = 0
@@ -93,9 +104,10 @@ class ClientSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         # A core that is gone does not come back; but "never" (-1) would drop what it sent before and is not read yet.
         self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        show_token(self._socket, token)
         self._socket.connect(address_in(directory))
-        self._outbox.append(Hello(PROTOCOL))
+        self._outbox.append(Hello(PROTOCOL, _LIMITS))
         self._thread = threading.Thread(target=self._run, name="core-client", daemon=True)
         try:
             start(self._thread)
@@ -228,32 +240,44 @@ class ClientSocket:
             self._monitor.poll(1000 * _DISCONNECT_SECONDS)
         farewell = self._receive()
         if farewell is not None or self._process is None:
-            return farewell or "its connection is lost"
+            return farewell or self._lost_connection()
         if status is None:
             return "its process cannot be reached"
         return f"its process has ended with status {status}{self._process.keep_stacks(abort=False)}"
+
+    def _lost_connection(self) -> str:
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return "it did not take the token in its directory, which is another core's now"
+        return "its connection is lost"
 
     def _send_outbox(self) -> None:
         while self._outbox:
             message = self._outbox.popleft()
             try:
-                first, *others = frames = self._encoder.encode(message)
+                if isinstance(message, AddRequest):
+                    check_answer(message, _LIMITS)
+                multiparts = in_parts(self._encoder.encode(message), self.limits)
             except (TypeError, ValueError, OverflowError) as problem:
-                self._on_message(_unsendable(message, problem))
+                self._refuse(message, problem)
                 continue
-            self._socket.send(first, zmq.SNDMORE if others else 0)
-            for i, frame in enumerate(others, start=2):
-                self._socket.send(frame, zmq.SNDMORE if i < len(frames) else 0, copy=False)
+            for first, *others in multiparts:
+                try:
+                    self._socket.send(first, zmq.NOBLOCK | (zmq.SNDMORE if others else 0))
+                except zmq.Again:  # the connection is lost, as the monitor tells
+                    return
+                for i, frame in enumerate(others, start=1):
+                    self._socket.send(frame, zmq.SNDMORE if i < len(others) else 0, copy=False)
 
     def _receive(self) -> str | None:
         """Take every message that has arrived. Returns the core's farewell, or what was wrong with a message."""
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = receive(self._socket)
             except zmq.ZMQError:
                 return None
             try:
-                farewell = self._take(self._decoder.decode([frame.buffer for frame in frames]))
+                farewell = self._take(self._assembler.read(frames))
             except WireError as problem:
                 return f"it sent frames that are no message ({problem})"
             if farewell is not None:
@@ -261,7 +285,7 @@ class ClientSocket:
 
     def _take(self, message: Any) -> str | None:
         match message:
-            case Outputs(number):
+            case Outputs(_, number):
                 if number != self._num_outputs:
                     return f"outputs {self._num_outputs} to {number} of it are lost"
                 self._num_outputs += 1
@@ -272,22 +296,36 @@ class ClientSocket:
                 self._calls.resolve(message)
             case Welcome() if self._welcome.done():
                 return "it welcomed this client twice"
-            case Welcome(client_index, ready):
-                self.client_index = client_index
+            case Welcome(client_index, ready, limits):
+                self.client_index, self.limits = client_index, limits
                 self._step_deadline = ready.info.config.step_deadline or math.inf
                 self._welcome.set_result(ready)
             case Rejected(reason):
                 logger.warning("the core rejected a message of this client: %s", reason)
             case Farewell(reason):
                 return reason
-            case Heartbeat():
+            case Heartbeat() | None:
                 pass
         return None
+
+    def _refuse(self, message: Any, problem: Exception) -> None:
+        """Answer a request or a call that cannot be sent. Raises `problem` for other messages, which always can."""
+        what = f"an argument cannot be sent to the engine's process: {problem}."
+        match message:
+            case AddRequest(request):
+                error = RequestError(f"generate: {what}", field="arguments")
+                self._on_message(Refused(request.first_sequence_id, failure_of(error)))
+            case Call(number, name):
+                error = RequestError(f"{name}: {what}", field="arguments")
+                self._calls.resolve(Reply(number, failure=failure_of(error)))
+            case _:
+                raise problem
 
     def _release(self) -> None:
         """Leave the core, or end it if it is ours: by closing its lifeline, and by a signal if it hangs."""
         if self._closing and self._process is None:
-            self._socket.send(self._encoder.encode(Goodbye())[0])
+            with suppress(zmq.Again):
+                self._socket.send(self._encoder.encode(Goodbye())[0], zmq.NOBLOCK)
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -306,14 +344,6 @@ class ClientSocket:
         if not self._welcome.done():
             self._welcome.set_exception(error)
         self._on_death(error)
-
-
-def _unsendable(message: Any, problem: Exception) -> Refused:
-    """The answer to a request that cannot be encoded. Raises `problem` for other messages, which always can."""
-    if not isinstance(message, AddRequest):
-        raise problem
-    what = f"generate: an argument cannot be sent to the engine's process: {problem}."
-    return Refused(message.request.first_sequence_id, failure_of(RequestError(what, field="arguments")))
 
 
 def _ignore(_: Any) -> None:

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.engine_lock import EngineLock
@@ -35,9 +37,9 @@ from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.messages import EngineCoreOutputs
 from rollout_engine.process import descriptors, wire
 from rollout_engine.process.background import run_in_background
-from rollout_engine.process.call_values import pack, unpack
+from rollout_engine.process.call_values import LONG_BYTES, Packed, pack, unpack
 from rollout_engine.process.client_routing import check_sequences, sequences_of_client
-from rollout_engine.process.core_launcher import CoreSettings, Lifeline, address_in, config_digest, lock_directory
+from rollout_engine.process.core_launcher import CoreSettings, Lifeline, config_digest, lock_directory
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.end_signals import end_on_signals
 from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Stop, Wake
@@ -46,6 +48,7 @@ from rollout_engine.process.parent_watch import ParentWatch
 from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
 from rollout_engine.process.pulse import Pulse
 from rollout_engine.process.quotas import Quotas
+from rollout_engine.process.request_columns import request_of
 from rollout_engine.process.weight_rendezvous import remove_directories
 from rollout_engine.process.weight_server import WEIGHT_VERBS, ServingDriver
 from rollout_engine.process.wire import (
@@ -175,13 +178,14 @@ class EngineCoreProc:
             if self._drain is not None:
                 what = f"The engine's core is about to end ({self._drain[0]}) and takes no more requests"
                 raise RetryableError(f"{what}: send this one to another engine.")
-            message.request.params.check()
-            check_sequences(client_index, message.request)
+            request = request_of(message)
+            request.params.check()
+            check_sequences(client_index, request)
             self._quotas.add_samples(client_index, n)
             try:
                 with self.driver.lock:
-                    self.driver.add_request(message.request)
-                    self._batcher.watch(message.request)
+                    self.driver.add_request(request)
+                    self._batcher.watch(request)
             except BaseException:
                 self._quotas.refuse_samples(client_index, n)
                 raise
@@ -267,12 +271,17 @@ def _reply(number: int, call: Call, done: Future[Any]) -> Reply:
     error = done.exception()
     if error is None:
         try:
-            body, arrays = pack(done.result())
-            return Reply(number, body, arrays=arrays)
+            return _reply_of(number, pack(done.result()))
         except (TypeError, ValueError, OverflowError) as problem:
             title = call.verb.title(call.arguments)
             error = RPCError(f"{title} ran, but its result cannot travel: {problem}.", method=title)
     return Reply(number, failure=_failure(error))
+
+
+def _reply_of(number: int, result: Packed) -> Reply:
+    if len(result.body) <= LONG_BYTES:
+        return Reply(number, result.body, arrays=result.arrays)
+    return Reply(number, arrays=result.arrays, long_result=np.frombuffer(result.body, np.uint8))
 
 
 def _failure(error: BaseException) -> Any:
@@ -301,7 +310,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
         core = RecordedCore(executor, core_config(settings.config, executor.info))
         max_clients = descriptors.num_clients_possible()
         io = CoreSocket(
-            address_in(directory),
+            directory,
             lifeline.socket,
             heartbeat_seconds=settings.heartbeat_seconds,
             max_backlog_bytes=settings.max_backlog_bytes,

@@ -20,9 +20,12 @@ import zmq
 
 from rollout_engine import threads
 from rollout_engine.engine.health import IoStats
+from rollout_engine.process.authentication import Authenticator, make_token
+from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.descriptors import MAX_CLIENTS
 from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
-from rollout_engine.process.peers import Peer, Peers
+from rollout_engine.process.parts import receive
+from rollout_engine.process.peers import Peers
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
     MAX_FRAME_BYTES,
@@ -30,14 +33,12 @@ from rollout_engine.process.wire import (
     Abort,
     Call,
     Cancel,
-    Decoder,
     Farewell,
     Frame,
     Goodbye,
     Hello,
     Ready,
     Rejected,
-    ToCore,
     Welcome,
     WireError,
 )
@@ -61,7 +62,7 @@ class CoreSocket:
 
     def __init__(
         self,
-        address: str,
+        directory: str,
         lifeline: socket.socket,
         *,
         heartbeat_seconds: float,
@@ -82,7 +83,6 @@ class CoreSocket:
         self._lifeline, self._parent = lifeline, os.getppid()
         self._heartbeat_seconds = heartbeat_seconds
         self._ready: Callable[[], Ready] | None = None
-        self._decoder = Decoder[ToCore](ToCore)
         self._outbox: deque[tuple[int, Any]] = deque()
         self._farewell: str | None = None
         self._orphaned_at: float | None = None
@@ -92,9 +92,11 @@ class CoreSocket:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.LINGER, int(_FLUSH_SECONDS * 1000))
         self._router.setsockopt(zmq.SNDHWM, 64)
-        self._router.setsockopt(zmq.RCVHWM, 256)
+        self._router.setsockopt(zmq.RCVHWM, 64)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._router.bind(address)
+        self._authenticator = Authenticator(self._context, make_token(directory))
+        self._authenticator.guard(self._router)
+        self._router.bind(address_in(directory))
         self._peers = Peers(self._router, self.stats, self._on_left, max_backlog_bytes=max_backlog_bytes)
         self._thread = threading.Thread(target=self._run, name="core-socket", daemon=True)
 
@@ -122,6 +124,7 @@ class CoreSocket:
         self._waker.wake()
         self._thread.join()
         self._router.close()
+        self._authenticator.close()
         self._context.term()
         self._waker.close()
 
@@ -136,6 +139,7 @@ class CoreSocket:
         poller = zmq.Poller()
         poller.register(self._waker, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
+        poller.register(self._authenticator.socket, zmq.POLLIN)
         next_beat = 0.0
         while self._farewell is None:
             poller.register(self._router, 0 if self.inbox.is_full else zmq.POLLIN)
@@ -143,6 +147,7 @@ class CoreSocket:
             self.on_turn()
             if self._waker.fileno() in events:
                 self._waker.drain()
+            self._authenticator.answer()
             self._send_outbox()
             if self._router in events:
                 self._receive()
@@ -166,22 +171,24 @@ class CoreSocket:
             if self.inbox.is_full:
                 return
             try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = receive(self._router)
             except zmq.Again:
                 return
-            self._take(identity.bytes, [frame.buffer for frame in frames])
+            self._take(bytes(identity), frames)
 
     def _take(self, identity: bytes, frames: Sequence[Frame]) -> None:
         peer = self._peers.get(identity)
         try:
-            message = self._decoder.decode(frames)
+            message = (peer or self._peers.stranger(identity)).assembler.read(frames)
+            if message is None and peer is not None:
+                return
             if peer is None and self._peers.has_left(identity) and not isinstance(message, Hello):
                 return
             if isinstance(message, Hello) == (peer is not None):
                 raise WireError("say hello first, once")
         except WireError as problem:
             self.stats.num_rejected += 1
-            self._peers.send(peer or Peer(identity, -1), Rejected(str(problem)[:500]))
+            self._peers.send(peer or self._peers.stranger(identity), Rejected(str(problem)[:500]))
             return
         if peer is None:
             self._welcome(identity, message)
@@ -192,7 +199,7 @@ class CoreSocket:
                 self.cancelled.add((peer.index, message.number))
             if isinstance(message, Call) and self.answer(peer.index, message):
                 return
-            num_bytes = sum(map(len, frames))
+            num_bytes = peer.assembler.num_bytes
             for part in _parts(message):
                 self.inbox.put(FromClient(peer.index, part), num_bytes)
                 num_bytes = 0
@@ -200,13 +207,13 @@ class CoreSocket:
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             reason = f"the core speaks protocol {PROTOCOL}, the client {hello.protocol}"
-            self._peers.send(Peer(identity, -1), Farewell(reason))
+            self._peers.send(self._peers.stranger(identity), Farewell(reason))
         elif len(self._peers) >= self._max_clients:
             reason = f"the core has {self._max_clients} clients already, as many as its file descriptors allow"
-            self._peers.send(Peer(identity, -1), Farewell(reason))
+            self._peers.send(self._peers.stranger(identity), Farewell(reason))
         else:
             assert self._ready is not None, "started"
-            peer = self._peers.add(identity)
+            peer = self._peers.add(identity, hello.limits)
             self._peers.send(peer, Welcome(peer.index, self._ready()))
 
     def _on_left(self, client_index: int) -> None:

@@ -16,7 +16,6 @@ class OutputBatcher:
 
     def __init__(self, send: Callable[[int, Outputs], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._send, self._clock = send, clock
-        self._num_sent: dict[int, int] = {}
         self._watched: set[int] = set()
         """Live sequences whose tokens are streamed."""
         self._held: dict[int, list[EngineCoreOutputs]] = {}
@@ -45,11 +44,8 @@ class OutputBatcher:
         """Send all held outputs."""
         held, self._held = self._held, {}
         for client_index, steps in held.items():
-            number = self._num_sent.get(client_index, 0)
-            self._num_sent[client_index] = number + 1
-            self._send(client_index, Outputs(number, steps))
+            self._send(client_index, Outputs(steps))
 
     def forget(self, client_index: int) -> None:
         """Drop the held outputs of a client that has left; its requests have been aborted."""
         self._held.pop(client_index, None)
-        self._num_sent.pop(client_index, None)

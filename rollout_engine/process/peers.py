@@ -3,26 +3,48 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
 
 from rollout_engine.engine.health import IoStats
-from rollout_engine.process.wire import Encoder, Farewell, Frame, Heartbeat
+from rollout_engine.process.client_routing import halves
+from rollout_engine.process.parts import Assembler, in_parts
+from rollout_engine.process.wire import (
+    Decoder,
+    Encoder,
+    Farewell,
+    Frame,
+    Heartbeat,
+    Limits,
+    MessageTooLongError,
+    Outputs,
+    Reply,
+    ToCore,
+    failure_of,
+)
 
 logger = logging.getLogger("rollout_engine")
 
 _MAX_REMEMBERED = 4096
 """Clients that left, whose last messages may still be on their way."""
+_LIMITS = Limits()
+"""What the core takes."""
 
 
 class Peer:
     """One client as the core sees it."""
 
-    def __init__(self, identity: bytes, index: int) -> None:
+    def __init__(self, identity: bytes, index: int, limits: Limits, assembler: Assembler) -> None:
         self.identity, self.index = identity, index
         """`index` -1: a stranger, which has no backlog."""
+        self.limits = limits
+        """What the client takes."""
+        self.assembler = assembler
+        """Reads what the client sends."""
+        self.num_outputs = 0
+        """`Outputs` sent to it."""
         self.backlog: deque[list[Frame]] = deque()
         self.num_backlog_bytes = 0
         self.last_sent = 0.0
@@ -51,7 +73,7 @@ class Peers:
     ) -> None:
         self._router, self._stats, self._on_left = router, stats, on_left
         self._max_backlog_bytes = max_backlog_bytes
-        self._encoder = Encoder()
+        self._encoder, self._decoder = Encoder(), Decoder[ToCore](ToCore)
         self._by_identity: dict[bytes, Peer] = {}
         self._by_index: dict[int, Peer] = {}
         self._leaving: list[Peer] = []
@@ -79,9 +101,13 @@ class Peers:
         """Whether a client with this zmq identity was connected not long ago."""
         return identity in self._left
 
-    def add(self, identity: bytes) -> Peer:
-        """Connect a client, under the next index."""
-        peer = Peer(identity, self._num_added)
+    def stranger(self, identity: bytes) -> Peer:
+        """A peer that has not said hello."""
+        return self._peer(identity, -1, _LIMITS)
+
+    def add(self, identity: bytes, limits: Limits) -> Peer:
+        """Connect a client that takes messages within these limits, under the next index."""
+        peer = self._peer(identity, self._num_added, limits)
         self._num_added += 1
         self._by_identity[identity] = self._by_index[peer.index] = peer
         self._stats.num_clients = len(self)
@@ -99,13 +125,15 @@ class Peers:
 
     def send(self, peer: Peer, message: Any) -> None:
         """Send a message, or append it to the client's backlog. A full backlog ends the client."""
-        frames = self._encoder.encode(message)
-        if not peer.backlog and self._try_send(peer, frames):
-            return
-        if peer.index >= 0:
-            peer.push([bytes(frame) for frame in frames])
-            if peer.num_backlog_bytes > self._max_backlog_bytes:
-                self._cut_off(peer)
+        if peer.num_backlog_bytes > self._max_backlog_bytes:
+            return self._cut_off(peer, f"the client stopped reading: {peer.num_backlog_bytes} bytes wait for it")
+        try:
+            for frames in self._multiparts(peer, message):
+                sent = not peer.backlog and self._try_send(peer, frames)
+                if not sent and peer.index >= 0:
+                    peer.push([bytes(frames[0]), *frames[1:]])
+        except MessageTooLongError as problem:
+            self._cut_off(peer, f"a message to the client is too long: {problem}")
 
     def send_to(self, index: int, message: Any) -> None:
         """Send a message to the client with this index; if it has left, the message is dropped."""
@@ -132,6 +160,22 @@ class Peers:
                     peer.pop()
         self._leaving = [peer for peer in self._leaving if peer.backlog]
 
+    def _peer(self, identity: bytes, index: int, limits: Limits) -> Peer:
+        return Peer(identity, index, limits, Assembler(self._decoder, _LIMITS))
+
+    def _multiparts(self, peer: Peer, message: Any) -> Iterator[list[Frame]]:
+        """Yield the zmq multiparts that carry a message, or what can be sent in its place if it is too long."""
+        if isinstance(message, Outputs):
+            message = Outputs(message.steps, peer.num_outputs)
+        try:
+            multiparts = in_parts(self._encoder.encode(message), peer.limits)
+        except MessageTooLongError as problem:
+            for each in _in_place_of(message, problem):
+                yield from self._multiparts(peer, each)
+            return
+        peer.num_outputs += isinstance(message, Outputs)
+        yield from multiparts
+
     def _try_send(self, peer: Peer, frames: Sequence[Frame]) -> bool:
         """Return False if the client's pipe is full. A client that is gone is forgotten."""
         try:
@@ -148,10 +192,22 @@ class Peers:
         peer.last_sent = time.monotonic()
         return True
 
-    def _cut_off(self, peer: Peer) -> None:
+    def _cut_off(self, peer: Peer, reason: str) -> None:
         self._stats.num_clients_cut_off += 1
-        reason = f"the client stopped reading: {peer.num_backlog_bytes} bytes wait for it"
         logger.warning("client %d was cut off: %s", peer.index, reason)
         self.forget(peer)
         peer.push([bytes(frame) for frame in self._encoder.encode(Farewell(reason))])
         self._leaving.append(peer)
+
+
+def _in_place_of(message: Any, problem: MessageTooLongError) -> list[Any]:
+    """What is sent for a message that is too long: an error for a result, shorter messages for outputs."""
+    match message:
+        case Reply(number):
+            return [Reply(number, failure=failure_of(MessageTooLongError(f"its result cannot be sent: {problem}")))]
+        case Outputs([step]) if len(parts := halves(step)) > 1:
+            return [Outputs([part]) for part in parts]
+        case Outputs(steps) if len(steps) > 1:
+            return [Outputs(steps[: len(steps) // 2]), Outputs(steps[len(steps) // 2 :])]
+        case _:
+            raise problem

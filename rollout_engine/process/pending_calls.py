@@ -48,7 +48,8 @@ class PendingCalls:
         try:
             if reply.failure is not None:
                 raise reply.failure.as_error(title)
-            future.succeed(unpack(reply.result, reply.arrays, kind))
+            body = reply.result if reply.long_result is None else memoryview(reply.long_result)
+            future.succeed(unpack(body, reply.arrays, kind))
         except Exception as error:
             future.fail(error)
 

@@ -18,9 +18,10 @@ from rollout_engine.process.call_values import pack
 from rollout_engine.process.client_routing import slices
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_launcher import CoreProcess
+from rollout_engine.process.request_columns import with_columns
 from rollout_engine.process.weight_client import WeightClient
 from rollout_engine.process.weight_server import WEIGHT_VERBS
-from rollout_engine.process.wire import Abort, AddRequest, Outputs, Refused
+from rollout_engine.process.wire import Abort, Outputs, Refused
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
@@ -32,6 +33,10 @@ START_SECONDS = 600.0
 HEARTBEAT_SECONDS = 0.5
 MAX_BACKLOG_BYTES = 64 << 20
 """Bytes that may wait for a client that does not read before the core cuts it off."""
+_MAX_ABORTED = 1000
+"""Sequence ids in one message."""
+_CALL_BYTES, _ARRAY_BYTES = 256, 32
+"""Most bytes of a call's other fields, and of an array's place in it or its padding."""
 
 
 class ProcessClient:
@@ -102,13 +107,13 @@ class ProcessClient:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. If the core refuses it, the listener gets the error. Raises `EngineDeadError`."""
         self.require_usable()
-        self._socket.send(AddRequest(request))
+        self._socket.send(with_columns(request))
 
     def abort(self, sequence_ids: list[int]) -> None:
         """End sequences; no-op if the core is gone."""
-        if sequence_ids:
-            with suppress(EngineDeadError):
-                self._socket.send(Abort(sequence_ids))
+        with suppress(EngineDeadError):
+            for start in range(0, len(sequence_ids), _MAX_ABORTED):
+                self._socket.send(Abort(sequence_ids[start : start + _MAX_ABORTED]))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb; the future gives its result, or raises what it raised.
@@ -122,6 +127,9 @@ class ProcessClient:
             raise LifecycleError(f"{name}: functions do not cross processes; {advice}.")
         try:
             packed = pack(dict(arguments))
+            struct_bytes = len(packed.body) + len(name) + _CALL_BYTES + _ARRAY_BYTES * len(packed.arrays)
+            message_bytes = struct_bytes + sum(array.nbytes + _ARRAY_BYTES for array in packed.arrays)
+            self._socket.limits.check(struct_bytes, message_bytes, 1 + len(packed.arrays))
         except (TypeError, ValueError, OverflowError) as problem:
             raise _unsendable(verb, arguments, problem) from None
         seconds = verb.seconds(arguments)

@@ -1,17 +1,18 @@
 """Messages between a client and a core's process, and their encoding as frames: both ends in one file.
 
-    client ──> core    Hello  AddRequest  Abort  Call  Cancel  Goodbye
-    core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Farewell
+    client ──> core    Hello  AddRequest  Abort  Call  Cancel  Goodbye  Part
+    core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Farewell  Part
 
-A message is one zmq multipart: first the tagged struct as msgpack, then the bytes of its large arrays, not copied. In
-the struct an array is `(dtype, shape, data)`, with `data` its bytes or the index of the frame that holds them. Decoding
+A message is a list of frames: first the tagged struct as msgpack, then the bytes of its large arrays, not copied. A
+small message is one zmq multipart; a larger one travels in parts (`rollout_engine.process.parts`). In the struct an
+array is `(dtype, shape, data)`, with `data` its bytes or the index of the frame that holds them. Decoding
 is strict: an unknown tag, an unknown field, trailing bytes, an array that does not fit its bytes or a frame that no
 array refers to raises `WireError`, and nothing of the message is used.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,12 +22,16 @@ from rollout_engine.engine.client import EngineInfo
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages; both ends must have the same."""
-MAX_FRAME_BYTES = 64 << 20
-"""A frame longer than this ends the connection it came over."""
-MAX_FRAMES = 1024
+MAX_STRUCT_BYTES = 1 << 20
+"""Bytes of a message without its arrays, at most: decoding them holds the interpreter."""
+MAX_MESSAGE_BYTES = 256 << 20
+"""Bytes of a message at most, its arrays included."""
+MAX_FRAMES = 65_536
 """Frames of a message at most."""
+MAX_FRAME_BYTES = 2 << 20
+"""A zmq frame longer than this ends the connection it came over. Those that are sent have half of it at most."""
 
 _INLINE_BYTES = 2048
 """Arrays up to this size are sent inside the struct: a frame of their own would cost more than the copy."""
@@ -62,6 +67,27 @@ class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=
         return RPCError(f"{method}: {self.kind}: {self.message}", method=method, traceback=self.traceback)
 
 
+class MessageTooLongError(ValueError):
+    """A message that the other end would not take; nothing of it was sent."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, tag="limits", forbid_unknown_fields=True):
+    """What an end takes. It tells the other one when they meet, and that one sends nothing beyond."""
+
+    struct_bytes: Annotated[int, msgspec.Meta(ge=1 << 12)] = MAX_STRUCT_BYTES
+    message_bytes: Annotated[int, msgspec.Meta(ge=1 << 12)] = MAX_MESSAGE_BYTES
+
+    def check(self, struct_bytes: int, message_bytes: int, num_frames: int = 1) -> None:
+        """Raise `MessageTooLongError` for a message of these sizes."""
+        for count, most, what in (
+            (struct_bytes, self.struct_bytes, "bytes beside its arrays of numbers; give long data as arrays or bytes"),
+            (message_bytes, self.message_bytes, "bytes in all; divide it among several calls"),
+            (num_frames, MAX_FRAMES, "arrays; join them, or divide them among several calls"),
+        ):
+            if count > most:
+                raise MessageTooLongError(f"it takes {count} and may take {most} {what}")
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", forbid_unknown_fields=True):
     """A core has loaded its model; what a client needs to know of it."""
 
@@ -78,12 +104,16 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     """A client's first message."""
 
     protocol: int
+    limits: Limits = Limits()
+    """What the client takes."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
     """Queue a request. Answered by `Outputs` until its sequences have ended, or by `Refused`."""
 
     request: EngineCoreRequest
+    columns: dict[str, np.ndarray] = {}
+    """Its long lists, which `rollout_engine.process.request_columns` takes out of it and puts back."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -111,6 +141,17 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=Tr
     number: int
 
 
+class Part(msgspec.Struct, frozen=True, tag="part", forbid_unknown_fields=True):
+    """The next bytes of a long message. Its parts come in order; other messages may come between them."""
+
+    data: np.ndarray
+    """uint8."""
+    num_bytes_left: int
+    """Bytes of the message that come after these."""
+    sizes: list[int] = []
+    """Bytes of every frame of the message, in its first part."""
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
     """The client leaves; its requests are aborted."""
 
@@ -120,15 +161,17 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
 
     client_index: int
     ready: Ready
+    limits: Limits = Limits()
+    """What the core takes."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", forbid_unknown_fields=True):
     """Outputs of one client's requests."""
 
-    number: int
-    """Counts the messages to this client from 0; a gap means that some were lost."""
     steps: list[EngineCoreOutputs]
     """One entry a step, in order."""
+    number: int = 0
+    """Counts the messages to this client from 0, filled in when they are sent; a gap means that some were lost."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
@@ -147,6 +190,8 @@ class Reply(msgspec.Struct, frozen=True, tag="reply", forbid_unknown_fields=True
     failure: Failure | None = None
     arrays: list[np.ndarray] = []
     """Arrays of `result`, uint8 each."""
+    long_result: np.ndarray | None = None
+    """`result`, as uint8, where it is long."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
@@ -165,8 +210,8 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_field
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | Call | Cancel | Goodbye
-ToClient = Welcome | Outputs | Refused | Reply | Rejected | Heartbeat | Farewell
+ToCore = Hello | AddRequest | Abort | Call | Cancel | Part | Goodbye
+ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | Heartbeat | Farewell
 Message = TypeVar("Message")
 
 _ERRORS = {
@@ -208,6 +253,8 @@ class Decoder(Generic[Message]):
         """Return the message; its large arrays are views of their frames. Raises `WireError`."""
         if not 1 <= len(frames) <= MAX_FRAMES:
             raise WireError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
+        if len(frames[0]) > MAX_STRUCT_BYTES:
+            raise WireError(f"a message has at most {MAX_STRUCT_BYTES} bytes beside its arrays, not {len(frames[0])}")
         self._frames, self._unclaimed = frames, set(range(1, len(frames)))
         try:
             message: Message = self._decoder.decode(frames[0])

@@ -89,7 +89,7 @@ def client_messages() -> list[Frames]:
     body, arrays = pack([np.zeros(3, np.float32), np.zeros(100_000, np.uint8)])
     return _frames_of(
         Welcome(0, READY),
-        Outputs(0, [columns]),
+        Outputs([columns]),
         Refused(3, Failure("RequestError", "no", "n", "1")),
         Reply(7, body, arrays=arrays),
         Reply(8, failure=Failure("RPCError", "no", traceback="t", method="m", rank=0)),

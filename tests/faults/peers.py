@@ -11,8 +11,10 @@ import zmq
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.errors import EngineDeadError
+from rollout_engine.process.authentication import Authenticator, make_token, read_token, show_token
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_launcher import address_in
+from rollout_engine.process.parts import Assembler, in_parts
 from rollout_engine.process.wire import (
     PROTOCOL,
     Decoder,
@@ -21,6 +23,7 @@ from rollout_engine.process.wire import (
     Goodbye,
     Heartbeat,
     Hello,
+    Limits,
     Ready,
     Rejected,
     ToClient,
@@ -42,33 +45,38 @@ INFO = EngineInfo(
 )
 READY = Ready(protocol=PROTOCOL, pid=1, config_digest="", heartbeat_seconds=0.5, policy_version=0, info=INFO)
 Frames = list[bytes]
+_LIMITS = Limits()
 
 
 class RawClient:
     """A client of the core that lives in `directory`, by frames; it knows what must be rejected."""
 
-    def __init__(self, directory: str | Path, *, hello: bool = True, receive_limit: int = 1000) -> None:
-        """`receive_limit`: messages that wait for it here before they wait in the core."""
+    def __init__(
+        self, directory: str | Path, *, hello: bool = True, receive_limit: int = 1000, limits: Limits = _LIMITS
+    ) -> None:
+        """`receive_limit`: messages that wait for it here before they wait in the core. `limits`: what it takes."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 256)  # so that it waits for the core, not in memory
         self._socket.setsockopt(zmq.RCVHWM, receive_limit)
         self._socket.setsockopt(zmq.RCVBUF, 4096)
+        show_token(self._socket, read_token(directory))
         self._socket.connect(address_in(directory))
         self._encoder = Encoder()
-        self._to_client, self._to_core = Decoder[Any](ToClient), Decoder[Any](ToCore)
+        self._assembler, self._to_core = Assembler(Decoder[Any](ToClient), limits), Decoder[Any](ToCore)
         self.num_bad = self.num_rejected = 0
         """Frames thrown that are no message or not one for now; rejections received."""
         self.is_gone = False
         """The core said farewell."""
         if hello:
-            self.say(Hello(PROTOCOL))
+            self.say(Hello(PROTOCOL, limits))
             assert isinstance(self.hear(), Welcome)
 
     def say(self, message: Any) -> None:
         """Send a message as it should be."""
-        self.send([bytes(frame) for frame in self._encoder.encode(message)])
+        for frames in in_parts(self._encoder.encode(message), _LIMITS):
+            self.send([bytes(frame) for frame in frames])
 
     def send(self, frames: Frames) -> None:
         """Send any frames."""
@@ -117,7 +125,9 @@ class RawClient:
     def _read(self, milliseconds: float) -> Any:
         if not self._socket.poll(milliseconds):
             return None
-        message = self._to_client.decode(self._socket.recv_multipart())
+        message = None
+        while message is None:
+            message = self._assembler.read(self._socket.recv_multipart())
         self.num_rejected += isinstance(message, Rejected)
         self.is_gone |= isinstance(message, Farewell)
         return message
@@ -142,7 +152,12 @@ class RawCore:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._authenticator = Authenticator(self._context, make_token(directory))
+        self._authenticator.guard(self._router)
         self._router.bind(address_in(directory))
+        self._guarding = True
+        self._guard = threading.Thread(target=self._let_in)
+        self._guard.start()
         self._encoder = Encoder()
         self.heard: list[Any] = []
         """What clients were told and took for outputs."""
@@ -170,8 +185,16 @@ class RawCore:
 
     def close(self) -> None:
         """Free the socket."""
+        self._guarding = False
+        self._guard.join()
+        self._authenticator.close()
         self._router.close()
         self._context.term()
+
+    def _let_in(self) -> None:
+        while self._guarding:
+            self._authenticator.socket.poll(10)
+            self._authenticator.answer()
 
     def _frames(self, message: Any) -> Frames:
         return [bytes(frame) for frame in self._encoder.encode(message)]

@@ -1,13 +1,17 @@
 """Arguments and results of calls between processes: any value, arrays in place, nothing else."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 
 from rollout_engine.errors import RPCError, RPCTimeoutError
+from rollout_engine.process import call_values
 from rollout_engine.process.call_values import pack, unpack
-from rollout_engine.process.wire import MAX_FRAME_BYTES, MAX_FRAMES, WireError, failure_of
+from rollout_engine.process.wire import WireError, failure_of
+from sync.manifest import TensorSpec, WeightManifest
 
 
 def round_trip(value):
@@ -67,18 +71,67 @@ def test_what_has_no_place_is_refused_before_it_is_sent(value):
         pack([value])
 
 
-def test_what_is_too_large_for_a_message_is_refused():
-    too_large = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (MAX_FRAME_BYTES + 1,), (1,))
-    frame, part = np.zeros(10_000), np.zeros(8000)  # each in a frame of its own; all in one
-    num_parts = MAX_FRAME_BYTES // part.nbytes + 1
-    for value in (
-        np.ascontiguousarray(too_large),
-        [frame] * MAX_FRAMES,
-        [part] * num_parts,
-        "x" * MAX_FRAME_BYTES,
-    ):
-        with pytest.raises(ValueError, match="a call carries fewer than 1024 arrays of 67108864 bytes at most"):
-            pack(value)
+SPECS = [TensorSpec(f"layers.{i}.weight", (i, 3), "float32", f"{i:032x}") for i in range(2000)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [*range(-5, 100_000)],
+        [2**40 + i for i in range(20_000)],
+        [i / 7 for i in range(20_000)],
+        [[*range(i % 7)] for i in range(20_000)],
+        [[i / 7] for i in range(20_000)],
+        [[*range(100_000)], [], [3]],
+        "é" * 70_000,
+        b"\xff" * 100_000,
+        [f"é{i}" for i in range(20_000)],
+        {"a": {"b": ["x" * 70_000, 1, None, [*range(20_000)]]}},
+        [[*range(40_000)], ["text"]],
+    ],
+    ids=lambda value: f"{value!r:.20}",
+)
+def test_long_values_come_back_as_they_were_and_are_short_beside_their_arrays(value):
+    body, arrays = pack(value)
+    assert len(body) < 1000 and arrays
+    assert unpack(body, arrays) == value
+
+
+def test_long_lists_of_structs_come_back_as_dicts_and_as_structs():
+    manifest = WeightManifest.of(3, SPECS, [["layers.0.weight", "head"]])
+    body, arrays = pack({"manifest": manifest})
+    assert len(body) < 1000
+    assert msgspec.convert(unpack(body, arrays)["manifest"], WeightManifest) == manifest
+    assert unpack(*pack({"manifest": manifest}), dict[str, Any])["manifest"]["tensors"][7]["shape"] == [7, 3]
+
+
+@pytest.mark.parametrize(
+    "value", [[True] * 70_000, [1, 2.0] * 20_000, [2**63] * 20_000, [None] * 70_000, [[1], "a"] * 20_000]
+)
+def test_lists_of_other_things_stay_as_they_are(value):
+    assert round_trip(value) == value
+
+
+def test_more_numbers_than_a_core_would_decode_are_refused_before_they_are_sent(monkeypatch):
+    monkeypatch.setattr(call_values, "_MAX_OBJECTS", 100_000)
+    assert round_trip([*range(100_000)]) == [*range(100_000)]
+    with pytest.raises(ValueError, match="a list has 100001 numbers, and lists may have 100000; give arrays"):
+        pack([[*range(100_000)], [1]])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[*range(40_000)], "x" * 400_000, b"x" * 400_000, ["xy"] * 40_000, SPECS],
+    ids=lambda value: f"{value!r:.9}",
+)
+def test_arrays_that_are_referred_to_again_and_again_do_not_fill_the_memory(value, monkeypatch):
+    body, arrays = pack([value, None])
+    again = b"\xdc\x00\x10" + 16 * bytes(body)[1:-1]
+    assert len(unpack(again, arrays)) == 16
+    monkeypatch.setattr(call_values, "_MAX_OBJECTS", 200_000)
+    assert len(unpack(body, arrays)) == 2
+    with pytest.raises(WireError, match="more than 200000 numbers"):
+        unpack(again, arrays)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +139,32 @@ def test_what_is_too_large_for_a_message_is_refused():
     [
         b"",
         b"\xc1",
-        ext(1, "<f4", [2], 1, 0),  # of a frame that is not there
-        ext(1, "<f4", [2], -1, 0),
-        ext(3, "<f4", [2], 0, 0),  # of another kind
-        ext(1, "<f4", [3], 0, 0),  # more than its bytes
-        ext(1, "<f4", [1], 0, 8),  # beyond them
-        ext(1, "<f4", [1], 0, -4),  # before them
-        ext(1, "<f4", [1], 0, 2),  # between two numbers
-        ext(1, "<f4", [-1, -2], 0, 0),
-        ext(1, "<f4", [2**40, 2**40], 0, 0),
-        ext(1, "|O", [1], 0, 0),
-        ext(2, "float33", [2], 0, 0),
-        ext(2, "float32", [[2]], 0, 0),
-        ext(2, "float32", [2], 0),
-        ext(2, 7, [2], 0, 0),
+        ext(1, ["<f4", [2], 1, 0]),  # of a frame that is not there
+        ext(1, ["<f4", [2], -1, 0]),
+        ext(3, ["<f4", [2], 0, 0]),  # of another kind
+        ext(1, ["<f4", [3], 0, 0]),  # more than its bytes
+        ext(1, ["<f4", [1], 0, 8]),  # beyond them
+        ext(1, ["<f4", [1], 0, -4]),  # before them
+        ext(1, ["<f4", [1], 0, 2]),  # between two numbers
+        ext(1, ["<f4", [-1, -2], 0, 0]),
+        ext(1, ["<f4", [2**40, 2**40], 0, 0]),
+        ext(1, ["|O", [1], 0, 0]),
+        ext(2, ["float33", [2], 0, 0]),
+        ext(2, ["float32", [[2]], 0, 0]),
+        ext(2, ["float32", [2], 0]),
+        ext(2, [7, [2], 0, 0]),
+        ext(1, ["<f4", [2], 0, 0], ["<f4", [2], 0, 0]),
+        ext(1),
+        ext(3, ["|u1", [8], 0, 0]),  # lists of such numbers are made by nobody
+        ext(3, ["<i4", [1, 2], 0, 0]),
+        ext(3, ["<i4", [2], 0, 0], ["<i8", [1], 0, 0]),
+        ext(3, ["<i4", [2], 0, 0], ["<i4", [1], 0, 0]),  # lengths of other lists
+        ext(4, ["<i4", [2], 0, 0]),
+        ext(5, ["<f8", [1], 0, 0], ["<i4", [1], 0, 0]),
+        ext(6, [1, 2]),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(6, msgspec.msgpack.encode({"a": [1], "b": [1, 2]}))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(6, msgspec.msgpack.encode({"a": 1}))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(6, msgspec.msgpack.encode({"a": "text"}))),
         b"\x91" * 100_000 + b"\xc0",
     ],
 )

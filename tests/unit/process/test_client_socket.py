@@ -1,18 +1,22 @@
 """A client's end of the socket, over a real core's end with nobody behind it."""
 
+import queue
 import socket
 import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from rollout_engine.messages import EngineCoreOutputs
+from rollout_engine.errors import RequestError, RPCError
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs
 from rollout_engine.process import client_socket
 from rollout_engine.process.client_socket import ClientSocket
-from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.core_socket import CoreSocket
-from rollout_engine.process.wire import Outputs
+from rollout_engine.process.process_client import ProcessClient
+from rollout_engine.process.wire import Limits, Outputs
+from rollout_engine.sampling_params import SamplingParams
 from tests.faults.peers import READY
 
 
@@ -25,7 +29,7 @@ def directory(tmp_path):
 def core(directory):
     parent, child = socket.socketpair()
     with parent, child:
-        io = CoreSocket(address_in(directory), child, heartbeat_seconds=60.0, max_backlog_bytes=1 << 20)
+        io = CoreSocket(directory, child, heartbeat_seconds=60.0, max_backlog_bytes=1 << 20)
         io.start(lambda: READY, on_orphaned=lambda: None)
         yield io
 
@@ -40,11 +44,14 @@ def test_what_a_core_sent_before_it_ended_is_heard_by_a_client_that_was_late(cor
 
     client = ClientSocket.connect(directory, hang_seconds=60)
     client.wait_welcome()
-    client.listen(lambda outputs: numbers.append(outputs.number), lambda error: (deaths.append(str(error)), dead.set()))
+    client.listen(
+        lambda outputs: numbers.append(outputs.steps[0].policy_version),
+        lambda error: (deaths.append(str(error)), dead.set()),
+    )
     monkeypatch.setattr(client, "_send_outbox", stand_still)
     assert standing.wait(60)
     for number in range(20):
-        core.send(0, Outputs(number, [EngineCoreOutputs(0)]))
+        core.send(0, Outputs([EngineCoreOutputs(number)]))
     core.close("the test ends it")
     assert client._monitor.poll(60_000), "the connection is lost, and what came before that has come"
     time.sleep(0.2)  # for zmq to act on it
@@ -84,3 +91,38 @@ def test_how_a_core_ended_is_told_though_its_status_comes_after_its_silence(core
         core.close("the test ends it")
         client.close()
     assert len(deaths) == 1 and "ended with status -9" in deaths[0]
+
+
+def test_outputs_of_600_requests_with_log_probs_of_their_prompts_reach_their_client(core, directory):
+    heard, client = queue.SimpleQueue(), ClientSocket.connect(directory, hang_seconds=60)
+    client.wait_welcome()
+    client.listen(heard.put, heard.put)
+    arrays = np.zeros((20, 64), np.int32), np.zeros((20, 64), np.float32)
+    logprobs = {number: PromptLogprobs(np.full(20, number, np.float32), arrays) for number in range(600)}
+    core.send(0, Outputs([EngineCoreOutputs(0, prompt_logprobs=logprobs)]))
+    [step] = heard.get(timeout=60).steps
+    assert [values.logprobs[7] for values in step.prompt_logprobs.values()] == [*range(600)]
+    client.close()
+    core.close("the test ends it")
+
+
+def test_a_client_sends_no_more_than_the_core_takes_and_fails_that_call_or_request_alone(core, directory):
+    client = ProcessClient(ClientSocket.connect(directory, hang_seconds=60))
+    refused = queue.SimpleQueue()
+    client.listen(SimpleNamespace(refuse=lambda *refusal: refused.put(refusal), fail_all=lambda _: None))
+    client._socket.limits = Limits(struct_bytes=1 << 12, message_bytes=1 << 20)
+    for arguments in ({"x": np.zeros(1 << 20)}, {"x": {str(i): None for i in range(1000)}}):
+        with pytest.raises(RequestError, match=r"^score: an argument cannot be sent .*: it takes \d+ and may take \d+"):
+            client.call("score", arguments)
+        with pytest.raises(RPCError, match=r"^collective_rpc: m: it takes \d+ and may take \d+"):
+            client.call("collective_rpc", dict(method="m", timeout=None, args=[arguments], kwargs={}))
+    params = SamplingParams(extra_args={"x": "y" * 8000})
+    request = EngineCoreRequest(prompt_token_ids=[1], params=params, max_tokens=1, seed=1, first_sequence_id=5)
+    client.add_request(request)
+    first, error = refused.get(timeout=60)
+    assert first == 5 and isinstance(error, RequestError) and "it takes" in str(error)
+    client.abort([*range(50_000)])
+    calls = [core.inbox.get(timeout=60).message for _ in range(50)]
+    assert [number for abort in calls for number in abort.sequence_ids] == [*range(50_000)]
+    client.shutdown()
+    core.close("the test ends it")

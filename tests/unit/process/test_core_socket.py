@@ -9,17 +9,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_engine.process.call_values import pack
-from rollout_engine.process.core_launcher import address_in
+from rollout_engine.errors import RPCError
+from rollout_engine.messages import EngineCoreOutputs, PromptLogprobs, SequenceEnd
+from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.inbox import MAX_MESSAGES, ClientLeft, FromClient, Stop
 from rollout_engine.process.wire import (
+    MAX_FRAME_BYTES,
+    MAX_STRUCT_BYTES,
     PROTOCOL,
     Abort,
+    Call,
     Farewell,
     Goodbye,
     Heartbeat,
     Hello,
+    Limits,
+    Outputs,
     Rejected,
     Reply,
     Welcome,
@@ -31,9 +37,9 @@ class Core:
     """A `CoreSocket` with nobody behind it, and raw clients."""
 
     def __init__(self, directory):
-        self.directory, self.address = directory, address_in(directory)
+        self.directory = directory
         self.parent, self.child = socket.socketpair()
-        self.io = CoreSocket(self.address, self.child, heartbeat_seconds=0.05, max_backlog_bytes=1 << 20)
+        self.io = CoreSocket(directory, self.child, heartbeat_seconds=0.05, max_backlog_bytes=1 << 20)
         self.orphaned, self.clients = [], []
         self.io.start(lambda: READY, on_orphaned=lambda: self.orphaned.append(True))
 
@@ -151,9 +157,87 @@ def test_another_protocol_is_told_so(core):
     assert f"protocol {PROTOCOL}" in client.hear().reason
 
 
+def test_a_struct_that_is_too_long_is_rejected_and_its_client_stays(core):
+    client = core.client()
+    client.send([bytes(MAX_STRUCT_BYTES + 1)])
+    assert f"at most {MAX_STRUCT_BYTES} bytes beside its arrays" in client.hear().reason
+    client.send([b"\xc1"] * 5000)
+    assert "at most 64 frames" in client.hear().reason
+    client.say(Abort([7]))
+    assert core.next() == FromClient(0, Abort([7]))
+
+
+def test_a_message_of_66_mib_arrives_in_parts_while_others_are_heard(core):
+    large, other = core.client(), core.client()
+    arguments = pack({"x": np.arange(33 << 18)})
+    for number in range(3):
+        large.say(Call(number, "score", arguments.body, arguments.arrays))
+        other.say(Abort([number]))
+    received = [core.next() for _ in range(6)]
+    calls = [each.message for each in received if each.client_index == 0]
+    assert [call.number for call in calls] == [0, 1, 2]
+    assert np.array_equal(unpack(calls[2].arguments, calls[2].arrays)["x"], np.arange(33 << 18))
+    assert [each.message for each in received if each.client_index == 1] == [Abort([number]) for number in range(3)]
+
+
+def test_a_result_of_66_mib_reaches_its_client_in_parts_and_heartbeats_go_on(core):
+    large, other = core.client(), core.client()
+    result = pack(np.arange(33 << 18))
+    core.io.send(0, Reply(1, result.body, arrays=result.arrays))
+    assert isinstance(other.hear(skip=()), Heartbeat)
+    received = large.hear()
+    assert np.array_equal(unpack(received.result, received.arrays), np.arange(33 << 18))
+    assert isinstance(large.hear(skip=()), Heartbeat)
+
+
+def test_a_result_that_its_client_would_not_take_fails_that_call_alone(core):
+    client = core.client(limits=Limits(message_bytes=1 << 16))
+    result = pack(np.zeros(100_000, np.uint8))
+    for number, reply in enumerate((Reply(0), Reply(1, result.body, arrays=result.arrays), Reply(2))):
+        core.io.send(0, reply)
+        received = client.hear()
+        assert received.number == number and (received.failure is not None) == (number == 1)
+        if received.failure is not None:
+            error = received.failure.as_error("score")
+            assert isinstance(error, RPCError) and str(error).startswith("score: ") and "may take 65536" in str(error)
+
+
+def test_outputs_that_are_too_long_for_one_message_arrive_in_several(core):
+    client = core.client(limits=Limits(struct_bytes=1 << 12, message_bytes=1 << 16))
+    ids = [*range(3000)]
+    ends = [SequenceEnd(number, "length") for number in ids]
+    logprobs = {number: PromptLogprobs(np.full(1000, number, np.float32)) for number in range(50)}
+    step = EngineCoreOutputs(0, ids, ids, ids, ended=ends, prompt_logprobs=logprobs, num_cached_tokens={5: 1})
+    core.io.send(0, Outputs([EngineCoreOutputs(1, [9], [9], [9]), step]))
+    core.io.send(0, Outputs([EngineCoreOutputs(2, [9], [9], [9])]))
+    received, steps = [], []
+    while not steps or steps[-1].policy_version != 2:
+        received.append(client.hear())
+        steps += received[-1].steps
+    assert [message.number for message in received] == [*range(len(received))] and len(received) > 60
+    first, *parts, _ = steps
+    assert first.policy_version == 1
+    for name in ("sequence_ids", "token_ids", "kv_min_versions"):
+        assert [each for part in parts for each in getattr(part, name)] == ids
+    assert [each for part in parts for each in part.ended] == ends
+    assert {k: v.logprobs[0] for part in parts for k, v in part.prompt_logprobs.items()} == {k: k for k in range(50)}
+    begun = next(i for i, part in enumerate(parts) if part.sequence_ids)
+    assert sum(len(part.prompt_logprobs) for part in parts[: begun + 1]) == 50, "they come with the first tokens"
+    assert {5: 1} in [part.num_cached_tokens for part in parts[: begun + 1]]
+
+
+def test_a_message_that_cannot_be_sent_at_all_ends_its_client_alone(core):
+    client, other = core.client(limits=Limits(message_bytes=1 << 12)), core.client()
+    core.io.send(0, Outputs([EngineCoreOutputs(0, prompt_logprobs={0: PromptLogprobs(np.zeros(2000, np.float32))})]))
+    assert "is too long" in client.hear().reason
+    assert core.next() == ClientLeft(0)
+    other.say(Abort([7]))
+    assert core.next() == FromClient(1, Abort([7]))
+
+
 def test_an_oversized_frame_ends_only_its_own_connection(core):
     bad, good = core.client(), core.client()
-    bad.send([bytes((64 << 20) + 1)])
+    bad.send([bytes(MAX_FRAME_BYTES + 1)])
     good.say(Abort([7]))
     left = {type(core.next()), type(core.next())}
     assert left == {FromClient, ClientLeft}
@@ -194,11 +278,11 @@ def test_an_absent_parent_stops_the_loop_and_then_the_process(core):
     wait_until(lambda: core.orphaned, seconds=5)
 
 
-def test_everybody_hears_the_farewell(core):
+def test_everybody_hears_the_farewell(core, tmp_path):
     clients = [core.client() for _ in range(3)]
     core.io.close("that was all")
     assert [client.hear().reason for client in clients] == ["that was all"] * 3
-    core.io = CoreSocket(core.address + "2", core.child, heartbeat_seconds=1, max_backlog_bytes=1)
+    core.io = CoreSocket(tmp_path, core.child, heartbeat_seconds=1, max_backlog_bytes=1)
     core.io.start(lambda: READY, on_orphaned=lambda: None)
 
 

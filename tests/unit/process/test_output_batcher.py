@@ -12,7 +12,7 @@ OTHER = 1 << 40
 
 @pytest.fixture
 def sent():
-    """(client, number, sequences of each step) of every message."""
+    """(client, sequences of each step) of every message."""
     return []
 
 
@@ -25,7 +25,7 @@ def now():
 @pytest.fixture
 def out(sent, now):
     def send(client_index, message):
-        sent.append((client_index, message.number, [step.sequence_ids for step in message.steps]))
+        sent.append((client_index, [step.sequence_ids for step in message.steps]))
 
     return OutputBatcher(send, lambda: now[0])
 
@@ -46,7 +46,7 @@ def test_steps_that_nobody_reads_leave_in_one_message_with_the_end(out, sent):
     out.deliver(step(0, 1))
     assert sent == []
     out.deliver(step(0, 1, ended=[1]))
-    assert sent == [(0, 0, [[0, 1]] * 3)]
+    assert sent == [(0, [[0, 1]] * 3)]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_step_that_somebody_reads_leaves_at_once(params, out, sent):
     out.watch(request(0, n=2, **params))
     out.deliver(step(1))
     out.deliver(step(1, 0))
-    assert sent == [(0, 0, [[1]]), (0, 1, [[1, 0]])]
+    assert sent == [(0, [[1]]), (0, [[1, 0]])]
 
 
 def test_an_ended_sequence_is_watched_no_more(out, sent):
@@ -71,7 +71,7 @@ def test_nothing_is_held_for_long(out, sent, now):
     out.deliver(step(0))
     now[0] += HOLD_SECONDS
     out.deliver(step(0))
-    assert sent == [(0, 0, [[0], [0]])]
+    assert sent == [(0, [[0], [0]])]
 
 
 def test_flush_sends_what_is_held_to_each_client_once(out, sent):
@@ -79,7 +79,7 @@ def test_flush_sends_what_is_held_to_each_client_once(out, sent):
     out.deliver(step(OTHER))
     out.flush()
     out.flush()
-    assert sent == [(0, 0, [[0]]), (1, 0, [[OTHER], [OTHER]])]
+    assert sent == [(0, [[0]]), (1, [[OTHER], [OTHER]])]
 
 
 def test_a_client_that_left_gets_nothing_more(out, sent):

@@ -55,7 +55,7 @@ def sample_messages():
     columns.id_logprobs = IdLogprobs.of({0: BIG[0], 1: BIG.ravel()})
     body, arrays = pack([SMALL, BIG])
     to_client = [
-        Welcome(1, READY), Outputs(0, [columns]), Refused(3, Failure("RequestError", "no", "n", "1")),
+        Welcome(1, READY), Outputs([columns]), Refused(3, Failure("RequestError", "no", "n", "1")),
         Reply(7, body, arrays=arrays), Reply(8, failure=Failure("LifecycleError", "no")), wire.Rejected("?"),
         wire.Heartbeat(), wire.Farewell("bye"),
     ]  # fmt: skip
@@ -65,7 +65,7 @@ def sample_messages():
 def with_array(array=BIG):
     outputs = EngineCoreOutputs(1, [0], [5], [1], [-0.5])
     outputs.top_logprobs = (SMALL, array)
-    return Outputs(0, [outputs])
+    return Outputs([outputs])
 
 
 def frames_of(message):
@@ -215,7 +215,7 @@ def test_log_probs_of_ids_that_do_not_fit_their_sequences_are_no_message(sequenc
     outputs.id_logprobs.sequence_ids, outputs.id_logprobs.widths = sequences, widths
     outputs.id_logprobs.pieces = [np.zeros(size, np.float32) for size in sizes]
     with pytest.raises(WireError, match="do not fit each other"):
-        Decoder(wire.ToClient).decode(frames_of(Outputs(0, [outputs])))
+        Decoder(wire.ToClient).decode(frames_of(Outputs([outputs])))
 
 
 def test_log_probs_of_ids_take_few_frames_none_too_long(monkeypatch):
@@ -223,7 +223,7 @@ def test_log_probs_of_ids_take_few_frames_none_too_long(monkeypatch):
     rows = {number: np.full(1 + number % 1500, number, np.float32) for number in range(3000)}
     rows[9999] = np.zeros(5000, np.float32)
     outputs = EngineCoreOutputs(1, id_logprobs=IdLogprobs.of(rows))
-    frames = frames_of(Outputs(0, [outputs]))
+    frames = frames_of(Outputs([outputs]))
     assert max(map(len, frames[1:])) == 20_000
     monkeypatch.setattr(wire, "MAX_FRAMES", len(frames))
     [step] = Decoder(wire.ToClient).decode(frames).steps

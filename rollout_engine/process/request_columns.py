@@ -1,0 +1,71 @@
+"""Long lists of a request as arrays beside it, so that their length costs no time in decoding: both ways in one file.
+
+Only the lists that a request may have by the thousand: its prompt, `allowed_token_ids` and `bad_words`.
+"""
+
+from itertools import accumulate, pairwise
+
+import msgspec
+import numpy as np
+
+from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.process.wire import AddRequest, Limits, MessageTooLongError, WireError
+
+_LONG = 4096
+"""Shorter lists stay in the request."""
+_PROMPT, _ALLOWED, _WORDS, _WORD_LENGTHS = "prompt_token_ids", "allowed_token_ids", "bad_words", "bad_word_lengths"
+
+
+def with_columns(request: EngineCoreRequest) -> AddRequest:
+    """Make the message that adds a request. Raises `OverflowError` for token ids of more than 32 bits."""
+    columns: dict[str, np.ndarray] = {}
+    params, prompt, words = request.params, request.prompt_token_ids, request.bad_words
+    allowed = params.allowed_token_ids
+    if len(prompt) > _LONG:
+        columns[_PROMPT], prompt = np.array(prompt, np.int32), []
+    if allowed is not None and len(allowed) > _LONG:
+        columns[_ALLOWED], allowed = np.array(allowed, np.int32), []
+    if sum(map(len, words)) > _LONG:
+        columns[_WORDS] = np.array([token_id for word in words for token_id in word], np.int32)
+        columns[_WORD_LENGTHS] = np.array([len(word) for word in words], np.int32)
+        words = []
+    if params.bad_words or columns:  # the core reads the words' token ids
+        params = msgspec.structs.replace(params, bad_words=None, allowed_token_ids=allowed)
+        request = msgspec.structs.replace(request, params=params, prompt_token_ids=prompt, bad_words=words)
+    return AddRequest(request, columns)
+
+
+def request_of(message: AddRequest) -> EngineCoreRequest:
+    """Return the request of a message, whole again. Raises `WireError` for columns that are not its own."""
+    request, columns = message.request, dict(message.columns)
+    if not columns:
+        return request
+    params, prompt, words = request.params, request.prompt_token_ids, request.bad_words
+    for name, column in columns.items():
+        if column.dtype != np.int32 or column.ndim != 1:
+            raise WireError(f"column {name:.40}: expected int32 of one dimension, came {column.dtype} {column.shape}")
+    if _PROMPT in columns:
+        prompt = columns.pop(_PROMPT).tolist()
+    if _ALLOWED in columns:
+        params = msgspec.structs.replace(params, allowed_token_ids=columns.pop(_ALLOWED).tolist())
+    if _WORDS in columns and _WORD_LENGTHS in columns:
+        words = _divided(columns.pop(_WORDS).tolist(), columns.pop(_WORD_LENGTHS).tolist())
+    if columns:
+        raise WireError(f"unknown columns: {', '.join(columns):.80}")
+    return msgspec.structs.replace(request, params=params, prompt_token_ids=prompt, bad_words=words)
+
+
+def check_answer(message: AddRequest, limits: Limits) -> None:
+    """Raise `MessageTooLongError` for a request whose prompt's log-probs would not fit in one message."""
+    request = message.request
+    num_tokens = len(request.prompt_token_ids) or len(message.columns.get(_PROMPT, ()))
+    num_bytes = num_tokens * (4 + 8 * max(request.params.prompt_logprobs or 0, 0)) + (1 << 16)
+    if num_bytes > limits.message_bytes:
+        what = f"prompt_logprobs={request.params.prompt_logprobs} of {num_tokens} tokens take {num_bytes} bytes"
+        raise MessageTooLongError(f"{what}, and a message may take {limits.message_bytes}; ask for fewer")
+
+
+def _divided(values: list[int], lengths: list[int]) -> list[list[int]]:
+    if min(lengths, default=0) < 0 or sum(lengths) != len(values):
+        raise WireError("column bad_words does not have the lengths that come with it")
+    return [values[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
