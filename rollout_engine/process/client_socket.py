@@ -75,8 +75,8 @@ class ClientSocket:
     """A connection to a core: to the client's own (`start`), which ends with it, or to another's (`connect`)."""
 
     def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
-        token = read_token(directory)
         descriptors.require(descriptors.CLIENT_DESCRIPTORS, "A connection to a core")
+        token = read_token(directory)
         self._place = descriptors.take_place(directory)
         self.directory = directory
         self.dead_error: EngineDeadError | None = None

@@ -13,6 +13,7 @@ import zmq
 from rollout_engine import EngineConfig
 from rollout_engine.errors import ConfigError, RetryableError
 from rollout_engine.process import descriptors
+from rollout_engine.process.authentication import read_token, show_token
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_launcher import CoreProcess, address_in
 from rollout_engine.process.wire import PROTOCOL, Decoder, Encoder, Farewell, Heartbeat, Hello, ToClient, Welcome
@@ -21,7 +22,6 @@ from tests.faults.peers import RawCore
 CORE = """
 import resource, socket, sys
 from rollout_engine.process import descriptors
-from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.core_socket import CoreSocket
 from tests.faults.peers import READY
 
@@ -31,7 +31,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
 descriptors.raise_limit()
 max_clients = descriptors.num_clients_possible()
 options = dict(heartbeat_seconds=0.2, max_backlog_bytes=1 << 20, max_clients=max_clients)
-io = CoreSocket(address_in(directory), child, **options)
+io = CoreSocket(directory, child, **options)
 io.start(lambda: READY, on_orphaned=lambda: None)
 descriptors.write_places(directory, max_clients)
 print(max_clients, flush=True)
@@ -89,6 +89,7 @@ def test_more_clients_than_a_core_has_descriptors_for_are_refused_and_it_lives_o
     context, encoder, decoder, clients, heard = zmq.Context(), Encoder(), Decoder(ToClient), [], []
     for _ in range(max_clients + 20):
         client = context.socket(zmq.DEALER)
+        show_token(client, read_token(directory))
         client.connect(address_in(directory))
         client.send(bytes(encoder.encode(Hello(PROTOCOL))[0]))
         assert client.poll(60_000)
