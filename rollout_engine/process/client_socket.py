@@ -76,6 +76,10 @@ class ClientSocket:
 
     def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
         descriptors.require(descriptors.CLIENT_DESCRIPTORS, "A connection to a core")
+        try:
+            check_private(Path(directory))
+        except OSError as problem:
+            raise EngineDeadError(f"{directory} cannot be the directory of a core: {problem.strerror}.") from None
         token = read_token(directory)
         self._place = descriptors.take_place(directory)
         self.directory = directory
@@ -130,10 +134,6 @@ class ClientSocket:
             raise EngineDeadError(
                 f"No core lives in {directory}: give the `address` of an AsyncLLM that runs on this machine."
             )
-        try:
-            check_private(Path(directory))
-        except OSError as problem:
-            raise EngineDeadError(f"{directory} cannot be the directory of a core: {problem.strerror}.") from None
         return cls(directory, None, hang_seconds)
 
     def wait_welcome(self) -> Ready:
