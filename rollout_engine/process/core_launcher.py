@@ -1,6 +1,6 @@
 """Starts a core's process, and tells both sides when the other ends: one socket, both ends in this file.
 
-    parent   CoreProcess.start ── CoreSettings ──────> child   core_proc.serve
+    parent   CoreProcess.start ── CoreSettings ──────> child   core_main.serve
              wait_ready         <── Ready | Failure ──
              the socket stays open; the system closes it when either process ends
 
@@ -36,7 +36,7 @@ from sync.shared_files import check_private, lock, try_lock
 
 logger = logging.getLogger("rollout_engine")
 
-CORE_MODULE = "rollout_engine.process.core_proc"
+CORE_MODULE = "rollout_engine.process.core_main"
 SHARED_MEMORY = "/dev/shm"
 """File system in memory, through which weights are sent if they fit."""
 _PREFIX = "rollout-engine-"

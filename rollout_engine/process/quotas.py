@@ -10,7 +10,7 @@ from rollout_engine.process.client_routing import client_of
 
 MAX_SAMPLES = 1 << 18
 """Samples of one client in flight: a batch of 16,384 prompts with n=16."""
-MAX_CALLS = 256
+MAX_CALLS = 1024
 """Calls of one client that have begun and not ended."""
 
 

@@ -13,7 +13,7 @@ from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.process.core_proc import EngineCoreProc
 from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Inbox, Stop
-from rollout_engine.process.wire import Abort, AddRequest, Call, Outputs, Refused, Reply
+from rollout_engine.process.wire import Abort, AddRequest, Call, Cancel, Outputs, Refused, Reply
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel
 
@@ -153,9 +153,13 @@ def test_calls_that_wait_are_bounded_for_each_client(core, monkeypatch):
 def test_nothing_is_counted_of_a_client_that_has_left(core):
     core.put(FLOODER, AddRequest(request(FLOODER, max_tokens=1000, n=3)))
     core.put(FLOODER, Call(1, "wait_for_requests_to_drain", *pack({"drain_timeout": 300.0})))
+    core.put(FLOODER, Cancel(2))
+    core.io.cancelled.add((FLOODER, 2))  # as the socket does for what is still in the inbox
+    core.io.gone.add(FLOODER)
     core.io.inbox.put(ClientLeft(FLOODER))
     core.run()
     assert not core.proc._quotas._samples and not core.proc._quotas._calls
+    assert not core.io.cancelled and not core.io.gone
     assert core.core.stats.num_steps < 1000
 
 

@@ -1,0 +1,145 @@
+"""The core's process: ``python -m rollout_engine.process.core_main DESCRIPTOR DIRECTORY PARENT``.
+
+DESCRIPTOR is the child's end of the lifeline (`rollout_engine.process.core_launcher`), DIRECTORY the engine's, and
+PARENT the process id of who has started it.
+"""
+
+import gc
+import logging
+import os
+import shutil
+import socket
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.history import RecordedCore
+from rollout_engine.engine.start_up import core_config, engine_info
+from rollout_engine.engine.step_watchdog import StepWatchdog
+from rollout_engine.errors import RetryableError
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.process import descriptors
+from rollout_engine.process.core_launcher import CoreSettings, Lifeline, config_digest, lock_directory
+from rollout_engine.process.core_proc import EngineCoreProc, sendable_failure
+from rollout_engine.process.core_socket import CoreSocket
+from rollout_engine.process.end_signals import end_on_signals
+from rollout_engine.process.parent_watch import ParentWatch
+from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
+from rollout_engine.process.pulse import Pulse
+from rollout_engine.process.weight_rendezvous import remove_directories
+from rollout_engine.process.wire import (
+    PROTOCOL,
+    Ready,
+)
+
+logger = logging.getLogger("rollout_engine")
+
+
+def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
+    """Load the model, tell the parent, and serve clients until told to stop. Returns the exit status.
+
+    Raises `EOFError` or `OSError` if the parent is gone by then.
+    """
+    settings = lifeline.read(CoreSettings, timeout=60)
+    assert isinstance(settings, CoreSettings), "decoded as that type"
+    logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
+    lock_directory(directory)
+    catch_crashes(directory)
+    pulse = Pulse(directory, lifeline.socket)
+    descriptors.raise_limit()
+    sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
+    try:
+        settings.config.check()
+        executor = InlineExecutor.from_config(settings.config)
+        core = RecordedCore(executor, core_config(settings.config, executor.info))
+        max_clients = descriptors.num_clients_possible()
+        io = CoreSocket(
+            directory,
+            lifeline.socket,
+            heartbeat_seconds=settings.heartbeat_seconds,
+            max_backlog_bytes=settings.max_backlog_bytes,
+            max_clients=max_clients,
+        )
+    except Exception as error:
+        lifeline.write(sendable_failure(error))
+        return 1
+    gc.collect()
+    gc.freeze()  # objects made at start-up stay; the collector need not walk them between steps
+    proc = EngineCoreProc(core, executor, io, directory)
+    end_on_signals(io.inbox)
+    io.on_turn, proc.on_step, proc.on_verb = pulse.turn, pulse.step, core.record_verb
+    watch.end()
+    descriptors.write_places(directory, max_clients)
+    try:
+        if settings.config.step_deadline is not None:
+            StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, core, io, directory))
+        io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _leave(directory, 1))
+    except RetryableError as error:
+        lifeline.write(sendable_failure(error))
+        return 1
+    lifeline.write(_ready(settings, core, executor))
+    return _run(proc, core, io)
+
+
+def _run(proc: EngineCoreProc, core: RecordedCore, io: CoreSocket) -> int:
+    status, trace = 0, ""
+    try:
+        reason = proc.run()
+    except BaseException as error:
+        logger.critical("the core failed and ends", exc_info=error)
+        reason, status = f"it failed: {type(error).__name__}: {error}", 1
+        trace = "".join(traceback.format_exception(error))
+    file = None if io.is_orphaned else write_post_mortem(core, reason, trace)
+    io.close(reason + _see(file))
+    return status
+
+
+def _see(file: Path | None) -> str:
+    return "" if file is None else f" (see `rollout-engine postmortem {file}`)"
+
+
+def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -> Ready:
+    return Ready(
+        protocol=PROTOCOL,
+        pid=os.getpid(),
+        config_digest=config_digest(settings.config),
+        heartbeat_seconds=settings.heartbeat_seconds,
+        policy_version=core.policy_version,
+        info=engine_info(settings.config, executor.info),
+    )
+
+
+def _give_up(core: RecordedCore, io: CoreSocket, directory: str, reason: str) -> NoReturn:
+    """Tell every client why this process ends, and end it: the busy loop cannot."""
+    io.close(reason + _see(write_post_mortem(core, reason)))
+    _leave(directory, 1)
+
+
+def _leave(directory: str, status: int) -> NoReturn:
+    """End this process at once, and leave no file of the engine's behind."""
+    remove_directories(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(status)  # finalizing the interpreter takes longer than the parent waits
+
+
+def main() -> None:
+    """Serve as a core's process; only `CoreProcess` starts one."""
+    descriptor, directory, parent = sys.argv[1:]
+    lifeline = Lifeline(socket.socket(fileno=int(descriptor)))
+    watch = ParentWatch(lifeline.socket, int(parent), lambda: _leave(directory, 1))
+    try:
+        status = serve(lifeline, directory, watch)
+    except (EOFError, OSError):  # the parent is gone
+        status = 1
+    except BaseException:
+        logger.critical("the core failed and ends", exc_info=True)
+        status = 1
+    logging.shutdown()
+    _leave(directory, status)
+
+
+if __name__ == "__main__":
+    main()
