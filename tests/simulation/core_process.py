@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_engine.messages import EngineCoreOutputs
-from rollout_engine.process import background, core_proc, weight_client
+from rollout_engine.process import background, client_socket, core_proc, core_socket, weight_client
 from rollout_engine.process.client_routing import client_of
 from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.core_socket import CoreSocket
@@ -65,6 +65,10 @@ class SimulatedCoreProcess:
         assert self._io is not None
         self._io.inbox.put_first(Stop("it received SIGTERM"))
 
+    def keep_stacks(self, *, abort: bool) -> str:
+        """What the system wrote of its end: nothing."""
+        return ""
+
     def kill(self) -> None:
         """Send it SIGKILL: its tasks stop where they are, and its connections are cut."""
         if self.status is None:
@@ -80,7 +84,7 @@ class SimulatedCoreProcess:
     def _run(self, faults: RandomFaults) -> None:
         self.engine = engine = SimulatedEngine(self._scheduler, faults)
         io = CoreSocket(
-            address_in(self.directory),
+            self.directory,
             self._orphaned,  # type: ignore[arg-type]  # all that it does is to poll it
             heartbeat_seconds=_HEARTBEAT_SECONDS,
             max_backlog_bytes=64 << 20,
@@ -214,8 +218,30 @@ def process_patches(scheduler: Scheduler, faults: RandomFaults) -> list[tuple[An
         (weight_client, "remove_directories", forget),
         (core_proc, "remove_directories", forget),
         (background, "_lower_priority", lambda: None),
+        (core_socket, "make_token", lambda directory: b""),
+        (core_socket, "Authenticator", partial(_OpenDoor, scheduler)),
+        (client_socket, "check_private", lambda path: None),
+        (client_socket, "read_token", lambda directory: b""),
+        (client_socket, "show_token", lambda socket, token: None),
+        (client_socket, "recv_monitor_message", lambda monitor: monitor.take()),
         (core_proc, "OutputBatcher", partial(OutputBatcher, clock=lambda: scheduler.clock.now)),
     ]
+
+
+class _OpenDoor:
+    """Stands for `authentication.Authenticator`: whoever connects may."""
+
+    def __init__(self, scheduler: Scheduler, context: Any, token: bytes) -> None:
+        self.socket = SimulatedWaker(scheduler)
+
+    def guard(self, socket: Any) -> None:
+        """Let everybody in."""
+
+    def answer(self) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        """Nobody asks any more."""
 
 
 class _Receiver(InprocReceiver):

@@ -23,7 +23,7 @@ _MAX_QUEUED = 64
 
 
 class _Frame:
-    """A received frame, as `recv_multipart(copy=False)` returns it."""
+    """A received frame, as `recv(copy=False)` returns it."""
 
     def __init__(self, data: bytes) -> None:
         self.bytes, self.buffer = data, memoryview(bytearray(data))
@@ -122,6 +122,7 @@ class _Socket:
     def __init__(self, transport: SimulatedTransport, scheduler: Scheduler) -> None:
         self.transport, self.scheduler = transport, scheduler
         self._parts: list[bytes] = []
+        self._unread: list[_Frame] = []
 
     def setsockopt(self, option: int, value: Any) -> None:
         """Options are zmq's business."""
@@ -141,11 +142,18 @@ class _Socket:
             self.send(frame, zmq.SNDMORE | flags)
         self.send(frames[-1], flags)
 
-    def recv_multipart(self, flags: int = 0, copy: bool = True) -> list[_Frame]:
-        """The next message that has arrived. Raises `zmq.Again` where there is none."""
-        if not self.is_readable():
-            raise zmq.Again
-        return [_Frame(part) for part in self._get()]
+    def getsockopt(self, option: int) -> int:
+        """Whether more frames follow of the message that is being read: the one option that is asked for."""
+        assert option == zmq.RCVMORE, option
+        return int(bool(self._unread))
+
+    def recv(self, flags: int = 0, copy: bool = True) -> _Frame:
+        """The next frame of the message that is being read, or of the next one. Raises `zmq.Again` without one."""
+        if not self._unread:
+            if not self.is_readable():
+                raise zmq.Again
+            self._unread = [_Frame(part) for part in self._get()]
+        return self._unread.pop(0)
 
     def _begin(self, first: bytes) -> None:
         """Raise where a message that begins so cannot be sent."""
@@ -234,10 +242,16 @@ class _Monitor:
 
     def __init__(self, dealer: _Dealer) -> None:
         self._dealer = dealer
+        self._is_taken = False
+
+    def take(self) -> dict[str, int]:
+        """The event: the connection is lost."""
+        self._is_taken = True
+        return {"event": zmq.EVENT_DISCONNECTED}
 
     def is_readable(self) -> bool:
         link = self._dealer.link
-        return not link.is_open and link.to_client.has_all_arrived
+        return not self._is_taken and not link.is_open and link.to_client.has_all_arrived
 
     def poll(self, timeout_ms: float) -> bool:
         scheduler = self._dealer.scheduler
