@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from rollout_engine.errors import EngineDeadError
+from sync.shared_files import check_private
 
 _USER = b"client"
 _ENDPOINT = "inproc://zeromq.zap.01"
@@ -33,12 +34,13 @@ def make_token(directory: str | Path) -> bytes:
 
 
 def read_token(directory: str | Path) -> bytes:
-    """The token of the core in `directory`. Raises `EngineDeadError` if it cannot be read."""
+    """The token of the core in `directory`. Raises `EngineDeadError` if there is none, or others could write there."""
     try:
+        check_private(Path(directory))
         with open(os.open(_path(directory), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             return file.read(_MAX_TOKEN_BYTES)
     except OSError as problem:
-        why = f"The token of the core in {directory} cannot be read ({problem.strerror})"
+        why = f"No core lives in {directory} ({problem.strerror})"
         raise EngineDeadError(f"{why}: give the `address` of an AsyncLLM that runs on this machine.") from None
 
 

@@ -7,33 +7,29 @@ life for `hang_seconds`, its interpreter none for `step_deadline`, or it sends w
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError
 from rollout_engine.process import descriptors
-from rollout_engine.process.authentication import read_token, show_token
+from rollout_engine.process.authentication import read_token
 from rollout_engine.process.call_values import Packed
 from rollout_engine.process.core_launcher import CoreProcess, address_in
-from rollout_engine.process.parts import Assembler, in_parts, receive
+from rollout_engine.process.core_link import CoreLink
+from rollout_engine.process.parts import Assembler, in_parts
 from rollout_engine.process.pending_calls import PendingCalls
 from rollout_engine.process.pulse import PulseReader
 from rollout_engine.process.request_columns import check_answer
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
-    MAX_FRAME_BYTES,
     PROTOCOL,
     AddRequest,
     Call,
@@ -42,7 +38,6 @@ from rollout_engine.process.wire import (
     Encoder,
     Farewell,
     Goodbye,
-    Heartbeat,
     Hello,
     Limits,
     Outputs,
@@ -57,7 +52,6 @@ from rollout_engine.process.wire import (
 )
 from rollout_engine.threads import start
 from sync.owner_process import OwnerProcess
-from sync.shared_files import check_private
 
 logger = logging.getLogger("rollout_engine")
 
@@ -66,7 +60,6 @@ _LIMITS = Limits()
 _CONNECT_SECONDS = 10.0
 _DISCONNECT_SECONDS = 5.0
 """How long zmq may take to notice the end of a connection, once the core's process is gone."""
-_NEVER_MS = 1 << 30
 _STATUS_SECONDS = 5.0
 """How long to wait for the exit status of a core's process that has closed its files."""
 
@@ -76,18 +69,14 @@ class ClientSocket:
 
     def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
         descriptors.require(descriptors.CLIENT_DESCRIPTORS, "A connection to a core")
-        try:
-            check_private(Path(directory))
-        except OSError as problem:
-            raise EngineDeadError(f"{directory} cannot be the directory of a core: {problem.strerror}.") from None
         token = read_token(directory)
         self._place = descriptors.take_place(directory)
         self.directory = directory
         self.dead_error: EngineDeadError | None = None
         """Why the core is gone; None while it lives."""
         self.client_index = -1
-        self._on_message: Callable[[Outputs | Refused], None] = _ignore
-        self._on_death: Callable[[EngineDeadError], None] = _ignore
+        self._on_message: Callable[[Outputs | Refused], None] = lambda _: None
+        self._on_death: Callable[[EngineDeadError], None] = lambda _: None
         self._process, self._hang_seconds, self._step_deadline = process, hang_seconds, math.inf
         self._signs = PulseReader(directory, time.monotonic())
         self.owner = OwnerProcess()
@@ -101,16 +90,7 @@ class ClientSocket:
         self._welcome: Future[Ready] = Future()
         self._closing = self._is_hung = False
         self._waker = Waker()
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 100)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: callers wait for the answers
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # A core that is gone does not come back; but "never" (-1) would drop what it sent before and is not read yet.
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        show_token(self._socket, token)
-        self._socket.connect(address_in(directory))
+        self._link = CoreLink(address_in(directory), token)
         self._outbox.append(Hello(PROTOCOL, _LIMITS))
         self._thread = threading.Thread(target=self._run, name="core-client", daemon=True)
         try:
@@ -130,10 +110,6 @@ class ClientSocket:
 
         Raises `EngineDeadError`, and `RetryableError` where this process or that core has no descriptor left.
         """
-        if not os.path.exists(f"{directory}/core"):
-            raise EngineDeadError(
-                f"No core lives in {directory}: give the `address` of an AsyncLLM that runs on this machine."
-            )
         return cls(directory, None, hang_seconds)
 
     def wait_welcome(self) -> Ready:
@@ -206,10 +182,11 @@ class ClientSocket:
     def _serve(self) -> str:
         """Send and receive until the connection ends. Returns why it ended."""
         poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._waker):
+        for source in (self._link.socket, self._link.monitor, self._waker):
             poller.register(source, zmq.POLLIN)
-        if self._process is not None:
-            poller.register(self._process.lifeline.socket, zmq.POLLIN)
+        lifeline = None if self._process is None else self._process.lifeline.socket
+        if lifeline is not None:
+            poller.register(lifeline, zmq.POLLIN)
         last_looked = time.monotonic()
         while not self._closing:
             events = dict(poller.poll(1000 * min(0.1, self._hang_seconds / 4)))
@@ -218,14 +195,12 @@ class ClientSocket:
             self._send_outbox()
             now = time.monotonic()
             stood_still = now - last_looked > self._hang_seconds / 2  # it was this thread that did, not the core
-            self._signs.look(now, heard=stood_still or self._socket in events)
+            self._signs.look(now, heard=stood_still or self._link.socket in events)
             last_looked = now
-            farewell = self._receive() if self._socket in events else None
+            farewell = self._receive() if self._link.socket in events else None
             if farewell is not None:
                 return farewell
-            if self._process is not None and self._process.lifeline.socket.fileno() in events:
-                return self._last_words()
-            if self._monitor in events:
+            if self._link.monitor in events or (lifeline is not None and lifeline.fileno() in events):
                 return self._last_words()
             if silence := self._signs.silence(now, self._hang_seconds, self._step_deadline):
                 self._is_hung = True
@@ -237,19 +212,13 @@ class ClientSocket:
         """Receive what the core sent before it ended. Returns its farewell, else how it ended."""
         status = None if self._process is None else self._process.wait(_STATUS_SECONDS)
         if status is not None:
-            self._monitor.poll(1000 * _DISCONNECT_SECONDS)
+            self._link.wait_until_lost(_DISCONNECT_SECONDS)
         farewell = self._receive()
         if farewell is not None or self._process is None:
-            return farewell or self._lost_connection()
+            return farewell or self._link.why_lost()
         if status is None:
             return "its process cannot be reached"
         return f"its process has ended with status {status}{self._process.keep_stacks(abort=False)}"
-
-    def _lost_connection(self) -> str:
-        while self._monitor.poll(0):
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                return "it did not take the token in its directory, which is another core's now"
-        return "its connection is lost"
 
     def _send_outbox(self) -> None:
         while self._outbox:
@@ -261,27 +230,18 @@ class ClientSocket:
             except (TypeError, ValueError, OverflowError) as problem:
                 self._refuse(message, problem)
                 continue
-            for first, *others in multiparts:
-                try:
-                    self._socket.send(first, zmq.NOBLOCK | (zmq.SNDMORE if others else 0))
-                except zmq.Again:  # the connection is lost, as the monitor tells
-                    return
-                for i, frame in enumerate(others, start=1):
-                    self._socket.send(frame, zmq.SNDMORE if i < len(others) else 0, copy=False)
+            self._link.send(multiparts)
 
     def _receive(self) -> str | None:
         """Take every message that has arrived. Returns the core's farewell, or what was wrong with a message."""
-        while True:
-            try:
-                frames = receive(self._socket)
-            except zmq.ZMQError:
-                return None
+        while (frames := self._link.receive()) is not None:
             try:
                 farewell = self._take(self._assembler.read(frames))
             except WireError as problem:
                 return f"it sent frames that are no message ({problem})"
             if farewell is not None:
                 return farewell
+        return None
 
     def _take(self, message: Any) -> str | None:
         match message:
@@ -304,8 +264,6 @@ class ClientSocket:
                 logger.warning("the core rejected a message of this client: %s", reason)
             case Farewell(reason):
                 return reason
-            case Heartbeat() | None:
-                pass
         return None
 
     def _refuse(self, message: Any, problem: Exception) -> None:
@@ -324,12 +282,8 @@ class ClientSocket:
     def _release(self) -> None:
         """Leave the core, or end it if it is ours: by closing its lifeline, and by a signal if it hangs."""
         if self._closing and self._process is None:
-            with suppress(zmq.Again):
-                self._socket.send(self._encoder.encode(Goodbye())[0], zmq.NOBLOCK)
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
-        self._context.term()
+            self._link.send([self._encoder.encode(Goodbye())])
+        self._link.close()
         if self._place is not None:
             descriptors.leave_place(self._place)
         if self._process is not None:
@@ -344,7 +298,3 @@ class ClientSocket:
         if not self._welcome.done():
             self._welcome.set_exception(error)
         self._on_death(error)
-
-
-def _ignore(_: Any) -> None:
-    """Stands for the listeners until `listen` sets them."""

@@ -152,6 +152,8 @@ class EngineCoreProc:
             case Drain(reason):
                 self._drain = reason, self._clock() + DRAIN_SECONDS
                 self.driver.is_ending = True
+            case Stop(reason, is_failure=True):
+                raise RuntimeError(reason)
             case Stop(reason):
                 self._stop_reason = reason
 

@@ -133,7 +133,7 @@ class CoreSocket:
             self._serve()
         except Exception as problem:
             logger.critical("the core's socket failed", exc_info=problem)
-            self.inbox.put_first(Stop(f"its socket failed: {type(problem).__name__}: {problem}"))
+            self.inbox.put_first(Stop(f"its socket failed: {type(problem).__name__}: {problem}", is_failure=True))
 
     def _serve(self) -> None:
         poller = zmq.Poller()

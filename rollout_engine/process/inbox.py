@@ -44,6 +44,7 @@ class Stop(msgspec.Struct, frozen=True):
     """End the process."""
 
     reason: str
+    is_failure: bool = False
 
 
 class _Queue:

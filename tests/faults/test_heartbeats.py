@@ -75,7 +75,7 @@ def test_a_call_into_c_that_holds_the_interpreter_looks_like_no_death_before_the
     async def run(engine):
         client = engine.frontend.client._socket
         await engine.collective_rpc("hold_interpreter", args=[0])
-        client._hang_seconds = 1.5
+        client._hang_seconds = 3.0
         await engine.collective_rpc("hold_interpreter", args=[5])
         assert not engine.errored
         client._hang_seconds = 600.0

@@ -149,7 +149,7 @@ def _happen(
     elif others and what == "client dies":
         others[0].is_killed = True
         scheduler.kill("client 0")
-        others[0].socket._socket.link.cut()
+        others[0].socket._link.socket.link.cut()
 
 
 def _check_users(all_users: list[Users], outcomes: Counter[str], ends: Counter[str]) -> None:

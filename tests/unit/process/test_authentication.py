@@ -102,6 +102,6 @@ def test_a_client_with_another_token_is_told_and_one_without_any_too(core, tmp_p
         client.wait_welcome()
     client.close()
     (tmp_path / "token").unlink()
-    with pytest.raises(EngineDeadError, match=r"The token of the core in .* cannot be read"):
+    with pytest.raises(EngineDeadError, match="No core lives in"):
         ClientSocket.connect(str(tmp_path), hang_seconds=60)
     assert core.stats.num_clients == 0

@@ -53,7 +53,7 @@ def test_what_a_core_sent_before_it_ended_is_heard_by_a_client_that_was_late(cor
     for number in range(20):
         core.send(0, Outputs([EngineCoreOutputs(number)]))
     core.close("the test ends it")
-    assert client._monitor.poll(60_000), "the connection is lost, and what came before that has come"
+    assert client._link.monitor.poll(60_000), "the connection is lost, and what came before that has come"
     time.sleep(0.2)  # for zmq to act on it
     go_on.set()
     assert dead.wait(60)
