@@ -176,7 +176,7 @@ def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declar
     """The entry of one tensor, after checks: shape and dtype fit its bytes, which are within `num_bytes` of data."""
     check_name(name)
     declared = decode_json(bytes(raw), _Declared, f"{path}: the header's entry of tensor '{name}' is not valid")
-    check_shape(name, declared.shape)
+    check_shape(name, declared.shape, f"{path}: tensor ")
     start, end = declared.data_offsets
     dtype = _DTYPES.get(declared.dtype)
     if dtype is None:

@@ -130,16 +130,16 @@ def check_name(name: str) -> None:
         raise ManifestMismatch(f"{name[:80]!r} is not allowed as the name of a tensor: must be {wanted}.")
 
 
-def check_shape(name: str, shape: Sequence[int]) -> None:
-    """Raise `ManifestMismatch` unless the tensor `name` may have as many dimensions, each of that size."""
+def check_shape(name: str, shape: Sequence[int], where: str = "") -> None:
+    """Raise `ManifestMismatch`, beginning with `where`, unless a tensor may have as many dimensions of such sizes."""
     if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= _MAX_TENSOR_BYTES for size in shape):
-        raise _bad_shape(name, shape)
+        raise _bad_shape(name, shape, where)
 
 
-def _bad_shape(name: str, shape: Sequence[int]) -> ManifestMismatch:
+def _bad_shape(name: str, shape: Sequence[int], where: str = "") -> ManifestMismatch:
     shown = str([size if -_MAX_TENSOR_BYTES <= size <= _MAX_TENSOR_BYTES else "..." for size in shape[:10]])
     limits = f"at most {MAX_DIMENSIONS} dimensions, sizes of 0 or more, and all of it at most 2**50 bytes"
-    return ManifestMismatch(f"'{name}' has shape {shown}, which is not allowed: {limits}.")
+    return ManifestMismatch(f"{where}'{name}' has shape {shown}, which is not allowed: {limits}.")
 
 
 def check_known(names: Iterable[str], accepted: Mapping[str, object]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError, RPCError
 from rollout_engine.process import descriptors
 from rollout_engine.process.authentication import read_token
 from rollout_engine.process.call_values import Packed
@@ -271,11 +271,11 @@ class ClientSocket:
         what = f"an argument cannot be sent to the engine's process: {problem}."
         match message:
             case AddRequest(request):
-                error = RequestError(f"generate: {what}", field="arguments")
-                self._on_message(Refused(request.first_sequence_id, failure_of(error)))
+                failure = failure_of(RequestError(f"generate: {what}", field="arguments"))
+                self._on_message(Refused(request.first_sequence_id, failure))
             case Call(number, name):
-                error = RequestError(f"{name}: {what}", field="arguments")
-                self._calls.resolve(Reply(number, failure=failure_of(error)))
+                kind = RPCError if name == "collective_rpc" else RequestError
+                self._calls.resolve(Reply(number, failure=failure_of(kind(f"{name}: {what}"))))
             case _:
                 raise problem
 

@@ -330,7 +330,7 @@ def test_memory_that_runs_out_fails_the_step_and_the_engine_lives(engine_on, mon
         raise torch.OutOfMemoryError("of 12 GiB")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner_of(llm).model, "forward", fail)
+        patch.setattr(runner_of(llm).model, "forward_rows", fail)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
     errors = [output.outputs[0].error for output in outputs]
     assert all("StepMemoryError: The device ran out of memory" in error for error in errors)
