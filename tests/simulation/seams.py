@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from rollout_engine.process.waker import Waker
-from tests.simulation.scheduler import Scheduler
+from tests.simulation.scheduler import CARRIER_NAME, Scheduler
 from tests.simulation.threads import (
     FutureThreading,
     SimulatedPool,
@@ -54,11 +54,14 @@ def simulated(
 ) -> Iterator[None]:
     """Replace the real things of these names in all modules that are loaded, until the end of the block.
 
+    Only tasks see the replacements: engines of other tests may have threads of their own.
+
     `others`: (object, name, what stands there meanwhile).
     """
     places = [(module, name, REAL[name]) for module, name in _places() if name in replacements]
+    seen = {name: _ForTasks(replacement, REAL[name]) for name, replacement in replacements.items()}
     for module, name, _ in places:
-        setattr(module, name, replacements[name])
+        setattr(module, name, seen[name])
     for holder, name, value in others:
         places.append((holder, name, vars(holder)[name]))
         setattr(holder, name, value)
@@ -69,6 +72,22 @@ def simulated(
         concurrent.futures._base.threading = threading  # type: ignore[attr-defined]
         for module, name, before in places:
             setattr(module, name, before)
+
+
+class _ForTasks:
+    """Stands for a real thing where a task asks, and is the real one for every other thread."""
+
+    def __init__(self, replacement: Any, real: Any) -> None:
+        self._replacement, self._real = replacement, real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chosen(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._chosen()(*args, **kwargs)
+
+    def _chosen(self) -> Any:
+        return self._replacement if threading.current_thread().name == CARRIER_NAME else self._real
 
 
 def _places() -> list[tuple[Any, str]]:
