@@ -61,7 +61,7 @@ class UserCode:
             else:
                 _running[self.thread] = self._outer
             if self.message:
-                _raise_in(self.thread, None)  # the block may have returned before it was interrupted
+                _take_back(self.thread)  # the block may have returned before it was interrupted
 
 
 def running_on(threads: Iterable[int]) -> UserCode | None:
@@ -69,7 +69,20 @@ def running_on(threads: Iterable[int]) -> UserCode | None:
     return next((_running[thread] for thread in threads if thread in _running), None)
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Let a thread raise `kind` at its next instruction of Python; None: not any more."""
-    error = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Let a thread raise `kind` at its next instruction of Python, in place of what it was to raise there."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def _take_back(thread: int) -> None:
+    """Raise here, on this thread, what it was to raise.
+
+    CPython has a call for it, after which its evaluation loop looks for the exception for ever: in 3.11 a function that
+    is traced (`sys.settrace`: debuggers, coverage) then never begins.
+    """
+    try:
+        _raise_in(thread, StepDeadlineError)
+        for _ in range(1000):
+            pass
+    except StepDeadlineError:
+        pass

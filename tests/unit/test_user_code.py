@@ -1,7 +1,10 @@
 """Interrupts reach the user's code inside its block, and nothing outside it."""
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +82,17 @@ def test_interrupts_at_any_instant_are_raised_inside_the_block_or_not_at_all():
         thread.join()
     assert num_interrupted == 200 and num_outside == 0
     assert running_on([here]) is None
+
+
+TRACED = """
+import sys
+from tests.unit import test_user_code
+
+test_user_code.test_interrupts_at_any_instant_are_raised_inside_the_block_or_not_at_all()
+sys.settrace(lambda *_: None)
+(lambda: None)()
+"""
+
+
+def test_code_can_be_traced_after_interrupts():
+    subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=300, cwd=Path(__file__).parents[2])
