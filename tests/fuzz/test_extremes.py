@@ -77,6 +77,7 @@ CONFIG_EXTREMES = {
     "log_stats": [True, False],
     "otlp_traces_endpoint": ["", "grpc://nowhere", 7],
     "log_interval": [1e-9, 1e9, 0.0, math.nan],
+    "step_deadline": [None, 600.0, 1e12, math.inf, 0.0, math.nan],
     "tokenizer": ["/nowhere", ""],
 }
 NOT_FUZZED = {"model"}
