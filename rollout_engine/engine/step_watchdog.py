@@ -20,6 +20,8 @@ from rollout_engine.user_code import UserCode, running_on
 logger = logging.getLogger("rollout_engine")
 
 _LOOK_SECONDS = 0.2
+"""Between two looks at what is about to be late."""
+_RARE_SECONDS = 2.0
 _GRACE_SECONDS = 0.7
 """How long code that was interrupted may take to end."""
 _BRIEF_SECONDS = 0.5
@@ -56,10 +58,11 @@ class StepWatchdog:
 
     def _run(self) -> None:
         looked, computed = time.monotonic(), time.process_time()
-        while not self._over.wait(min(_LOOK_SECONDS, self.seconds / 4)):
+        interval = min(_LOOK_SECONDS, self.seconds / 4)
+        while not self._over.wait(interval):
             now, cpu = time.monotonic(), time.process_time()
-            pause = now - looked
-            if pause > 5 * _LOOK_SECONDS and cpu - computed < pause / 2:  # this process stood still, and the work in it
+            pause = now - looked - interval
+            if pause > 4 * _LOOK_SECONDS and cpu - computed < pause / 2:  # this process stood still, and the work in it
                 self._since, self._code_since = self._since + pause, self._code_since + pause
             looked, computed = now, cpu
             driver = self._driver()
@@ -67,6 +70,12 @@ class StepWatchdog:
                 return
             self._look(driver, now)
             del driver
+            interval = self._interval(now)
+
+    def _interval(self, now: float) -> float:
+        """Seconds until the next look: each takes a processor from the threads of a step, so most are far apart."""
+        left = self.seconds if self._work is None else self.seconds - (now - self._since)
+        return max(min(_LOOK_SECONDS, self.seconds / 4), min(_RARE_SECONDS, self.seconds / 4, left / 2))
 
     def _look(self, driver: EngineDriver, now: float) -> None:
         work = driver.work
