@@ -36,7 +36,7 @@ Rows = list[tuple[int, int, int]]
 
 
 class Replayed(msgspec.Struct):
-    """What a replay found."""
+    """Outcome of a replay: how its schedule compares with the recorded one."""
 
     num_steps: int = 0
     difference: str = ""

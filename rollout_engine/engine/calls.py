@@ -56,7 +56,7 @@ class Call:
         self.caller, self.start = caller, time.perf_counter()
         self.deadline = deadline if verb.timeout else None
         self.result: Any = None
-        """What the verb's function returned, of a call that waits for a later step."""
+        """Return value of the verb's function, kept while the call waits for a later step."""
 
     @property
     def is_late(self) -> bool:

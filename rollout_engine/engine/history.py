@@ -94,7 +94,7 @@ class RecordedCore(EngineCore):
         """The sequences of the last step, if it gave each of them a token."""
         self._begun = 0.0
         self._scheduled: tuple[Scheduled | None, ...] = ()
-        """What the call of `step` in progress has scheduled."""
+        """Sequences scheduled so far by the call of `step` in progress."""
 
     @property
     def config(self) -> CoreConfig:

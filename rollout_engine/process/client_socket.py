@@ -56,7 +56,7 @@ from sync.owner_process import OwnerProcess
 logger = logging.getLogger("rollout_engine")
 
 _LIMITS = Limits()
-"""What a client takes."""
+"""Largest messages that a client reads."""
 _CONNECT_SECONDS = 10.0
 _DISCONNECT_SECONDS = 5.0
 """How long zmq may take to notice the end of a connection, once the core's process is gone."""
@@ -82,7 +82,7 @@ class ClientSocket:
         self.owner = OwnerProcess()
         """The process in which this client's thread runs."""
         self.limits = Limits()
-        """What the core takes."""
+        """Largest messages that the core reads."""
         self._encoder, self._assembler = Encoder(), Assembler(Decoder[ToClient](ToClient), _LIMITS)
         self._outbox: deque[Any] = deque()
         self._calls = PendingCalls()

@@ -30,7 +30,7 @@ logger = logging.getLogger("rollout_engine")
 _MAX_REMEMBERED = 4096
 """Clients that left, whose last messages may still be on their way."""
 _LIMITS = Limits()
-"""What the core takes."""
+"""Largest messages that the core reads."""
 
 
 class Peer:

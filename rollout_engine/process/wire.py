@@ -162,7 +162,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     client_index: int
     ready: Ready
     limits: Limits = Limits()
-    """What the core takes."""
+    """Largest messages that the core reads."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", forbid_unknown_fields=True):
