@@ -32,5 +32,5 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     io: IoStats
     stuck: str = ""
-    """Name of the step, call or plug-in that has not ended within `EngineConfig.step_deadline` and cannot be interrupted.
-    Said by an engine in this process alone: a core in another one ends."""
+    """Name of the step, call or plug-in that has not ended within `EngineConfig.step_deadline` and cannot be
+    interrupted. Said by an engine in this process alone: a core in another one ends."""

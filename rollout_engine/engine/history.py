@@ -94,7 +94,7 @@ class RecordedCore(EngineCore):
         """The sequences of the last step, if it gave each of them a token."""
         self._begun = 0.0
         self._scheduled: tuple[Scheduled | None, ...] = ()
-        """Sequences scheduled so far by the call of `step` in progress."""
+        """Schedules that the call of `step` in progress has made; None for one that repeats the last."""
 
     @property
     def config(self) -> CoreConfig:
