@@ -33,6 +33,7 @@ from tests.faults.bystander import Bystander
 from tests.faults.clean import Leftovers, assert_clean
 from tests.faults.deaths import OPTIONS, TrainerDeaths, kill_core, kill_parent
 from tests.faults.garbage import client_messages, mutants, restore, throw_mutants
+from tests.faults.honest_load import honest_load
 from tests.faults.peers import RawCore
 from tests.faults.schedules import Schedule, make_menu
 from tests.faults.updates import UpdatesUnderLoad, spelling
@@ -248,6 +249,12 @@ def attacks(checkpoint: Path, seconds: float, count: int) -> Figure:
         return asyncio.run(run())
 
 
+def honest(_: Path, seconds: float, count: int) -> Figure:
+    """The heaviest honest load, for `count` seconds: no watchdog may speak."""
+    with tempfile.TemporaryDirectory() as directory:
+        return honest_load(Path(directory), min(seconds, count))
+
+
 TRANSPORTS = ["shm", "store", "gloo"]
 PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "engines": (engines, 200),
@@ -256,6 +263,7 @@ PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "simulations": (simulations, 100_000),
     "updates": (updates, 1000),
     "aborts": (aborts, 100_000),
+    "honest": (honest, 600),
     "attacks": (attacks, 1_000_000),
     "frames": (frames, 1_000_000),
     "nonsense": (nonsense, 5000),
