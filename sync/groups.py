@@ -164,6 +164,9 @@ class WeightGroup:
 _BROKEN = object()
 _POLL_SECONDS = 0.005
 _FORMING: set[WeightGroup] = set()
+_OPENING_STORE = threading.Lock()
+"""Held from a look at a store's file to its opening: a thread that has locked the file for a look could not let go of it
+while another one waits for it in torch, which holds the interpreter."""
 _EXIT_SECONDS = 30.0
 """How long an ending process waits for connects under way. One that takes longer will not return."""
 
@@ -210,15 +213,16 @@ def _file_store(path: str, config: GroupConfig) -> Store:
     """Connect, once nobody else keeps the file locked: torch would wait for that without an end, and hold the
     interpreter meanwhile. Raises `TransferTimeout`, and `OSError` for a file that is not this user's own."""
     deadline = time.monotonic() + config.timeout
-    is_free = False
-    while not is_free:
-        with contextlib.suppress(FileExistsError), opened_file(path, os.O_RDWR | os.O_CREAT) as file:
-            is_free = try_lock(file)
-        if not is_free:
-            if time.monotonic() > deadline:
-                raise TransferTimeout(f"another process keeps {path} locked")
-            time.sleep(_POLL_SECONDS)
-    return c10d.FileStore(path, config.world_size)
+    while True:
+        with _OPENING_STORE:
+            is_free = False
+            with contextlib.suppress(FileExistsError), opened_file(path, os.O_RDWR | os.O_CREAT) as file:
+                is_free = try_lock(file)
+            if is_free:
+                return c10d.FileStore(path, config.world_size)
+        if time.monotonic() > deadline:
+            raise TransferTimeout(f"another process keeps {path} locked")
+        time.sleep(_POLL_SECONDS)
 
 
 def _tcp_store(host: str, port: int, config: GroupConfig, timeout: timedelta) -> Store:

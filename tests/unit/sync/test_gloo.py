@@ -176,7 +176,8 @@ def test_closing_a_receiver_does_not_wait_for_its_step(ends):
 
 def test_a_process_may_end_while_groups_form(tmp_path):
     script = """
-import sync, sys
+import sync, sync.groups, sys
+sync.groups._EXIT_SECONDS = 5.0
 ends = []
 for i in range(20):
     place = dict(rendezvous=f"file://{sys.argv[1]}/{i}", world_size=2, timeout=600.0)
