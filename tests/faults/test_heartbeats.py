@@ -70,6 +70,7 @@ def test_a_process_beats_while_its_interpreter_is_held_until_it_is_stopped_and_e
                 reader.close()
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_a_call_into_c_that_holds_the_interpreter_looks_like_no_death_before_the_deadline(checkpoint, post_mortems):
     async def run(engine):
