@@ -93,8 +93,8 @@ def requests(address: str, count: int) -> None:
             )
             client.add_request(request)
             if i % _NUM_OPEN == 0:
-                client.call("check_health", {}).result(60)
-        client.call("check_health", {}).result(60)
+                client.call("check_integrity", {}).result(60)
+        client.call("check_integrity", {}).result(60)
         assert listener.num_ended == count, f"{listener.num_ended} of {count} requests were refused"
 
 
@@ -118,7 +118,7 @@ def aborts(address: str, count: int) -> None:
     with connected(address) as client:
         for i in range(count):
             client.abort([i])
-        client.call("check_health", {}).result(600)
+        client.call("check_integrity", {}).result(600)
 
 
 def frames(address: str, count: int) -> None:
