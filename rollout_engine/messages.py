@@ -45,6 +45,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts share KV only with prompts of the same salt."""
     bad_words: list[list[int]] = []
     """`params.bad_words` as token ids, every spelling of each."""
+    output_token_ids: list[int] = []
+    """Tokens that the only sample has already, from an engine that is gone: it goes on behind them as if it had sampled
+    them here. They are not returned again. Only with `params.n` == 1 and without `prompt_logprobs`."""
 
 
 class SequenceEnd(msgspec.Struct):

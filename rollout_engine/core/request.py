@@ -24,6 +24,8 @@ class Request:
         self.forked = False
         """The prompt was computed and every sequence has its own block table."""
         self.num_live = source.params.n
+        prompt, output = source.prompt_token_ids, source.output_token_ids
+        token_ids = prompt + output if output else prompt
         self.sequences = [
             Sequence(
                 request=self,
@@ -32,7 +34,7 @@ class Request:
                 seed=child_seed(source.seed, index),
                 num_prompt_tokens=len(source.prompt_token_ids),
                 max_num_tokens=len(source.prompt_token_ids) + source.max_tokens,
-                token_ids=source.prompt_token_ids,
+                token_ids=token_ids,
             )
             for index in range(source.params.n)
         ]

@@ -28,8 +28,23 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     if min(request.eos_token_ids, default=0) < 0:  # those past the vocabulary are never drawn
         raise RequestError.for_field("eos_token_ids", request.eos_token_ids, "token ids >= 0")
     _check_bad_words(request.bad_words, config.vocab_size)
+    _check_output(request, config.vocab_size)
     _check_length(request, config)
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
+
+
+def _check_output(request: EngineCoreRequest, vocab_size: int) -> None:
+    if not request.output_token_ids:
+        return
+    _check_tokens("output_token_ids", request.output_token_ids, vocab_size)
+    if request.params.n != 1:
+        raise RequestError.for_field("n", request.params.n, "1 with output_token_ids")
+    if request.params.prompt_logprobs is not None:
+        raise RequestError.for_field("prompt_logprobs", request.params.prompt_logprobs, "None with output_token_ids")
+    num_output_tokens = len(request.output_token_ids)
+    if num_output_tokens >= request.max_tokens:
+        bound = f"fewer than max_tokens={request.max_tokens}"
+        raise RequestError.for_field("output_token_ids", f"{num_output_tokens} tokens", bound)
 
 
 def _check_bad_words(words: list[list[int]], vocab_size: int) -> None:

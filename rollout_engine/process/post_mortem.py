@@ -191,7 +191,7 @@ def _lines(core: RecordedCore, reason: str, traceback: str) -> Iterator[Line]:
         at = round(_time_of(entry) - start, 6)
         match entry:
             case Added(_, request):
-                yield AddLine(at, _request(request, request.max_tokens, core.config.block_size))
+                yield AddLine(at, _request(request, _room(request), core.config.block_size))
             case Called(_, name, arguments, is_verb):
                 yield CallLine(at, name, list(arguments), is_verb)
             case _:
@@ -221,19 +221,25 @@ def _step_line(at: float, scheduled: Scheduled | None, last: StepLine) -> StepLi
 def _live_requests(live: Live, block_size: int) -> Iterator[Request]:
     source = live.request
     if not live.is_forked:
-        yield _request(source, source.max_tokens, block_size)
+        yield _request(source, _room(source), block_size)
         return
     for sequence_id, num_tokens, max_num_tokens in live.sequences:
         one = _request(source, max_num_tokens - num_tokens, block_size)
         yield msgspec.structs.replace(one, id=sequence_id, n=1, num_tokens=num_tokens, scores_prompt=False)
 
 
+def _room(request: EngineCoreRequest) -> int:
+    """Tokens that a sample of a new request may still get."""
+    return request.max_tokens - len(request.output_token_ids)
+
+
 def _request(source: EngineCoreRequest, max_tokens: int, block_size: int) -> Request:
+    token_ids = source.prompt_token_ids + source.output_token_ids
     return Request(
         id=source.first_sequence_id,
         n=source.params.n,
-        blocks=_blocks(source.prompt_token_ids, block_size),
-        num_tokens=len(source.prompt_token_ids),
+        blocks=_blocks(token_ids, block_size),
+        num_tokens=len(token_ids),
         max_tokens=max_tokens,
         priority=source.priority,
         salt=_digest(source.cache_salt.encode()).hexdigest() if source.cache_salt else "",

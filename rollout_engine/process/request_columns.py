@@ -1,6 +1,7 @@
 """Long lists of a request as arrays beside it, so that their length costs no time in decoding: both ways in one file.
 
-Only the lists that a request may have by the thousand: its prompt, `allowed_token_ids` and `bad_words`.
+Only the lists that a request may have by the thousand: its prompt, the tokens it has already, `allowed_token_ids` and
+`bad_words`.
 """
 
 from itertools import accumulate, pairwise
@@ -13,16 +14,19 @@ from rollout_engine.process.wire import AddRequest, Limits, MessageTooLongError,
 
 _LONG = 4096
 """Shorter lists stay in the request."""
-_PROMPT, _ALLOWED, _WORDS, _WORD_LENGTHS = "prompt_token_ids", "allowed_token_ids", "bad_words", "bad_word_lengths"
+_PROMPT, _OUTPUT, _ALLOWED = "prompt_token_ids", "output_token_ids", "allowed_token_ids"
+_WORDS, _WORD_LENGTHS = "bad_words", "bad_word_lengths"
 
 
 def with_columns(request: EngineCoreRequest) -> AddRequest:
     """Make the message that adds a request. Raises `OverflowError` for token ids of more than 32 bits."""
     columns: dict[str, np.ndarray] = {}
     params, prompt, words = request.params, request.prompt_token_ids, request.bad_words
-    allowed = params.allowed_token_ids
+    allowed, output = params.allowed_token_ids, request.output_token_ids
     if len(prompt) > _LONG:
         columns[_PROMPT], prompt = np.array(prompt, np.int32), []
+    if len(output) > _LONG:
+        columns[_OUTPUT], output = np.array(output, np.int32), []
     if allowed is not None and len(allowed) > _LONG:
         columns[_ALLOWED], allowed = np.array(allowed, np.int32), []
     if sum(map(len, words)) > _LONG:
@@ -31,7 +35,8 @@ def with_columns(request: EngineCoreRequest) -> AddRequest:
         words = []
     if params.bad_words or columns:  # the core reads the words' token ids
         params = msgspec.structs.replace(params, bad_words=None, allowed_token_ids=allowed)
-        request = msgspec.structs.replace(request, params=params, prompt_token_ids=prompt, bad_words=words)
+        lists = dict(prompt_token_ids=prompt, output_token_ids=output, bad_words=words)
+        request = msgspec.structs.replace(request, params=params, **lists)
     return AddRequest(request, columns)
 
 
@@ -41,18 +46,22 @@ def request_of(message: AddRequest) -> EngineCoreRequest:
     if not columns:
         return request
     params, prompt, words = request.params, request.prompt_token_ids, request.bad_words
+    output = request.output_token_ids
     for name, column in columns.items():
         if column.dtype != np.int32 or column.ndim != 1:
             raise WireError(f"column {name:.40}: expected int32 of one dimension, came {column.dtype} {column.shape}")
     if _PROMPT in columns:
         prompt = columns.pop(_PROMPT).tolist()
+    if _OUTPUT in columns:
+        output = columns.pop(_OUTPUT).tolist()
     if _ALLOWED in columns:
         params = msgspec.structs.replace(params, allowed_token_ids=columns.pop(_ALLOWED).tolist())
     if _WORDS in columns and _WORD_LENGTHS in columns:
         words = _divided(columns.pop(_WORDS).tolist(), columns.pop(_WORD_LENGTHS).tolist())
     if columns:
         raise WireError(f"unknown columns: {', '.join(columns):.80}")
-    return msgspec.structs.replace(request, params=params, prompt_token_ids=prompt, bad_words=words)
+    lists = dict(prompt_token_ids=prompt, output_token_ids=output, bad_words=words)
+    return msgspec.structs.replace(request, params=params, **lists)
 
 
 def check_answer(message: AddRequest, limits: Limits) -> None:
