@@ -165,8 +165,8 @@ _BROKEN = object()
 _POLL_SECONDS = 0.005
 _FORMING: set[WeightGroup] = set()
 _OPENING_STORE = threading.Lock()
-"""Held from a look at a store's file to its opening: a thread that has locked the file for a look could not let go of it
-while another one waits for it in torch, which holds the interpreter."""
+"""Held from a look at a store's file to its opening: a thread that has locked the file for a look could not let go of
+it while another one waits for it in torch, which holds the interpreter."""
 _EXIT_SECONDS = 30.0
 """How long an ending process waits for connects under way. One that takes longer will not return."""
 
