@@ -2,7 +2,7 @@
 
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
-python tests/benchmarks/run.py costs updates memory startup host attention training   ours alone
+python tests/benchmarks/run.py costs updates memory startup host balancer attention training   ours alone
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -19,6 +19,7 @@ from typing import Any
 
 import arrivals
 import attention
+import balancer
 import costs
 import host
 import memory
@@ -128,6 +129,11 @@ def measure_host(run: Run) -> None:
         run.keep(f"host, {num_requests} requests", lambda n=num_requests: host.measure(n, run.rounds))
 
 
+def measure_balancer(run: Run) -> None:
+    for num_replicas in (10, 1000):
+        run.keep(f"balancer, {num_replicas} replicas", lambda n=num_replicas: balancer.measure(n, run.rounds))
+
+
 def measure_attention(run: Run) -> None:
     run.keep("attention, decoding", lambda: attention.measure(run.rounds, 1 << 30))
 
@@ -170,6 +176,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "memory": measure_memory,
     "startup": measure_startup,
     "host": measure_host,
+    "balancer": measure_balancer,
     "attention": measure_attention,
     "training": measure_training,
     "own_process": measure_own_process,
