@@ -68,6 +68,17 @@ def test_the_sessions_and_prefixes_used_last_are_remembered(monkeypatch):
     balancer.check_integrity()
 
 
+def test_a_session_that_moved_counts_as_used_last(monkeypatch):
+    monkeypatch.setattr(strategies, "_MAX_HOMES", 2)
+    balancer = make(3, "requests")
+    lost, home = send(balancer, (), session_id="a"), send(balancer, (), session_id="b")
+    balancer.remove(lost)
+    new_home = send(balancer, (), session_id="a", excluding={home})
+    send(balancer, (), session_id="c")
+    assert balancer.choose(session_id="a") == new_home
+    assert balancer.stats.decisions == {"requests": 4, "session": 1}
+
+
 def test_round_robin_gives_each_replica_its_turn():
     balancer = make(4, "round-robin")
     assert [balancer.choose() for _ in range(6)] == [0, 1, 2, 3, 0, 1]
