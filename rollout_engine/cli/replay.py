@@ -12,16 +12,7 @@ from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError
 from rollout_engine.core.step import Step
 from rollout_engine.errors import RolloutEngineError
 from rollout_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
-from rollout_engine.process.post_mortem import (
-    AddLine,
-    CallLine,
-    EndLine,
-    Header,
-    Line,
-    LiveLine,
-    Request,
-    StepLine,
-)
+from rollout_engine.process import post_mortem
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 
@@ -45,22 +36,22 @@ class Replayed(msgspec.Struct):
     """How the scheduler, its invariants or the KV blocks failed."""
 
 
-def replay(lines: list[Line]) -> Replayed:
+def replay(lines: list[post_mortem.Line]) -> Replayed:
     """Replay a file until its end or the first failure. Schedules are compared where the file begins with the core."""
     header, *rest = lines
-    assert isinstance(header, Header), "checked when it was read"
+    assert isinstance(header, post_mortem.Header), "checked when it was read"
     found, core = Replayed(), _Core(header, rest)
-    expected: list[StepLine] = []
+    expected: list[post_mortem.StepLine] = []
     for line in rest:
         try:
             match line:
-                case LiveLine(request) | AddLine(_, request):
+                case post_mortem.LiveLine(request) | post_mortem.AddLine(_, request):
                     core.add_request(_source(request, header.config["vocab_size"], header.config["block_size"]))
-                case CallLine(_, name, arguments, False):
+                case post_mortem.CallLine(_, name, arguments, False):
                     _call(core, name, arguments)
-                case StepLine():
+                case post_mortem.StepLine():
                     expected.append(line)
-                case EndLine(_, _, ended):
+                case post_mortem.EndLine(_, _, ended):
                     found.num_steps += 1
                     core.step()
                     core.check_integrity()
@@ -92,7 +83,7 @@ class _Executor(FakeExecutor):
 class _Core(EngineCore):
     """A core over the fake model, in which sequences end where they did, and steps fail that did."""
 
-    def __init__(self, header: Header, lines: list[Line]) -> None:
+    def __init__(self, header: post_mortem.Header, lines: list[post_mortem.Line]) -> None:
         config = CoreConfig(**header.config)
         self.scheduled: list[Rows] = []
         self.executor = _Executor(
@@ -118,34 +109,34 @@ def _call(core: EngineCore, name: str, arguments: list[Any]) -> None:
         pass  # it was refused then, too
 
 
-def _scripts(lines: list[Line], stop_id: int) -> dict[int, list[int]]:
+def _scripts(lines: list[post_mortem.Line], stop_id: int) -> dict[int, list[int]]:
     """Tokens of the sequences that ended at a stop token: any, of each sequence its own, and then that one."""
     gained: Counter[int] = Counter()
     scripts: dict[int, list[int]] = {}
     for line in lines:
-        if isinstance(line, StepLine):
+        if isinstance(line, post_mortem.StepLine):
             gained.update(line.samples)
-        elif isinstance(line, EndLine):
+        elif isinstance(line, post_mortem.EndLine):
             for sequence_id in (sequence_id for sequence_id, reason in line.ended if reason == "stop"):
                 before = range(gained[sequence_id] - 1)
                 scripts[sequence_id] = [mix(sequence_id, i) % stop_id for i in before] + [stop_id]
     return scripts
 
 
-def _failed_steps(lines: list[Line]) -> set[int]:
+def _failed_steps(lines: list[post_mortem.Line]) -> set[int]:
     """Numbers, counted from the first step of the file, of steps whose sequences all ended by an error."""
-    steps = [line for line in lines if isinstance(line, StepLine | EndLine)]
-    first = next((line.step for line in steps if isinstance(line, StepLine)), 0)
+    steps = [line for line in lines if isinstance(line, post_mortem.StepLine | post_mortem.EndLine)]
+    first = next((line.step for line in steps if isinstance(line, post_mortem.StepLine)), 0)
     failed = set()
     for line, after in zip(steps, steps[1:], strict=False):
-        if isinstance(line, StepLine) and isinstance(after, EndLine) and line.rows:
+        if isinstance(line, post_mortem.StepLine) and isinstance(after, post_mortem.EndLine) and line.rows:
             errors = {sequence_id for sequence_id, reason in after.ended if reason == "error"}
             if errors >= {row[0] for row in line.rows}:
                 failed.add(line.step - first)
     return failed
 
 
-def _source(request: Request, vocab_size: int, block_size: int) -> EngineCoreRequest:
+def _source(request: post_mortem.Request, vocab_size: int, block_size: int) -> EngineCoreRequest:
     """A request with as many tokens as the recorded one, equal where its beginning was equal to another's."""
     blocks, num_tokens = request.blocks, request.num_tokens
     num_known = min(num_tokens, block_size * len(blocks))
@@ -162,7 +153,7 @@ def _source(request: Request, vocab_size: int, block_size: int) -> EngineCoreReq
     )
 
 
-def _difference(expected: list[StepLine], found: list[Rows]) -> str:
+def _difference(expected: list[post_mortem.StepLine], found: list[Rows]) -> str:
     recorded = [line.rows for line in expected]
     if recorded == found:
         return ""

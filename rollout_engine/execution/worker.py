@@ -100,7 +100,7 @@ class Worker:
         }
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        return self.runner.model.watch_layers(watcher)
+        return self.runner.model.layer_watch.watch(watcher)
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         """Result of `fn(module)`, which may read weights but not write them.

@@ -1,6 +1,6 @@
 """One forward of a Hugging Face causal LM over paged KV on the CPU: chunks in, logits of chosen rows out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from rollout_engine.model.sampling.logit_rows import LogitRows
 class CpuModel:
     """A module built with `ATTENTION_NAME`, and its KV pool.
 
-    `compiled`: its layers run as one C++ call instead of as modules; `decoder_trial` must have allowed it.
+    `compiled`: its layers run as one C++ call instead of as modules, unless `layer_watch` has watchers; `decoder_trial`
+    must have allowed it.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class CpuModel:
         self.module = module
         self.kv = CpuKVPool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.decoder = CpuDecoder(module, geometry, self.kv.layers) if compiled else None
-        self._watch = LayerWatch(module, len(geometry))
+        self.layer_watch = LayerWatch(module, len(geometry))
 
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
         """Compute `chunks`, writing their KV; return logits [len(logit_rows), V] of these rows of the flat batch."""
@@ -48,16 +49,9 @@ class CpuModel:
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows = torch.from_numpy(np.asarray(logit_rows, np.int64))
         with self.kv.step(batch) as step:
-            if self.decoder is not None and not self._watch.num_watchers:
+            if self.decoder is not None and not self.layer_watch.num_watchers:
                 return self.decoder.forward(token_ids, positions, step.plan, rows)
             out = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
             )
         return LogitRows.of(out.logits[0])
-
-    def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        """Call `watcher(layer, hidden)` with every decoder layer's output [T, H]; returns a function that stops it.
-
-        Meanwhile compiled layers run as modules.
-        """
-        return self._watch.watch(watcher)

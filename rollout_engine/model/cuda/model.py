@@ -1,6 +1,6 @@
 """One forward of a Hugging Face causal LM over paged KV on a device: a flat batch in, logits of chosen rows out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ from rollout_engine.model.sampling.logit_rows import LogitRows
 class CudaModel:
     """A module built with `ATTENTION_NAME`, on a device, and its KV pool.
 
-    `fused`: its layers run by our kernels, not as modules; raises `UnsupportedStructure` where they cannot.
-    `deterministic`: a row's bits do not depend on its batch, which only fused layers can keep. `compiled`: runs in
-    place of the module.
+    `fused`: its layers run by our kernels, not as modules, unless `layer_watch` has watchers; raises
+    `UnsupportedStructure` where they cannot. `deterministic`: a row's bits do not depend on its batch, which only fused
+    layers can keep. `compiled`: runs in place of the module.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CudaModel:
             parts = parts_of(module, list(geometry), limits.context)
             self.decoder = CudaDecoder(parts, self.attention, deterministic=deterministic)
         self._compiled = compiled
-        self._watch = LayerWatch(module, len(geometry))
+        self.layer_watch = LayerWatch(module, len(geometry))
 
     def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> Tensor:
         """Compute `batch`, writing its KV; returns logits [len(rows), V] of rows int64. `pool` replaces `kv`."""
@@ -65,7 +65,7 @@ class CudaModel:
             assert self.decoder is not None
             return self.decoder.forward(batch, rows, pool)
         module = self.module
-        if self._compiled is not None and not self._watch.num_watchers:
+        if self._compiled is not None and not self.layer_watch.num_watchers:
             module = self._compiled.module
         with attending(ModuleStep(pool, self.attention, batch)):
             out = module(
@@ -79,8 +79,4 @@ class CudaModel:
     @property
     def runs_fused(self) -> bool:
         """Whether the next forward runs by `decoder`, whose layers cannot be watched."""
-        return self.decoder is not None and not self._watch.num_watchers
-
-    def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        """Call `watcher(layer, hidden)` with every decoder layer's output [T, H]; returns a function that stops it."""
-        return self._watch.watch(watcher)
+        return self.decoder is not None and not self.layer_watch.num_watchers

@@ -195,7 +195,7 @@ class TestEngine:
         (llm, _), seen = engines_of, []
         ours, theirs = (each.score([[7, 8, 9]], [[11, 12]])[0] for each in engines_of)
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=2e-4, rtol=0)
-        stop = runner_of(llm).model.watch_layers(lambda layer, hidden: seen.append((layer, len(hidden))))
+        stop = runner_of(llm).model.layer_watch.watch(lambda layer, hidden: seen.append((layer, len(hidden))))
         run(llm, GREEDY, [[7, 8, 9]])
         stop()
         assert seen[:2] == [(0, 3), (1, 3)] and len(seen) == 2 * GREEDY.max_tokens
