@@ -45,18 +45,22 @@ class EngineLock:
     ) -> None:
         self.release()
 
-    def acquire(self) -> bool:
-        """Wait for it. Raises `LifecycleError` in a forked child."""
+    def acquire(self, timeout: float = -1) -> bool:
+        """Wait for it, `timeout` seconds at most (-1: for ever), and return whether it is taken.
+
+        Raises `LifecycleError` in a forked child.
+        """
         self.require_usable()
-        hold = self._hold()
+        hold, is_taken = self._hold(), False
         hold.__enter__()
         try:
-            self._lock.acquire()
-        except BaseException:  # a signal that came twice
-            hold.__exit__(None, None, None)
-            raise
-        self._holds.append(hold)
-        return True
+            is_taken = bool(self._lock.acquire(timeout=timeout))
+        finally:
+            if not is_taken:  # too late, or a signal came twice
+                hold.__exit__(None, None, None)
+        if is_taken:
+            self._holds.append(hold)
+        return is_taken
 
     def release(self) -> None:
         """Give it back. Raises what the handler of a held signal raises."""

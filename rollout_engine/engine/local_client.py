@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,8 +29,8 @@ from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
 
-_PAUSED_SECONDS = 0.05
-"""How long a turn waits while paused: a change ends it at once, an interrupt within this."""
+_LOOK_SECONDS = 0.05
+"""How often a turn looks for news while paused, which a change ends at once, or while other threads compute."""
 _OWN_THREAD_SECONDS = 0.005
 """How often an update looks whether requests have finished that the client's own thread computes."""
 
@@ -116,7 +117,7 @@ class LocalClient:
         seconds = verb.seconds(arguments)
         deadline = None if seconds is None else time.monotonic() + seconds
         turned = verb.takes_steps and self._thread is None
-        call = Call(verb, arguments, _TurnedFuture(self._turn) if turned else None, deadline=deadline)
+        call = Call(verb, arguments, _TurnedFuture(self.turn) if turned else None, deadline=deadline)
         if seconds is None or turned:
             try:
                 with held():  # no interrupt comes between a verb and its result
@@ -139,7 +140,7 @@ class LocalClient:
         return steps.carry_out(lambda: update_from_source(executor.updater, source, steps, options, version, check))
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
-        """Compute a step on this thread, unless `has_news()` by the time it is this thread's turn.
+        """Compute a step on this thread, unless `has_news()` before it is this thread's turn.
 
         While paused or asleep it computes nothing and waits a moment. False: the client's own thread computes. Raises
         `DirtyWeightsError` for requests that cannot go on before a complete weight update.
@@ -148,13 +149,18 @@ class LocalClient:
         driver.lock.require_usable()
         if self._thread is not None:
             return False
-        driver.wait_for_change(lambda: lifecycle.can_step or driver.can_progress() or has_news(), _PAUSED_SECONDS)
+        driver.wait_for_change(lambda: lifecycle.can_step or driver.can_progress() or has_news(), _LOOK_SECONDS)
         driver.give_way()
-        with driver.lock:
+        while not driver.lock.acquire(_LOOK_SECONDS):
+            if has_news():
+                return True
+        try:
             if not has_news():
                 self.require_usable()
                 driver.require_step()
                 driver.step()
+        finally:
+            driver.lock.release()
         return True
 
     def require_usable(self) -> None:
@@ -227,12 +233,19 @@ def _keep_waiting(reason: str) -> None:
 class _TurnedFuture(CallFuture):
     """A future that comes with later steps, which whoever waits for it computes."""
 
-    def __init__(self, turn: Callable[[], None]) -> None:
+    def __init__(self, turn: Callable[[Callable[[], bool]], object]) -> None:
         super().__init__()
         self._turn = turn
 
     def result(self, timeout: float | None = None) -> Any:
-        """Compute steps until the result is there. `timeout` is not looked at: the call has a deadline of its own."""
-        while not self.done():
-            self._turn()
-        return super().result()
+        """Compute steps until the result is there.
+
+        Raises `TimeoutError` where it is not after `timeout` seconds, unless this thread computes a step by then.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._is_over(deadline):
+            self._turn(lambda: self._is_over(deadline))
+        return super().result(0)
+
+    def _is_over(self, deadline: float) -> bool:
+        return self.done() or time.monotonic() >= deadline

@@ -126,6 +126,22 @@ def test_draining_in_too_little_time_is_a_timeout_and_the_requests_go_on(engine,
     assert len(drain(engine)[-1].outputs[0].token_ids) == 60
 
 
+def test_a_deadline_is_kept_while_another_thread_computes_a_step(engine, drain):
+    engine.add_request("a", "hello", LONG)
+    call = engine.frontend.client.call("wait_for_requests_to_drain", {"drain_timeout": 300.0})
+    begun, gate = threading.Event(), threading.Event()
+    engine.executor.before_step = lambda: (begun.set(), gate.wait(60))
+    thread, outcome = run_in_thread(engine.step)
+    begun.wait()
+    with pytest.raises(TimeoutError):
+        call.result(0.1)
+    assert not outcome
+    call.cancel()
+    gate.set()
+    thread.join()
+    drain(engine)
+
+
 def test_draining_frozen_requests_is_refused_at_once(engine):
     engine.add_request("a", "hello", LONG)
     engine.pause_generation(mode="keep")
