@@ -4,8 +4,8 @@
              wait_ready         <── Ready | Failure ──
              the socket stays open; the system closes it when either process ends
 
-Every engine has a directory with a random name, mode 0700. It holds the zmq socket and a file that the core keeps
-locked, so that directories of live engines can be told from those that killed ones have left.
+The parent makes the directory in which the core lives, and the child keeps it locked
+(`rollout_engine.process.core_directory`).
 """
 
 import hashlib
@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -27,23 +26,15 @@ import msgspec
 from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.process.core_directory import PREFIX, SHARED_MEMORY, lock_directory, sweep_stale_directories
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.post_mortem import keep_stacks
 from rollout_engine.process.wire import PROTOCOL, Failure, Ready
-from sync.own_files import open_file
 from sync.owner_process import OwnerProcess
-from sync.shared_files import check_private, lock, try_lock
 
 logger = logging.getLogger("rollout_engine")
 
 CORE_MODULE = "rollout_engine.process.core_main"
-SHARED_MEMORY = "/dev/shm"
-"""File system in memory, through which weights are sent if they fit."""
-_PREFIX = "rollout-engine-"
-_STALE_SECONDS = 60.0
-"""A directory younger than this is kept: its lock may not be taken yet."""
-_STARTING_SECONDS = 1800.0
-"""A directory without a lock file is kept for this long: on a busy machine, imports take long."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_ADDRESS_BYTES = 100
 """Length of a unix socket's address, less than the system's limit."""
@@ -142,11 +133,11 @@ class CoreProcess:
         """Start the process; it loads the model while the caller goes on. Raises `ConfigError`."""
         _refuse_cores_of_cores()
         require(CORE_DESCRIPTORS, "An engine in a process of its own")
-        sweep_stale_directories()
+        sweep_stale_directories(tempfile.gettempdir())
         sweep_stale_directories(SHARED_MEMORY)
         config = _named_elsewhere(config)
         self._config, self._owner = config, OwnerProcess()
-        self.directory = tempfile.mkdtemp(prefix=_PREFIX)
+        self.directory = tempfile.mkdtemp(prefix=PREFIX)
         if len(address_in(self.directory)) > _MAX_ADDRESS_BYTES:
             os.rmdir(self.directory)
             raise ConfigError(f"TMPDIR is too long for a unix socket: {self.directory}. Set a shorter one.")
@@ -159,16 +150,16 @@ class CoreProcess:
             import_path=import_path(),
         )
         ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor, parent = str(theirs.fileno()), str(os.getpid())
-            command = [sys.executable, "-P", "-m", CORE_MODULE, descriptor, self.directory, parent]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C is the parent's to handle
-            )
+        locked = lock_directory(self.directory)
+        try:
+            self._process = _start(theirs.fileno(), locked, self.directory)
+        except BaseException:
+            ours.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+        finally:
+            theirs.close()
+            os.close(locked)  # the core has a copy
         self.lifeline = Lifeline(ours)
         try:
             self.lifeline.write(settings)
@@ -231,6 +222,18 @@ class CoreProcess:
         return self._process.returncode
 
 
+def _start(lifeline: int, locked: int, directory: str) -> "subprocess.Popen[bytes]":
+    """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file."""
+    numbers = [str(lifeline), str(locked)]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", CORE_MODULE, *numbers, directory, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[lifeline, locked],
+        env=_environment(),
+        start_new_session=True,  # Ctrl-C is the parent's to handle
+    )
+
+
 def _refuse_cores_of_cores() -> None:
     """Raise `ConfigError` in a core's process: importing the program for one of its classes must start no core."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -246,40 +249,6 @@ def _named_elsewhere(config: EngineConfig) -> EngineConfig:
     fields = ("logits_processors", "worker_extensions")
     names = {field: tuple(name_elsewhere(name, field) for name in getattr(config, field)) for field in fields}
     return msgspec.structs.replace(config, **names)
-
-
-def lock_directory(directory: str | Path) -> int:
-    """Mark a directory as in use until this process ends. Returns the descriptor that holds the lock.
-
-    Raises `OSError` unless it is this user's alone.
-    """
-    check_private(Path(directory))
-    descriptor = open_file(Path(directory) / "lock", os.O_RDWR | os.O_CREAT)
-    lock(descriptor)
-    return descriptor
-
-
-def sweep_stale_directories(parent: str | None = None) -> None:
-    """Remove the directories of engines that were killed together with their parents."""
-    for path in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            status = path.lstat()
-            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if is_ours and _is_abandoned(path, time.time() - status.st_mtime):
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            continue  # another process is removing it
-
-
-def _is_abandoned(directory: Path, age: float) -> bool:
-    try:
-        descriptor = open_file(directory / "lock", os.O_RDWR)
-    except FileNotFoundError:
-        return age > _STARTING_SECONDS
-    try:
-        return try_lock(descriptor) and age > _STALE_SECONDS
-    finally:
-        os.close(descriptor)
 
 
 def _environment() -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""The core's process: ``python -m rollout_engine.process.core_main DESCRIPTOR DIRECTORY PARENT``.
+"""The core's process: ``python -m rollout_engine.process.core_main LIFELINE LOCKED DIRECTORY PARENT``.
 
-DESCRIPTOR is the child's end of the lifeline (`rollout_engine.process.core_launcher`), DIRECTORY the engine's, and
-PARENT the process id of who has started it.
+LIFELINE and LOCKED are descriptors, of the child's end of the lifeline and of the locked file in the engine's DIRECTORY
+(`rollout_engine.process.core_launcher`). PARENT is the process id of who has started it.
 """
 
 import gc
@@ -22,7 +22,7 @@ from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.errors import RetryableError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.process import descriptors
-from rollout_engine.process.core_launcher import CoreSettings, Lifeline, config_digest, lock_directory
+from rollout_engine.process.core_launcher import CoreSettings, Lifeline, config_digest
 from rollout_engine.process.core_proc import EngineCoreProc, sendable_failure
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.end_signals import end_on_signals
@@ -46,7 +46,6 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     settings = lifeline.read(CoreSettings, timeout=60)
     assert isinstance(settings, CoreSettings), "decoded as that type"
     logging.basicConfig(level=settings.log_level, format=f"core {os.getpid()}: %(message)s")
-    lock_directory(directory)
     catch_crashes(directory)
     pulse = Pulse(directory, lifeline.socket)
     descriptors.raise_limit()
@@ -127,7 +126,8 @@ def _leave(directory: str, status: int) -> NoReturn:
 
 def main() -> None:
     """Serve as a core's process; only `CoreProcess` starts one."""
-    descriptor, directory, parent = sys.argv[1:]
+    descriptor, locked, directory, parent = sys.argv[1:]
+    os.set_inheritable(int(locked), False)  # it stays open, and locked, as long as this process lives
     lifeline = Lifeline(socket.socket(fileno=int(descriptor)))
     watch = ParentWatch(lifeline.socket, int(parent), lambda: _leave(directory, 1))
     try:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from rollout_engine.errors import WeightUpdateError, unknown_name
-from rollout_engine.process.core_launcher import SHARED_MEMORY, lock_directory
+from rollout_engine.process.core_directory import SHARED_MEMORY, lock_directory
 from rollout_engine.weights.copy_kernels import kernel_writer
 from sync.base import Metadata, WeightReceiver, WeightSender
 from sync.manifest import TensorSpec

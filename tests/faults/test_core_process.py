@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from rollout_engine import AsyncLLM, ConfigError, EngineConfig, EngineDeadError, RetryableError, SamplingParams
-from rollout_engine.process.core_launcher import CoreProcess, lock_directory, sweep_stale_directories
+from rollout_engine.process.core_directory import lock_directory, sweep_stale_directories
+from rollout_engine.process.core_launcher import CoreProcess
 from tests.faults.deaths import ENDLESS, OPTIONS, kill_parent, wait_gone
 
 
@@ -135,7 +136,7 @@ def test_nobody_lives_in_an_empty_directory(tmp_path):
 
 
 def test_only_directories_of_dead_engines_are_swept(tmp_path):
-    ages = dict(dead=3600, live=3600, new=0, empty=3600, starting=600, other=3600)
+    ages = dict(dead=3600, live=3600, new=0, empty=3600, starting=0, other=3600)
     paths = {name: tmp_path / (name if name == "other" else f"rollout-engine-{name}") for name in ages}
     for path in paths.values():
         path.mkdir(mode=0o700)

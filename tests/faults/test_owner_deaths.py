@@ -3,12 +3,16 @@
 import os
 import signal
 import socket
+import subprocess
+import tempfile
 import threading
 import time
 
 import pytest
 
 from rollout_engine import EngineConfig
+from rollout_engine.process import core_launcher
+from rollout_engine.process.core_directory import sweep_stale_directories
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.parent_watch import ParentWatch
 from tests.faults.deaths import OPTIONS, wait_gone
@@ -76,3 +80,51 @@ def test_a_parent_watch_notices_either_sign_until_it_is_over(cause):
         if cause != "another process has it":
             theirs.close()
         assert dead.wait(1 if cause == "it is over" else 60) == (cause != "it is over")
+
+
+@pytest.fixture
+def directories(tmp_path, monkeypatch):
+    """Directories of cores are made in `tmp_path`. No socket is: the path may be too long for one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(core_launcher, "_MAX_ADDRESS_BYTES", 1000)
+
+
+def test_the_directory_of_an_owner_that_is_killed_before_its_core_starts_is_swept(
+    checkpoint, tmp_path, directories, monkeypatch
+):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    owner = os.fork()
+    if owner == 0:
+        try:
+            CoreProcess(
+                EngineConfig(model=str(checkpoint), **OPTIONS), heartbeat_seconds=0.5, max_backlog_bytes=1 << 20
+            )
+        finally:
+            os._exit(1)
+    assert os.waitpid(owner, 0)[1] == signal.SIGKILL
+    (directory,) = tmp_path.glob("rollout-engine-*")
+    os.utime(directory, (time.time() - 61,) * 2)
+    sweep_stale_directories(str(tmp_path))
+    assert not directory.exists()
+
+
+def test_a_core_that_starts_keeps_its_directory(checkpoint, tmp_path, directories):
+    config = EngineConfig(model=str(checkpoint), **OPTIONS)
+    process = CoreProcess(config, heartbeat_seconds=0.5, max_backlog_bytes=1 << 20)
+    try:
+        os.utime(process.directory, (time.time() - 3600,) * 2)
+        sweep_stale_directories(str(tmp_path))
+        assert os.listdir(process.directory)
+    finally:
+        process.end(kill=True)
+    assert not list(tmp_path.glob("rollout-engine-*"))
+
+
+def test_a_core_that_cannot_start_leaves_no_directory(checkpoint, tmp_path, directories, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(BlockingIOError):
+        CoreProcess(EngineConfig(model=str(checkpoint), **OPTIONS), heartbeat_seconds=0.5, max_backlog_bytes=1 << 20)
+    assert not list(tmp_path.glob("rollout-engine-*"))
