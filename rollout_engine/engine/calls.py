@@ -13,7 +13,8 @@ from rollout_engine.engine.verb import Verb
 class CallFuture(Future[Any]):
     """The future of a call. Whoever does not want the result any more cancels it, at any time and on any thread.
 
-    A cancelled call that has not begun never does; nobody waits for one that has, and its result is dropped.
+    A cancelled call that has not begun never does; one that runs in pieces computes no more of them; the result of any
+    other is dropped.
     """
 
     begun = False

@@ -83,7 +83,7 @@ class EngineCoreProc:
         """Duration of the last turn of the driver."""
         self._drain: tuple[str, float] | None = None
         """Why the process ends once nothing is in flight, and when it does so at the latest."""
-        io.answer = self._answer_at_once
+        io.answer, io.on_cancel = self._answer_at_once, self._cancel_begun
 
     def run(self) -> str:
         """Run the busy loop: take messages, compute a step, deliver its outputs. Returns why it ended."""
@@ -146,7 +146,8 @@ class EngineCoreProc:
             case FromClient(client_index, wire.Call() as message):
                 self._call(client_index, message)
             case FromClient(client_index, Cancel(number)):
-                self._cancel(client_index, number)
+                self._io.cancelled.discard((client_index, number))
+                self._cancel_begun(client_index, number)
             case ClientLeft(client_index):
                 self._forget(client_index)
             case Drain(reason):
@@ -215,19 +216,21 @@ class EngineCoreProc:
         if not done.cancelled():
             self._io.send(client_index, _reply(number, call, done))
 
-    def _cancel(self, client_index: int, number: int) -> None:
-        self._io.cancelled.discard((client_index, number))
-        future = self._calls.get((client_index, number))
-        if future is not None:
-            future.cancel()
+    def _cancel_begun(self, client_index: int, number: int | None) -> None:
+        """Cancel a call that has begun, or all of a client. Any thread may: a commit may keep the busy loop waiting."""
+        keys = (
+            [key for key in list(self._calls) if key[0] == client_index] if number is None else [(client_index, number)]
+        )
+        for key in keys:
+            future = self._calls.get(key)
+            if future is not None:
+                future.cancel()
 
     def _forget(self, client_index: int) -> None:
         """End the requests, calls and updates of a client that has left."""
         self._io.gone.discard(client_index)
         self._io.cancelled.difference_update([key for key in list(self._io.cancelled) if key[0] == client_index])
-        for key in list(self._calls):
-            if key[0] == client_index:
-                self._cancel(*key)
+        self._cancel_begun(client_index, None)
         self.driver.weights.leave(client_index)
         try:
             run_in_background(self._executor.caller_left, client_index, name="client-left")

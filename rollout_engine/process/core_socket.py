@@ -80,6 +80,8 @@ class CoreSocket:
         """Called at every turn of the loop, at least once a heartbeat."""
         self.answer: Callable[[int, Call], bool] = lambda client_index, call: False
         """Answers a call at once, on this thread; False: it is for the inbox."""
+        self.on_cancel: Callable[[int, int | None], None] = lambda client_index, number: None
+        """Called on this thread with the number of a cancelled call, and with None for a client that has left."""
         self._lifeline, self._parent = lifeline, os.getppid()
         self._heartbeat_seconds = heartbeat_seconds
         self._ready: Callable[[], Ready] | None = None
@@ -197,6 +199,7 @@ class CoreSocket:
         else:
             if isinstance(message, Cancel):
                 self.cancelled.add((peer.index, message.number))
+                self.on_cancel(peer.index, message.number)
             if isinstance(message, Call) and self.answer(peer.index, message):
                 return
             num_bytes = peer.assembler.num_bytes
@@ -218,6 +221,7 @@ class CoreSocket:
 
     def _on_left(self, client_index: int) -> None:
         self.gone.add(client_index)
+        self.on_cancel(client_index, None)
         self.inbox.put(ClientLeft(client_index))
 
     def _send_outbox(self) -> None:

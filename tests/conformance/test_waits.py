@@ -13,7 +13,9 @@ from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import DrainTimeoutError
 from rollout_engine.process.process_client import ProcessClient
 from tests.conformance.conftest import num_open_calls
-from tests.conformance.running import in_flight, step_further, step_until
+from tests.conformance.running import in_flight, step_further, step_until, weights
+
+SCORE = {"prompt_token_ids": [[5]], "completion_token_ids": [[6]]}
 
 
 def wait_until(condition):
@@ -27,6 +29,11 @@ def wait_until(condition):
 def num_waiting(engine):
     """Calls that wait at the engine, in its own process."""
     return engine.collective_rpc("num_waiting_calls")[0]
+
+
+def num_in_pieces(engine):
+    """Calls with pieces left at the engine, in its own process."""
+    return engine.collective_rpc("num_calls_in_pieces")[0]
 
 
 def in_process(engine):
@@ -104,6 +111,49 @@ def test_cancelled_calls_leave_nobody_waiting(engine, verb, arguments):
         step_until(engine, lambda: nobody_waits(engine))
         engine.resume_generation()
         step_further(engine)
+
+
+@pytest.fixture
+def endless_scores(engine, tmp_path):
+    """Scores compute pieces until they are taken back; the file exists once another thread computes some."""
+    moved = tmp_path / "moved"
+    engine.collective_rpc("score_endlessly", args=[str(moved)])
+    yield moved
+    engine.collective_rpc("score_again")
+
+
+def test_a_score_that_is_cancelled_computes_no_more_pieces(engine, endless_scores):
+    with in_flight(engine):
+        calls = [engine.frontend.client.call("score", SCORE) for _ in range(20)]
+        step_until(engine, lambda: num_in_pieces(engine) == 20)
+        step_further(engine)
+        assert all(call.cancel() for call in calls)
+        step_until(engine, lambda: num_in_pieces(engine) == 0 and nobody_waits(engine))
+        step_further(engine)
+
+
+def test_a_commit_does_not_wait_for_a_score_that_is_cancelled(engine, endless_scores):
+    score = engine.frontend.client.call("score", SCORE)
+    with ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(engine.update_weights, weights(0))
+        wait_until(endless_scores.exists)  # the commit has begun, and waits for the last piece
+        assert score.cancel()
+        updated.result(60)
+    assert num_in_pieces(engine) == 0
+
+
+def test_a_commit_does_not_wait_for_the_score_of_a_client_that_has_left(engine, endless_scores):
+    if in_process(engine):
+        pytest.skip("nobody can connect to it")
+    leaver = ProcessClient.connect(engine.frontend.client.address)
+    leaver.call("score", SCORE)
+    step_until(engine, lambda: num_in_pieces(engine) == 1)
+    with ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(engine.update_weights, weights(0))
+        wait_until(endless_scores.exists)
+        leaver.shutdown()
+        updated.result(60)
+    assert num_in_pieces(engine) == 0
 
 
 def test_a_call_that_is_cancelled_before_it_begins_never_does(engine, tmp_path):

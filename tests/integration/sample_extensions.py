@@ -23,6 +23,14 @@ def refuse_thread(thread):
     raise RuntimeError("can't start new thread")
 
 
+def endless_pieces(moved):
+    thread = threading.get_ident()
+    while True:
+        if threading.get_ident() != thread:
+            Path(moved).touch()
+        yield {}
+
+
 class Sample(WorkerExtension):
     def __init__(self, worker):
         super().__init__(worker)
@@ -66,6 +74,21 @@ class Sample(WorkerExtension):
     def num_waiting_calls(self) -> int:
         """Calls that wait for a step, of all clients."""
         return len(self._driver._waiting)
+
+    @rpc
+    def num_calls_in_pieces(self) -> int:
+        """Calls that have begun and have pieces left, of all clients."""
+        return len(self._driver._pieces)
+
+    @rpc
+    def score_endlessly(self, moved: str) -> None:
+        """Scores have no last piece from now on. One on another thread than the first makes the file `moved`."""
+        self._driver.executor.score = lambda *_: endless_pieces(moved)
+
+    @rpc
+    def score_again(self) -> None:
+        """Scores are computed again."""
+        del self._driver.executor.score
 
     @rpc
     def hold_until_cancelled(self, count: int) -> None:
