@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.batches.trl import to_trl as to_trl
     from rollout_engine.batches.trl import to_trl_rollout as to_trl_rollout
     from rollout_engine.config import EngineConfig as EngineConfig
+    from rollout_engine.errors import CallTimeoutError as CallTimeoutError
     from rollout_engine.errors import ChecksumError as ChecksumError
     from rollout_engine.errors import ConfigError as ConfigError
     from rollout_engine.errors import DirtyWeightsError as DirtyWeightsError
@@ -71,6 +72,7 @@ _NAMES = {
     "rollout_engine.batches.trl": ("to_trl", "to_trl_rollout"),
     "rollout_engine.config": ("EngineConfig",),
     "rollout_engine.errors": (
+        "CallTimeoutError",
         "ChecksumError",
         "ConfigError",
         "DirtyWeightsError",

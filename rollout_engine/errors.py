@@ -5,6 +5,7 @@ RolloutEngineError
 ├── RequestError (ValueError)      one request: field, value, bound
 ├── LifecycleError                 a verb in the wrong state
 │   └── DrainTimeoutError (TimeoutError)
+├── CallTimeoutError (TimeoutError)  a call was not complete in the time given, and computes no more
 ├── RetryableError                 not now; the same request may be sent again
 ├── WeightUpdateError (SyncError)
 │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
@@ -56,6 +57,10 @@ class LifecycleError(RolloutEngineError):
 
 class DrainTimeoutError(LifecycleError, TimeoutError):
     """Requests in flight did not finish in the time given; they go on."""
+
+
+class CallTimeoutError(RolloutEngineError, TimeoutError):
+    """A call was not complete in the time given; nothing more of it is computed."""
 
 
 class RetryableError(RolloutEngineError):

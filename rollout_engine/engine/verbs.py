@@ -26,7 +26,14 @@ from rollout_engine.engine.health import Health
 from rollout_engine.engine.interrupts import allowed
 from rollout_engine.engine.scored_pairs import score_pairs
 from rollout_engine.engine.verb import Arguments, VerbTable
-from rollout_engine.errors import DrainTimeoutError, LifecycleError, RolloutEngineError, RPCError, RPCTimeoutError
+from rollout_engine.errors import (
+    CallTimeoutError,
+    DrainTimeoutError,
+    LifecycleError,
+    RolloutEngineError,
+    RPCError,
+    RPCTimeoutError,
+)
 from rollout_engine.metrics import CoreMetrics, CoreStats
 
 VERBS = VerbTable()
@@ -143,27 +150,38 @@ def reset_prefix_cache(driver: EngineDriver, reset_running_requests: bool = Fals
 
 
 def _prepare_score(
-    prompt_token_ids: Sequence[Sequence[int]], completion_token_ids: Sequence[Sequence[int]], temperature: float
+    prompt_token_ids: Sequence[Sequence[int]],
+    completion_token_ids: Sequence[Sequence[int]],
+    temperature: float,
+    timeout: float | None,
 ) -> Arguments:
     return {
         "prompt_token_ids": plain(list(prompt_token_ids)),
         "completion_token_ids": plain(list(completion_token_ids)),
         "temperature": plain(temperature),
+        "timeout": plain(timeout),
     }
 
 
-@VERBS.add_in_pieces(prepare=_prepare_score)
+def _late_score(arguments: Arguments, begun: bool) -> RolloutEngineError:
+    what = f"{len(arguments['completion_token_ids'])} completions were not scored within {arguments['timeout']:g} s"
+    return CallTimeoutError(f"score: {what}; what is left of them never will be. Give fewer at a time, or more time.")
+
+
+@VERBS.add_in_pieces(prepare=_prepare_score, timeout="timeout", late=_late_score)
 def score(
     driver: EngineDriver,
     prompt_token_ids: Sequence[list[int]],
     completion_token_ids: Sequence[list[int]],
     *,
     temperature: float = 1.0,
+    timeout: float | None = None,
 ) -> Generator[None, None, list[np.ndarray]]:
     """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
 
     They are what sampling those tokens at `temperature` would have returned ("tempered"). Steps of requests run between
-    two batches of sequences; weights are those of the beginning to the end. Raises `RequestError`.
+    two batches of sequences; weights are those of the beginning to the end. Raises `RequestError`, and after `timeout`
+    seconds `CallTimeoutError` (a `TimeoutError`).
     """
     require_weights = partial(driver.core.lifecycle.require_weights, "score")
     return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature, require_weights)

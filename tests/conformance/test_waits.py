@@ -10,7 +10,7 @@ import pytest
 
 from rollout_engine import AsyncLLM
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import DrainTimeoutError
+from rollout_engine.errors import CallTimeoutError, DrainTimeoutError
 from rollout_engine.process.process_client import ProcessClient
 from tests.conformance.conftest import num_open_calls
 from tests.conformance.running import in_flight, step_further, step_until, weights
@@ -86,11 +86,22 @@ def late_sleep(engine, _):
     engine.wake_up()
 
 
+def late_score(engine, tmp_path):
+    engine.collective_rpc("score_endlessly", args=[str(tmp_path / "moved")])
+    with in_flight(engine):
+        for seconds in (0, 0.05):
+            with pytest.raises(CallTimeoutError, match=f"2 completions were not scored within {seconds:g} s"):
+                engine.score([[5], [6]], [[7], [8]], timeout=seconds)
+        step_until(engine, lambda: num_in_pieces(engine) == 0 and nobody_waits(engine))
+    engine.collective_rpc("score_again")
+
+
 LATE = {
     "wait_for_requests_to_drain": lambda engine, _: late_drain(engine),
     "pause_generation": late_pause,
     "sleep": late_sleep,
     "collective_rpc": late_rpc,
+    "score": late_score,
 }
 """By the name of each verb with a timeout: calls that are late, and leave nobody waiting."""
 

@@ -11,7 +11,7 @@ from rollout_engine import errors
 SIGNATURES = {
     "LLM.generate": "self prompts sampling_params * use_tqdm priority",
     "LLM.chat": "self messages sampling_params",
-    "LLM.score": "self prompt_token_ids completion_token_ids * temperature",
+    "LLM.score": "self prompt_token_ids completion_token_ids * temperature timeout",
     "LLM.update_weights": "self source * version mode kv staging reset_version timeout",
     **{
         f"{owner}.{verb}": arguments
@@ -31,7 +31,7 @@ SIGNATURES = {
     "AsyncLLM.from_config": "config",
     "AsyncLLM.generate": "self prompt sampling_params request_id * priority trace_headers",
     "AsyncLLM.abort": "self request_ids",
-    "AsyncLLM.score": "self prompt_token_ids completion_token_ids * temperature",
+    "AsyncLLM.score": "self prompt_token_ids completion_token_ids * temperature timeout",
     "AsyncLLM.update_weights": "self source * version kv reset_version timeout",
     **{f"AsyncLLM.{name}": "self" for name in ("check_health", "get_tokenizer", "get_metrics", "get_model_metadata")},
     **{f"AsyncLLM.{name}": "self" for name in ("get_cache_usage", "get_num_unfinished_requests", "shutdown")},
