@@ -6,7 +6,7 @@ from tests.simulation.known_faults import FAULTS
 from tests.simulation.run import Run
 from tests.simulation.scheduler import Carriers
 
-NUM_SEEDS = 500
+NUM_SEEDS = 2000
 NUM_SEEDS_TO_FIND = 2000
 """Seeds within which every fault that is put back is found; most are within a hundred."""
 RARE = {
