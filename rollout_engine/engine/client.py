@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.errors import EngineDeadError, RolloutEngineError
-from rollout_engine.execution.worker import ModelInfo
+from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource

@@ -10,8 +10,9 @@ from torch import nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.step_thread import StepThread
-from rollout_engine.execution.worker import ModelInfo, Worker
+from rollout_engine.execution.worker import Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import Core

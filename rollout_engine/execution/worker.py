@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
+from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.kernels.memory import trim_allocator
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
@@ -22,21 +22,6 @@ from rollout_engine.weights.copy_kernels import kernel_writer
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import UpdateSession
 from sync.manifest import first_names
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a loaded model that the core and its clients need."""
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    dtype: str
-    max_prefill_beside_decode: int
-    """Most tokens, in chunks of more than one, of a step in which other sequences decode; see `CoreConfig`."""
-    choices: str
-    """Every choice made at start-up, for one log line."""
 
 
 class Worker:

@@ -1,0 +1,18 @@
+"""Sizes of a loaded model. It is read where no model is: in front ends, and where cores are started from."""
+
+import msgspec
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a loaded model that the core and its clients need."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    max_prefill_beside_decode: int
+    """Most tokens, in chunks of more than one, of a step in which other sequences decode; see `CoreConfig`."""
+    choices: str
+    """Every choice made at start-up, for one log line."""
