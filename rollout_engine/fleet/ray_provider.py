@@ -1,0 +1,142 @@
+"""Replicas on a Ray cluster: one actor and one placement group each. Tokens and weights do not pass through Ray."""
+
+import atexit
+import itertools
+import logging
+import secrets
+import threading
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError, LifecycleError
+from rollout_engine.fleet.ray_actor import CorePlace
+from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
+from rollout_engine.fleet.ray_core import RemoteCore
+from rollout_engine.fleet.ray_watch import ActorWatch
+from rollout_engine.process.core_launcher import named_elsewhere
+from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
+from sync.owner_process import OwnerProcess
+
+logger = logging.getLogger("rollout_engine")
+
+
+class RayReplica:
+    """A `Replica` whose core was started by an actor."""
+
+    def __init__(self, client: ProcessClient, node: str, core: RemoteCore, provider: "RayProvider") -> None:
+        self.client, self.node = client, node
+        self._core, self._provider, self._owner = core, provider, OwnerProcess()
+
+    def end(self, *, kill: bool = False) -> None:
+        """Leave the core, end it and its actor, and free what they reserved. `kill`: without waiting for the core.
+
+        Calling it again is a no-op.
+        """
+        if self._owner.is_current:
+            self.client.shutdown()
+            self._provider.end_core(self._core, kill=kill)
+
+
+class RayProvider:
+    """A `Provider` of replicas on a Ray cluster. Any thread may call anything.
+
+    Each replica has a STRICT_PACK placement group: as many CPUs as its core computes with, and a device for
+    `device="cuda"`. The cluster is taken as it is: nothing waits for an autoscaler to add nodes. Several providers may
+    share a cluster, in one process or in many.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        namespace: str = "rollout-engine",
+        hang_seconds: float = HANG_SECONDS,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        """Connect to the cluster at `address` ("HOST:PORT"), or to the one this process is connected to.
+
+        `address=None`: as `ray.init()` does, a cluster that runs on this machine, or else a new one. `namespace` is
+        where Ray lists the actors. `hang_seconds`: a core that gives no sign of life for this long counts as dead.
+        `start_seconds`: how long a replica may take to find room, a minute of it at most, and to load its model.
+        Raises `ConfigError`: Ray is not installed, or no cluster answers there.
+        """
+        self._namespace = namespace
+        self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
+        self._cluster = RayCluster(address, namespace)
+        self._service = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._cores: set[RemoteCore] = set()
+        self._lock, self._is_closed = threading.Lock(), False
+        self._owner = OwnerProcess()
+        self._watch = ActorWatch(lambda core: self.end_core(core, kill=True))
+        atexit.register(self.shutdown)  # before Ray's own, which it registered when it was imported
+
+    def check(self, num_replicas: int, config: EngineConfig | None = None) -> None:
+        """Raise `ConfigError` unless the cluster has room for `num_replicas` more: asked, free, where.
+
+        Without their configuration it looks for one CPU each.
+        """
+        self._require_open()
+        bundle = Bundle(1, 0) if config is None else Bundle.for_config(config)
+        self._cluster.require_room(bundle, num_replicas)
+
+    def start(self, index: int, config: EngineConfig) -> RayReplica:
+        """Start a replica; return once its model is loaded and this process is connected to it.
+
+        Raises `ConfigError`: the cluster is too small, or the model cannot be served. `RetryableError`: there is no
+        room now. `EngineDeadError`: it died, or was not ready in time. `LifecycleError`: `shutdown` was called.
+        """
+        self._require_open()
+        config, bundle = named_elsewhere(config), Bundle.for_config(config)
+        name = f"{self._namespace}-{self._service}-{index}-{next(self._numbers)}"
+        core = RemoteCore(self._cluster, bundle, name, self._namespace)
+        with self._lock:
+            self._require_open()
+            self._cluster.require_size(bundle, len(self._cores) + 1)
+            self._cores.add(core)
+        try:
+            place = core.start(config, self._start_seconds)
+            node = self._cluster.node_name(place.node_id)
+            replica = RayReplica(self._connect(place, node), node, core, self)
+        except BaseException:
+            self.end_core(core, kill=True)
+            raise
+        self._watch.add(core)
+        logger.info("%s: %s, core process %d on %s", name, replica.client.info.choices, place.pid, node)
+        return replica
+
+    def end_core(self, core: RemoteCore, *, kill: bool) -> None:
+        """End a core and its actor, and free what they reserved."""
+        self._watch.remove(core)
+        core.end(kill=kill)
+        self._cores.discard(core)
+
+    def shutdown(self) -> None:
+        """End the replicas that are left, and leave the cluster, which ends if it was started for providers.
+
+        Calling it again is a no-op.
+        """
+        if not self._owner.is_current:
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        atexit.unregister(self.shutdown)
+        self._watch.close()
+        for core in list(self._cores):
+            self.end_core(core, kill=True)
+        self._cluster.leave()
+
+    def _connect(self, place: CorePlace, node: str) -> ProcessClient:
+        """Connect to a core. Raises `ConfigError` for one on another node, `EngineDeadError`."""
+        if place.node_id != self._cluster.node_id:
+            here = self._cluster.node_name(self._cluster.node_id)
+            raise ConfigError(
+                f"A replica was placed on node {node}, and this process is on node {here}: its unix socket does not "
+                "reach another node. Ask for as many replicas as this node has room for."
+            )
+        return ProcessClient.connect(place.directory, hang_seconds=self._hang_seconds)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise LifecycleError("start: the provider of replicas was shut down. Make a new one.")
