@@ -1,10 +1,12 @@
-"""Who may connect to a core: a peer that knows the token in the core's directory, which only the core's user may enter.
+"""Who may connect to a core: a peer that knows the token in the core's directory, or over TCP one that has its keys.
 
-    client   PLAIN, with the token ──>   zmq   ──> Authenticator.answer   in the core
-             messages             ──>          ──> CoreSocket
+    client   PLAIN, with the token     ──>   zmq   ──> Authenticator.answer   in the core
+             CURVE, with keys, on TCP  ──>
+             messages                  ──>         ──> CoreSocket
 
-zmq itself does the handshake, and reads nothing else of a peer before the core has accepted it: peers without the token
-take the memory of one command each, for half a minute at most.
+Only the core's user may enter the directory. Over TCP all is encrypted, and each end proves that it has its key. zmq
+itself does the handshake, and reads nothing else of a peer before the core has accepted it: peers without the token or
+the keys take the memory of one command each, for half a minute at most.
 """
 
 import hmac
@@ -14,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from rollout_engine.errors import EngineDeadError
+from rollout_engine.process.keys import Keys, public_key
 from sync.shared_files import check_private
 
 _USER = b"client"
@@ -49,26 +53,41 @@ def show_token(socket: zmq.Socket[bytes], token: bytes) -> None:
     socket.plain_username, socket.plain_password = _USER, token
 
 
+def show_keys(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Make a client's socket prove that it has its key, and demand the same of the core. Call it before it connects."""
+    socket.curve_serverkey = public_key(keys.server)
+    socket.curve_publickey, socket.curve_secretkey = public_key(keys.client), keys.client.encode()
+
+
 class Authenticator:
     """Answers zmq's question whether a peer of a core's socket may connect. The thread of that socket calls it."""
 
-    def __init__(self, context: zmq.Context[Any], token: bytes) -> None:
+    def __init__(self, context: zmq.Context[Any], token: bytes, keys: Keys | None = None) -> None:
+        """`keys`: those of the clients that connect over TCP, if there are any."""
         self.socket = context.socket(zmq.REP)
         """Readable when `answer` has something to do."""
-        self._token = token
+        self._credentials = {b"PLAIN": _USER + b"\0" + token}
+        """What a peer has to show, by mechanism."""
+        if keys is not None:
+            self._credentials[b"CURVE"] = z85.decode(public_key(keys.client))
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Let only peers with the token connect to a socket of the same context. Call it before the socket is bound."""
+        """Let only peers with the token connect where a socket of the same context is bound from now on."""
         socket.plain_server = True
+
+    def guard_tcp(self, socket: zmq.Socket[bytes], keys: Keys) -> None:
+        """Let only peers with the client's key connect where a socket is bound from now on; others keep their rule."""
+        socket.curve_server, socket.curve_secretkey = True, keys.server.encode()
 
     def answer(self) -> None:
         """Answer all questions that have come."""
         while self.socket.poll(0):
             version, number, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
-            known = mechanism == b"PLAIN" and hmac.compare_digest(b"\0".join(credentials), _USER + b"\0" + self._token)
-            status, text = (b"200", b"welcome") if known else (b"400", b"another token")
+            expected = self._credentials.get(mechanism)
+            known = expected is not None and hmac.compare_digest(b"\0".join(credentials), expected)
+            status, text = (b"200", b"welcome") if known else (b"400", b"another token or key")
             self.socket.send_multipart([version, number, status, text, b"", b""])
 
     def close(self) -> None:

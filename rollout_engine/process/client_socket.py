@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -18,24 +17,21 @@ from typing import Any
 import zmq
 
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RetryableError, RPCError
+from rollout_engine.errors import EngineDeadError, LifecycleError, RetryableError
 from rollout_engine.process import descriptors
-from rollout_engine.process.authentication import read_token
 from rollout_engine.process.call_values import Packed
-from rollout_engine.process.core_launcher import CoreProcess, address_in
-from rollout_engine.process.core_link import CoreLink
-from rollout_engine.process.parts import Assembler, in_parts
+from rollout_engine.process.client_outbox import ClientOutbox
+from rollout_engine.process.core_endpoint import CoreEndpoint, LocalEndpoint, endpoint
+from rollout_engine.process.core_launcher import CoreProcess
+from rollout_engine.process.keys import Keys
+from rollout_engine.process.parts import Assembler
 from rollout_engine.process.pending_calls import PendingCalls
-from rollout_engine.process.pulse import PulseReader
-from rollout_engine.process.request_columns import check_answer
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
     PROTOCOL,
-    AddRequest,
     Call,
     Cancel,
     Decoder,
-    Encoder,
     Farewell,
     Goodbye,
     Hello,
@@ -48,7 +44,6 @@ from rollout_engine.process.wire import (
     ToClient,
     Welcome,
     WireError,
-    failure_of,
 )
 from rollout_engine.threads import start
 from sync.owner_process import OwnerProcess
@@ -67,30 +62,32 @@ _STATUS_SECONDS = 5.0
 class ClientSocket:
     """A connection to a core: to the client's own (`start`), which ends with it, or to another's (`connect`)."""
 
-    def __init__(self, directory: str, process: CoreProcess | None, hang_seconds: float) -> None:
+    def __init__(self, core: CoreEndpoint, process: CoreProcess | None, hang_seconds: float) -> None:
         descriptors.require(descriptors.CLIENT_DESCRIPTORS, "A connection to a core")
-        token = read_token(directory)
-        self._place = descriptors.take_place(directory)
-        self.directory = directory
+        self._waker = Waker()
+        try:
+            self._link = core.connect()
+        except BaseException:
+            self._waker.close()
+            raise
+        self._signs = core.signs_of_life(self._link, hang_seconds)
+        self.address, self._clock = core.address, core.clock
         self.dead_error: EngineDeadError | None = None
         """Why the core is gone; None while it lives."""
         self.client_index = -1
         self._on_message: Callable[[Outputs | Refused], None] = lambda _: None
         self._on_death: Callable[[EngineDeadError], None] = lambda _: None
         self._process, self._hang_seconds, self._step_deadline = process, hang_seconds, math.inf
-        self._signs = PulseReader(directory, time.monotonic())
         self.owner = OwnerProcess()
         """The process in which this client's thread runs."""
         self.limits = Limits()
         """Largest messages that the core reads."""
-        self._encoder, self._assembler = Encoder(), Assembler(Decoder[ToClient](ToClient), _LIMITS)
-        self._outbox: deque[Any] = deque()
+        self._assembler = Assembler(Decoder[ToClient](ToClient), _LIMITS)
+        self._outbox = ClientOutbox(_LIMITS, core.clock)
         self._calls = PendingCalls()
         self._num_outputs = 0
         self._welcome: Future[Ready] = Future()
         self._closing = self._is_hung = False
-        self._waker = Waker()
-        self._link = CoreLink(address_in(directory), token)
         self._outbox.append(Hello(PROTOCOL, _LIMITS))
         self._thread = threading.Thread(target=self._run, name="core-client", daemon=True)
         try:
@@ -102,15 +99,16 @@ class ClientSocket:
     @classmethod
     def start(cls, process: CoreProcess, *, hang_seconds: float) -> "ClientSocket":
         """Connect to a core's process that is ready; it ends with this client."""
-        return cls(process.directory, process, hang_seconds)
+        return cls(LocalEndpoint(process.directory), process, hang_seconds)
 
     @classmethod
-    def connect(cls, directory: str, *, hang_seconds: float) -> "ClientSocket":
-        """Connect to the core that lives in `directory`; it goes on when this client leaves.
+    def connect(cls, address: str, *, keys: Keys | None = None, hang_seconds: float) -> "ClientSocket":
+        """Connect to a core by its directory, or at a TCP address with keys; it goes on when this client leaves.
 
-        Raises `EngineDeadError`, and `RetryableError` where this process or that core has no descriptor left.
+        Raises `EngineDeadError`, `ConfigError` for an address that does not go with the keys, and `RetryableError`
+        where this process or that core has no descriptor left.
         """
-        return cls(directory, None, hang_seconds)
+        return cls(endpoint(address, keys), None, hang_seconds)
 
     def wait_welcome(self) -> Ready:
         """Block until the core has answered. Raises `EngineDeadError`."""
@@ -118,7 +116,7 @@ class ClientSocket:
             return self._welcome.result(_CONNECT_SECONDS)
         except TimeoutError:
             self.close()
-            raise EngineDeadError(f"The core in {self.directory} did not answer in {_CONNECT_SECONDS:g} s.") from None
+            raise EngineDeadError(f"The core at {self.address} did not answer in {_CONNECT_SECONDS:g} s.") from None
 
     def listen(
         self, on_message: Callable[[Outputs | Refused], None], on_death: Callable[[EngineDeadError], None]
@@ -221,22 +219,16 @@ class ClientSocket:
         return f"its process has ended with status {status}{self._process.keep_stacks(abort=False)}"
 
     def _send_outbox(self) -> None:
-        while self._outbox:
-            message = self._outbox.popleft()
-            try:
-                if isinstance(message, AddRequest):
-                    check_answer(message, _LIMITS)
-                multiparts = in_parts(self._encoder.encode(message), self.limits)
-            except (TypeError, ValueError, OverflowError) as problem:
-                self._refuse(message, problem)
-                continue
-            self._link.send(multiparts)
+        for answer in self._outbox.send(self._link, self.limits):
+            self._take(answer)
 
     def _receive(self) -> str | None:
         """Take every message that has arrived. Returns the core's farewell, or what was wrong with a message."""
         while (frames := self._link.receive()) is not None:
             try:
-                farewell = self._take(self._assembler.read(frames))
+                message = self._assembler.read(frames)
+                self._clock.arrived(message, time.monotonic())
+                farewell = self._take(message)
             except WireError as problem:
                 return f"it sent frames that are no message ({problem})"
             if farewell is not None:
@@ -266,33 +258,21 @@ class ClientSocket:
                 return reason
         return None
 
-    def _refuse(self, message: Any, problem: Exception) -> None:
-        """Answer a request or a call that cannot be sent. Raises `problem` for other messages, which always can."""
-        what = f"an argument cannot be sent to the engine's process: {problem}."
-        match message:
-            case AddRequest(request):
-                failure = failure_of(RequestError(f"generate: {what}", field="arguments"))
-                self._on_message(Refused(request.first_sequence_id, failure))
-            case Call(number, name):
-                kind = RPCError if name == "collective_rpc" else RequestError
-                self._calls.resolve(Reply(number, failure=failure_of(kind(f"{name}: {what}"))))
-            case _:
-                raise problem
-
     def _release(self) -> None:
         """Leave the core, or end it if it is ours: by closing its lifeline, and by a signal if it hangs."""
         if self._closing and self._process is None:
-            self._link.send([self._encoder.encode(Goodbye())])
+            self._outbox.append(Goodbye())
+            self._outbox.send(self._link, self.limits)
+        self._signs.close()
         self._link.close()
-        if self._place is not None:
-            descriptors.leave_place(self._place)
         if self._process is not None:
             self._process.end(kill=self._is_hung)
         self._waker.close()
-        self._signs.close()
 
     def _die(self, reason: str) -> None:
         error = EngineDeadError(f"The engine's core is gone: {reason}. Make a new engine.")
+        if not self._welcome.done():
+            error = EngineDeadError(f"No connection to the core at {self.address}: {reason}.")
         self.dead_error = error
         self._calls.fail_all(error)
         if not self._welcome.done():

@@ -1,8 +1,4 @@
-"""Starts a core's process, and tells both sides when the other ends: one socket, both ends in this file.
-
-    parent   CoreProcess.start ── CoreSettings ──────> child   core_main.serve
-             wait_ready         <── Ready | Failure ──
-             the socket stays open; the system closes it when either process ends
+"""Starts a core's process, and ends it; `rollout_engine.process.lifeline` connects the two.
 
 The parent makes the directory in which the core lives, and the child keeps it locked
 (`rollout_engine.process.core_directory`).
@@ -18,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 
 import msgspec
@@ -28,14 +23,16 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.process.core_directory import PREFIX, SHARED_MEMORY, lock_directory, sweep_stale_directories
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
+from rollout_engine.process.keys import Keys
+from rollout_engine.process.lifeline import CoreSettings, Lifeline
 from rollout_engine.process.post_mortem import keep_stacks
+from rollout_engine.process.tcp_address import require_keys
 from rollout_engine.process.wire import PROTOCOL, Failure, Ready
 from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")
 
 CORE_MODULE = "rollout_engine.process.core_main"
-_MAX_MESSAGE_BYTES = 1 << 20
 _MAX_ADDRESS_BYTES = 100
 """Length of a unix socket's address, less than the system's limit."""
 _SPIN_COUNT = "20000"
@@ -45,18 +42,6 @@ _ABORT_SECONDS = 1.0
 """How long a core may take to write its stacks."""
 _END_SECONDS = 5.0
 """How long a core may take to end before it is killed."""
-
-
-class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that the parent sends to the core's process."""
-
-    protocol: int
-    config: EngineConfig
-    heartbeat_seconds: float
-    max_backlog_bytes: int
-    log_level: int
-    import_path: list[str]
-    """`sys.path` of the parent, where the user's modules are found."""
 
 
 def address_in(directory: str | Path) -> str:
@@ -69,68 +54,23 @@ def config_digest(config: EngineConfig) -> str:
     return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=16).hexdigest()
 
 
-class Lifeline:
-    """One end of the socket between a core's process and its parent."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        end.set_inheritable(False)
-        _HERE.add(self)
-
-    def close(self) -> None:
-        """Close this end, which tells the other one."""
-        self.socket.close()
-
-    def write(self, message: CoreSettings | Ready | Failure) -> None:
-        """Send a message. Raises `OSError` if the other end is gone."""
-        body = msgspec.msgpack.encode(message)
-        self.socket.sendall(len(body).to_bytes(4, "big") + body)
-
-    def read(self, kind: type, timeout: float | None) -> object:
-        """Wait for the next message.
-
-        Raises `EOFError` if the other end is gone, `TimeoutError` after `timeout` seconds, `msgspec.DecodeError` for
-        bytes that are no message.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        length = int.from_bytes(self._read_exactly(4, deadline), "big")
-        if length > _MAX_MESSAGE_BYTES:
-            raise EOFError(f"a message of {length} bytes")
-        body = self._read_exactly(length, deadline)
-        try:
-            return msgspec.msgpack.decode(body, type=kind)
-        except UnicodeDecodeError as problem:
-            raise msgspec.DecodeError(str(problem)) from None
-
-    def _read_exactly(self, count: int, deadline: float | None) -> bytes:
-        data = b""
-        while len(data) < count:
-            self.socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
-            part = self.socket.recv(count - len(data))
-            if not part:
-                raise EOFError("the other end is gone")
-            data += part
-        return data
-
-
-_HERE: "weakref.WeakSet[Lifeline]" = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Close a forked child's copies, which would keep cores alive that its parent has left."""
-    for lifeline in list(_HERE):
-        lifeline.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_all)
-
-
 class CoreProcess:
     """The parent's handle of a core's process. `end` leaves neither process nor directory behind."""
 
-    def __init__(self, config: EngineConfig, *, heartbeat_seconds: float, max_backlog_bytes: int) -> None:
-        """Start the process; it loads the model while the caller goes on. Raises `ConfigError`."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        heartbeat_seconds: float,
+        max_backlog_bytes: int,
+        listen: str = "",
+        keys: Keys | None = None,
+    ) -> None:
+        """Start the process; it loads the model while the caller goes on. Raises `ConfigError`.
+
+        `listen`: a TCP address at which the core also takes clients with these `keys`; `Ready.address` has its port.
+        """
+        require_keys(listen, keys, "listen")
         _refuse_cores_of_cores()
         require(CORE_DESCRIPTORS, "An engine in a process of its own")
         sweep_stale_directories(tempfile.gettempdir())
@@ -148,6 +88,8 @@ class CoreProcess:
             max_backlog_bytes=max_backlog_bytes,
             log_level=logger.getEffectiveLevel(),
             import_path=import_path(),
+            listen=listen,
+            keys=keys,
         )
         ours, theirs = socket.socketpair()
         locked = lock_directory(self.directory)
@@ -190,8 +132,12 @@ class CoreProcess:
             raise EngineDeadError("The core runs another configuration than it was given.")
         return answer
 
-    def wait(self, seconds: float) -> int | None:
-        """Wait for the process to end. Returns its exit status as `subprocess` does; None: it still runs."""
+    def signal(self, number: int) -> None:
+        """Send the process a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float | None) -> int | None:
+        """Wait for the process to end; None: for ever. Returns its status as `subprocess` does; None: it still runs."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -203,7 +149,7 @@ class CoreProcess:
         `abort`: have it crash now, because its interpreter does not come back.
         """
         if abort:
-            self._process.send_signal(signal.SIGABRT)
+            self.signal(signal.SIGABRT)
             self.wait(_ABORT_SECONDS)
         file = keep_stacks(self.directory, self.pid)
         return "" if file is None else f" (its stacks are in {file})"

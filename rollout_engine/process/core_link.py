@@ -3,13 +3,12 @@
 It belongs to one thread, which may be another than the one that makes it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rollout_engine.process.authentication import show_token
 from rollout_engine.process.parts import receive
 from rollout_engine.process.wire import MAX_FRAME_BYTES, Frame
 
@@ -19,17 +18,33 @@ _NEVER_MS = 1 << 30
 class CoreLink:
     """A connection. `socket` is readable when frames have come, `monitor` when the connection is lost."""
 
-    def __init__(self, address: str, token: bytes) -> None:
+    def __init__(
+        self,
+        address: str,
+        introduce: Callable[[zmq.Socket[bytes]], object],
+        losses: Mapping[int, str],
+        on_close: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`introduce` makes a socket show who its client is. `losses`: zmq's events that mean the end, and their words.
+
+        `on_close` is called when the connection is closed.
+        """
+        self._losses, self._on_close = losses, on_close
         self._context = zmq.Context(io_threads=1)
-        self.socket = self._context.socket(zmq.DEALER)
+        self.socket = self.new_socket(introduce)
         self.socket.setsockopt(zmq.LINGER, 100)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # no limit: callers wait for the answers
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # A core that is gone does not come back; but "never" (-1) would drop what it sent before and is not read yet.
-        self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        show_token(self.socket, token)
+        self.monitor = self.socket.get_monitor_socket(sum(losses))
         self.socket.connect(address)
+
+    def new_socket(self, introduce: Callable[[zmq.Socket[bytes]], object]) -> zmq.Socket[bytes]:
+        """Make one more socket for the same core, to be connected and closed by the caller."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        # A core that is gone does not come back; but "never" (-1) would drop what it sent before and is not read yet.
+        socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        introduce(socket)
+        return socket
 
     def send(self, multiparts: Iterable[Sequence[Frame]]) -> None:
         """Send messages, each a list of frames; they are dropped if the connection is lost."""
@@ -53,11 +68,11 @@ class CoreLink:
         self.monitor.poll(1000 * seconds)
 
     def why_lost(self) -> str:
-        """Why the connection has ended."""
-        while self.monitor.poll(0):
-            if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                return "it did not take the token in its directory, which is another core's now"
-        return "its connection is lost"
+        """Why the connection has ended: what zmq has told first."""
+        words = "its connection is lost"
+        if self.monitor.poll(0):
+            words = self._losses[recv_monitor_message(self.monitor)["event"]]
+        return words
 
     def close(self) -> None:
         """End it; what was sent has a moment to go out."""
@@ -65,3 +80,4 @@ class CoreLink:
         self.monitor.close()
         self.socket.close()
         self._context.term()
+        self._on_close()

@@ -1,7 +1,7 @@
 """The core's process: ``python -m rollout_engine.process.core_main LIFELINE LOCKED DIRECTORY PARENT``.
 
 LIFELINE and LOCKED are descriptors, of the child's end of the lifeline and of the locked file in the engine's DIRECTORY
-(`rollout_engine.process.core_launcher`). PARENT is the process id of who has started it.
+(`rollout_engine.process.lifeline`). PARENT is the process id of who has started it.
 """
 
 import gc
@@ -22,10 +22,11 @@ from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.errors import RetryableError
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.process import descriptors
-from rollout_engine.process.core_launcher import CoreSettings, Lifeline, config_digest
+from rollout_engine.process.core_launcher import config_digest
 from rollout_engine.process.core_proc import EngineCoreProc, sendable_failure
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.end_signals import end_on_signals
+from rollout_engine.process.lifeline import CoreSettings, Lifeline
 from rollout_engine.process.parent_watch import ParentWatch
 from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
 from rollout_engine.process.pulse import Pulse
@@ -54,13 +55,15 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
         settings.config.check()
         executor = InlineExecutor.from_config(settings.config)
         core = RecordedCore(executor, core_config(settings.config, executor.info))
-        max_clients = descriptors.num_clients_possible()
+        max_clients = descriptors.num_clients_possible(2 if settings.listen else 1)
         io = CoreSocket(
             directory,
             lifeline.socket,
             heartbeat_seconds=settings.heartbeat_seconds,
             max_backlog_bytes=settings.max_backlog_bytes,
             max_clients=max_clients,
+            listen=settings.listen,
+            keys=settings.keys,
         )
     except Exception as error:
         lifeline.write(sendable_failure(error))
@@ -75,11 +78,11 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     try:
         if settings.config.step_deadline is not None:
             StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, core, io, directory))
-        io.start(lambda: _ready(settings, core, executor), on_orphaned=lambda: _leave(directory, 1))
+        io.start(lambda: _ready(settings, core, executor, io), on_orphaned=lambda: _leave(directory, 1))
     except RetryableError as error:
         lifeline.write(sendable_failure(error))
         return 1
-    lifeline.write(_ready(settings, core, executor))
+    lifeline.write(_ready(settings, core, executor, io))
     return _run(proc, core, io)
 
 
@@ -100,7 +103,7 @@ def _see(file: Path | None) -> str:
     return "" if file is None else f" (see `rollout-engine postmortem {file}`)"
 
 
-def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -> Ready:
+def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor, io: CoreSocket) -> Ready:
     return Ready(
         protocol=PROTOCOL,
         pid=os.getpid(),
@@ -108,6 +111,7 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor) -
         heartbeat_seconds=settings.heartbeat_seconds,
         policy_version=core.policy_version,
         info=engine_info(settings.config, executor.info),
+        address=io.address,
     )
 
 

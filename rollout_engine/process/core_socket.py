@@ -20,12 +20,15 @@ import zmq
 
 from rollout_engine import threads
 from rollout_engine.engine.health import IoStats
+from rollout_engine.errors import ConfigError
 from rollout_engine.process.authentication import Authenticator, make_token
 from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.descriptors import MAX_CLIENTS
 from rollout_engine.process.inbox import ClientLeft, FromClient, Inbox, Stop
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.parts import receive
 from rollout_engine.process.peers import Peers
+from rollout_engine.process.tcp_address import listen_on
 from rollout_engine.process.waker import Waker
 from rollout_engine.process.wire import (
     MAX_FRAME_BYTES,
@@ -68,7 +71,10 @@ class CoreSocket:
         heartbeat_seconds: float,
         max_backlog_bytes: int,
         max_clients: int = MAX_CLIENTS,
+        listen: str = "",
+        keys: Keys | None = None,
     ) -> None:
+        """Take clients in `directory`, and at the TCP address `listen` those with the keys. Raises `ConfigError`."""
         self._max_clients = max_clients
         self.inbox = Inbox()
         self.cancelled: set[tuple[int, int]] = set()
@@ -96,9 +102,11 @@ class CoreSocket:
         self._router.setsockopt(zmq.SNDHWM, 64)
         self._router.setsockopt(zmq.RCVHWM, 64)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._authenticator = Authenticator(self._context, make_token(directory))
+        self._authenticator = Authenticator(self._context, make_token(directory), keys)
         self._authenticator.guard(self._router)
         self._router.bind(address_in(directory))
+        self.address = self._listen(listen, keys) if listen else ""
+        """Where it listens on TCP."""
         self._peers = Peers(self._router, self.stats, self._on_left, max_backlog_bytes=max_backlog_bytes)
         self._thread = threading.Thread(target=self._run, name="core-socket", daemon=True)
 
@@ -125,6 +133,18 @@ class CoreSocket:
         self._farewell = reason
         self._waker.wake()
         self._thread.join()
+        self._free()
+
+    def _listen(self, listen: str, keys: Keys | None) -> str:
+        assert keys is not None, "checked by whoever starts a core"
+        self._authenticator.guard_tcp(self._router, keys)
+        try:
+            return listen_on(self._router, listen)
+        except ConfigError:
+            self._free()
+            raise
+
+    def _free(self) -> None:
         self._router.close()
         self._authenticator.close()
         self._context.term()
@@ -217,7 +237,7 @@ class CoreSocket:
         else:
             assert self._ready is not None, "started"
             peer = self._peers.add(identity, hello.limits)
-            self._peers.send(peer, Welcome(peer.index, self._ready()))
+            self._peers.send(peer, Welcome(peer.index, self._ready(), clock=time.monotonic()))
 
     def _on_left(self, client_index: int) -> None:
         self.gone.add(client_index)

@@ -15,8 +15,8 @@ from sync.shared_files import try_lock
 
 MAX_CLIENTS = 1024
 """Most clients of a core, if it has descriptors for so many."""
-CLIENT_DESCRIPTORS = 20
-"""What a client opens, 14, and a few for others that open some at the same time."""
+CLIENT_DESCRIPTORS = 24
+"""What a client opens, 14 or over TCP some more, and a few for others that open some at the same time."""
 CORE_DESCRIPTORS = 40
 """What the parent of a core opens for it, its client included."""
 _RESERVE = 64
@@ -33,17 +33,18 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def num_clients_possible() -> int:
-    """How many clients this process has descriptors for, one each. Raises `ConfigError` where there is none."""
+def num_clients_possible(num_connections: int = 1) -> int:
+    """How many clients with so many connections this process has descriptors for. Raises `ConfigError` where none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _ENOUGH if soft == resource.RLIM_INFINITY else soft
     used = len(os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"))
-    if limit - used - _RESERVE < 1:
+    count = (limit - used - _RESERVE) // num_connections
+    if count < 1:
         what = (
             f"a core has {limit} file descriptors, uses {used} of them and keeps {_RESERVE}: none is left for a client"
         )
         raise ConfigError(f"{what}. Raise the hard limit (ulimit -Hn).")
-    return min(limit - used - _RESERVE, MAX_CLIENTS)
+    return min(count, MAX_CLIENTS)
 
 
 def require(count: int, what: str) -> None:

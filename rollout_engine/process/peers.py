@@ -150,7 +150,7 @@ class Peers:
         now = time.monotonic()
         for peer in [*self._by_identity.values()]:
             if not peer.backlog and now - peer.last_sent >= silence:
-                self.send(peer, Heartbeat())
+                self.send(peer, Heartbeat(now))
 
     def retry(self) -> None:
         """Send as much of every backlog as the clients' pipes take now."""

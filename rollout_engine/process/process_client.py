@@ -18,6 +18,7 @@ from rollout_engine.process.call_values import pack
 from rollout_engine.process.client_routing import slices
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_launcher import CoreProcess
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.request_columns import with_columns
 from rollout_engine.process.weight_client import WeightClient
 from rollout_engine.process.weight_server import WEIGHT_VERBS
@@ -48,7 +49,9 @@ class ProcessClient:
         self._socket = socket
         ready = socket.wait_welcome()
         self.pid = ready.pid
-        """Process id of the core."""
+        """Process id of the core, on its machine."""
+        self.config_digest = ready.config_digest
+        """A digest of the core's configuration, equal for cores that were started with the same one."""
         self.info: EngineInfo = ready.info
         self.policy_version = ready.policy_version
         self._listener: Listener | None = None
@@ -81,9 +84,12 @@ class ProcessClient:
         return client
 
     @classmethod
-    def connect(cls, address: str, *, hang_seconds: float = HANG_SECONDS) -> Self:
-        """Connect to a core that was started elsewhere. Raises `EngineDeadError`."""
-        return cls(ClientSocket.connect(address, hang_seconds=hang_seconds))
+    def connect(cls, address: str, *, keys: Keys | None = None, hang_seconds: float = HANG_SECONDS) -> Self:
+        """Connect to a core that was started elsewhere: by its directory, or with its `keys` at "tcp://HOST:PORT".
+
+        Raises `EngineDeadError`, and `ConfigError` for an address that does not go with the keys.
+        """
+        return cls(ClientSocket.connect(address, keys=keys, hang_seconds=hang_seconds))
 
     @property
     def index(self) -> int:
@@ -92,8 +98,8 @@ class ProcessClient:
 
     @property
     def address(self) -> str:
-        """Directory of the core, to which other clients connect; only this user may enter it."""
-        return self._socket.directory
+        """Directory of the core, to which other clients connect, or the TCP address to which this one did."""
+        return self._socket.address
 
     @property
     def dead_error(self) -> EngineDeadError | None:

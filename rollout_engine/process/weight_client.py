@@ -21,6 +21,7 @@ from rollout_engine.outputs import UpdateReport
 from rollout_engine.process.weight_rendezvous import (
     DEFAULT,
     Rendezvous,
+    check_near,
     check_remote,
     make_directory,
     remove_directories,
@@ -48,7 +49,7 @@ class Caller(Protocol):
 
     @property
     def address(self) -> str:
-        """Directory of the core."""
+        """Directory of the core, or its TCP address."""
         ...
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
@@ -77,6 +78,7 @@ class WeightClient:
             path = os.path.abspath(os.path.expanduser(source))
             return self._ask("load_weights", options.timeout, path=path, version=version, options=options)
         check_remote(transport)
+        check_near(transport, self._client.address)
         if not self._pushing.acquire(blocking=False):
             raise LifecycleError("update_weights: another update is under way; wait until it has ended.")
         try:

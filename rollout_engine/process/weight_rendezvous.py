@@ -19,6 +19,7 @@ import torch
 
 from rollout_engine.errors import WeightUpdateError, unknown_name
 from rollout_engine.process.core_directory import SHARED_MEMORY, lock_directory
+from rollout_engine.process.tcp_address import is_tcp
 from rollout_engine.weights.copy_kernels import kernel_writer
 from sync.base import Metadata, WeightReceiver, WeightSender
 from sync.manifest import TensorSpec
@@ -69,6 +70,16 @@ def check_remote(transport: str) -> None:
     if transport not in _REMOTE:
         names = ", ".join(map(repr, _REMOTE))
         raise WeightUpdateError(f"transport='{transport}' does not reach an engine in another process: use {names}.")
+
+
+def check_near(transport: str, core: str) -> None:
+    """Raise `WeightUpdateError` for a client over TCP: the two ends of a transport meet in a directory."""
+    if is_tcp(core):
+        paths = "publish the weights where the engine's machine can read them and give that path"
+        groups = "form a gloo or nccl group by `init_weight_update_group` of WeightSyncExtension"
+        near = "where the engine runs on this machine, connect by its directory"
+        what = f"update_weights: transport='{transport}' needs a directory of both ends, and {core} is reached over TCP"
+        raise WeightUpdateError(f"{what}: {paths}; {groups}; or, {near}.")
 
 
 def make_directory(core_directory: str, client_index: int, metadata: Metadata) -> tuple[str, int]:

@@ -98,6 +98,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", forbid_unkno
     """How often the core sends a sign of life."""
     policy_version: int
     info: EngineInfo
+    address: str = ""
+    """Where it listens on TCP; "": nowhere."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
@@ -132,7 +134,7 @@ class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
     arrays: list[np.ndarray] = []
     """Arrays of `arguments`, uint8 each."""
     deadline: float | None = None
-    """`time.monotonic()` at which the caller stops waiting; a call that has not begun by then never does."""
+    """When the caller stops waiting, on the core's `time.monotonic()`; a call that has not begun by then never does."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
@@ -163,6 +165,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     ready: Ready
     limits: Limits = Limits()
     """Largest messages that the core reads."""
+    clock: float = 0.0
+    """`time.monotonic()` of the core as it sent this."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", forbid_unknown_fields=True):
@@ -202,6 +206,9 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_field
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fields=True):
     """The core's process is alive, however long its step takes."""
+
+    clock: float = 0.0
+    """`time.monotonic()` of the core as it sent this."""
 
 
 class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ import sync
 from rollout_engine import AsyncLLM, SamplingParams
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.process.call_values import pack
-from rollout_engine.process.core_launcher import CoreSettings, Lifeline
+from rollout_engine.process.lifeline import CoreSettings, Lifeline
 from rollout_engine.process.weight_server import WEIGHT_VERBS
 from rollout_engine.process.wire import Call, Encoder, Failure, Ready
 from sync import ipc

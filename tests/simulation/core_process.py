@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_engine.messages import EngineCoreOutputs
-from rollout_engine.process import background, client_socket, core_link, core_proc, core_socket, weight_client
+from rollout_engine.process import background, core_endpoint, core_link, core_proc, core_socket, weight_client
 from rollout_engine.process.client_routing import client_of
 from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.core_socket import CoreSocket
@@ -227,8 +227,8 @@ def process_patches(scheduler: Scheduler, faults: RandomFaults) -> list[tuple[An
         (background, "_lower_priority", lambda: None),
         (core_socket, "make_token", lambda directory: b""),
         (core_socket, "Authenticator", partial(_OpenDoor, scheduler)),
-        (client_socket, "read_token", lambda directory: b""),
-        (core_link, "show_token", lambda socket, token: None),
+        (core_endpoint, "read_token", lambda directory: b""),
+        (core_endpoint, "show_token", lambda socket, token: None),
         (core_link, "recv_monitor_message", lambda monitor: monitor.take()),
         (core_proc, "OutputBatcher", partial(OutputBatcher, clock=lambda: scheduler.clock.now)),
     ]
@@ -237,7 +237,7 @@ def process_patches(scheduler: Scheduler, faults: RandomFaults) -> list[tuple[An
 class _OpenDoor:
     """Stands for `authentication.Authenticator`: whoever connects may."""
 
-    def __init__(self, scheduler: Scheduler, context: Any, token: bytes) -> None:
+    def __init__(self, scheduler: Scheduler, context: Any, token: bytes, keys: None) -> None:
         self.socket = SimulatedWaker(scheduler)
 
     def guard(self, socket: Any) -> None:

@@ -6,6 +6,7 @@ from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.process.client_socket import ClientSocket
+from rollout_engine.process.core_endpoint import LocalEndpoint
 from rollout_engine.process.process_client import ProcessClient
 from tests.faults.ledger import Ledger
 from tests.simulation.core_process import SimulatedCoreProcess
@@ -103,7 +104,8 @@ class _Client:
     def __init__(
         self, scheduler: Scheduler, faults: RandomFaults, process: SimulatedCoreProcess, *, is_owner: bool
     ) -> None:
-        self.socket = ClientSocket(process.directory, process if is_owner else None, _HANG_SECONDS)  # type: ignore[arg-type]
+        core, owned = LocalEndpoint(process.directory), process if is_owner else None
+        self.socket = ClientSocket(core, owned, _HANG_SECONDS)  # type: ignore[arg-type]
         client = ProcessClient(self.socket)
         self.index = client.index
         self.frontend = Frontend(client, None)

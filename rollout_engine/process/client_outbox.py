@@ -1,0 +1,54 @@
+"""Messages of a client that wait to be sent to its core. One that cannot be sent is answered here."""
+
+from collections import deque
+from typing import Any
+
+from rollout_engine.errors import RequestError, RPCError
+from rollout_engine.process.core_clock import CoreClock
+from rollout_engine.process.core_link import CoreLink
+from rollout_engine.process.parts import in_parts
+from rollout_engine.process.request_columns import check_answer
+from rollout_engine.process.wire import AddRequest, Call, Encoder, Limits, Refused, Reply, failure_of
+
+
+class ClientOutbox:
+    """A queue that any thread may fill, and one empties."""
+
+    def __init__(self, answer_limits: Limits, clock: CoreClock) -> None:
+        """`answer_limits`: the largest messages that this client reads."""
+        self._answer_limits, self._clock = answer_limits, clock
+        self._messages: deque[Any] = deque()
+        self._encoder = Encoder()
+
+    def append(self, message: Any) -> None:
+        """Queue a message."""
+        self._messages.append(message)
+
+    def send(self, link: CoreLink, limits: Limits) -> list[Refused | Reply]:
+        """Send what waits, to a core that reads messages within `limits`. Returns answers to what cannot be sent."""
+        answers: list[Refused | Reply] = []
+        while self._messages:
+            message = self._clock.departing(self._messages.popleft())
+            try:
+                if isinstance(message, AddRequest):
+                    check_answer(message, self._answer_limits)
+                multiparts = in_parts(self._encoder.encode(message), limits)
+            except (TypeError, ValueError, OverflowError) as problem:
+                answers.append(_refusal(message, problem))
+                continue
+            link.send(multiparts)
+        return answers
+
+
+def _refusal(message: Any, problem: Exception) -> Refused | Reply:
+    """The answer to a request or a call that cannot be sent. Raises `problem` for other messages, which always can."""
+    what = f"an argument cannot be sent to the engine's process: {problem}."
+    match message:
+        case AddRequest(request):
+            failure = failure_of(RequestError(f"generate: {what}", field="arguments"))
+            return Refused(request.first_sequence_id, failure)
+        case Call(number, name):
+            kind = RPCError if name == "collective_rpc" else RequestError
+            return Reply(number, failure=failure_of(kind(f"{name}: {what}")))
+        case _:
+            raise problem
