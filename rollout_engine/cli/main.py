@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "print completions of prompts",
     "rollout": "write rollouts as JSON lines: tokens, log-probs, policy versions, seeds",
     "postmortem": "the last steps of a core that died, and whether its scheduler fails alone",
+    "core": "a core that listens on TCP, for front ends on other machines",
     "bench": "tokens per second of a model, and the share of what memory and arithmetic allow",
 }
 """Name -> help. A command is a module `rollout_engine.cli.<name>` with `add_arguments(parser)` and `run(arguments)`."""

@@ -14,6 +14,7 @@ from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.verb_methods import AsyncVerbs
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.sampling_params import SamplingLike
@@ -66,13 +67,18 @@ class AsyncLLM(AsyncVerbs):
         return cls._standing_on(Frontend.over(client))
 
     @classmethod
-    def connect(cls, address: str, *, hang_seconds: float = HANG_SECONDS) -> Self:
-        """One more client on the core of another engine, in this process or another one of the same user and machine.
+    def connect(
+        cls, address: str, *, key_file: str | os.PathLike[str] | None = None, hang_seconds: float = HANG_SECONDS
+    ) -> Self:
+        """One more client on the core of another engine, of the same user on this machine, or anywhere over TCP.
 
-        `address` is that engine's. Requests and results of clients are apart; `shutdown` leaves the core to its owner,
-        and ends what this client has open.
+        `address` is that engine's, or the "tcp://HOST:PORT" that `rollout-engine core` has printed, with a copy of its
+        `key_file`; nothing goes over TCP unencrypted. Requests and results of clients are apart; `shutdown` leaves the
+        core to its owner, and ends what this client has open. Raises `EngineDeadError`, and `ConfigError` for a file or
+        an address that cannot be used.
         """
-        return cls.from_client(ProcessClient.connect(address, hang_seconds=hang_seconds))
+        keys = None if key_file is None else Keys.read(key_file)
+        return cls.from_client(ProcessClient.connect(address, keys=keys, hang_seconds=hang_seconds))
 
     @classmethod
     def _standing_on(cls, frontend: Frontend) -> Self:
@@ -132,7 +138,7 @@ class AsyncLLM(AsyncVerbs):
 
     @property
     def address(self) -> str:
-        """Directory of the core, for `connect`; only this user may enter it."""
+        """Directory of the core, for `connect`, which only this user may enter; over TCP the address connected to."""
         return self._process_client.address
 
     @property
