@@ -84,12 +84,13 @@ class TcpEndpoint:
         show_keys(socket, self._keys)
 
 
-_OTHER_KEY = "it has another key than this client's key_file says. Copy the file that was given to the core"
+_NO_CORE = "is no core that listens with keys"
+_OTHER_KEY = "it has another key than this client's key_file says (copy the file that was given to the core)"
 _TCP_LOSSES = {
     zmq.EVENT_DISCONNECTED: _LOST,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know the client's key. Copy the key_file that was given to the core",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is no core that listens with keys",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: f"it ended the handshake: {_OTHER_KEY}",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: f"what answers there {_NO_CORE}",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: f"it ended the handshake: {_OTHER_KEY}, or {_NO_CORE}",
     zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
 }
 
