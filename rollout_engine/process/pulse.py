@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import socket
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import zmq
@@ -64,7 +65,7 @@ class Pulse:
         self._counts[_STEPS] += 1
 
 
-class SignsOfLife:
+class SignsOfLife(ABC):
     """How long a core's process, and its interpreter, have given no sign of life, as a client sees it."""
 
     where_stopped = "its process is stopped, or gets no CPU time"
@@ -75,9 +76,9 @@ class SignsOfLife:
         self.alive_at = self.interpreter_at = now
         """When the process, and the interpreter, last gave a sign."""
 
+    @abstractmethod
     def look(self, now: float, *, heard: bool) -> None:
         """Look for signs; `heard`: a message has arrived, which is one of both."""
-        raise NotImplementedError
 
     def silence(self, now: float, hang_seconds: float, step_deadline: float) -> str | None:
         """Why the core counts as dead: its process or its interpreter has been silent too long. None: it does not."""
@@ -92,6 +93,7 @@ class SignsOfLife:
             logger.warning("a core is busy: %s or the collection of garbage", what)
         return None
 
+    @abstractmethod
     def close(self) -> None:
         """Stop looking."""
 

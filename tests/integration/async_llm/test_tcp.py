@@ -183,7 +183,7 @@ def test_a_core_whose_interpreter_is_held_is_alive(checkpoint, options, last_of)
     "arguments,problem",
     [
         (["--listen", "tcp://127.0.0.1:0"], "nobody connects over TCP without keys"),
-        (["--listen", "ipc:///tmp/core", "--key-file", "KEYS"], "is no TCP address"),
+        (["--listen", "ipc://core", "--key-file", "KEYS"], "is no TCP address"),
         (["--listen", "tcp://192.0.2.1:0", "--key-file", "KEYS"], "Cannot assign requested address"),
         (
             ["--listen", "tcp://127.0.0.1:0", "--key-file", "KEYS", "max_tokens=5"],
