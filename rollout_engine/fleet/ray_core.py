@@ -25,6 +25,8 @@ logger = logging.getLogger("rollout_engine")
 
 _HEARTBEAT, _CONTROL = "heartbeat", "control"
 """Concurrency groups of the actor: a thread each, so that these calls overtake a start."""
+_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "false"}
+"""Ray kills the children of an actor that ends; a core ends by itself then, and removes its files."""
 _PLACE_SECONDS = 60.0
 """How long a replica waits for others to free resources."""
 _ANSWER_SECONDS = 15.0
@@ -112,6 +114,7 @@ class RemoteCore:
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={_HEARTBEAT: 1, _CONTROL: 1},
+            runtime_env={"env_vars": _ENVIRONMENT},
             scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group),
         )
         return ray.remote(**options)(ReplicaActor).remote()
@@ -120,15 +123,14 @@ class RemoteCore:
         if self._actor is None:
             return
         ray = self._cluster.ray
-        # A core that never got ready sees by itself that its actor is gone.
-        has_ended = self._place is None or self._have_ended(kill)
+        has_ended = self._have_ended(kill)
         if self._cluster.is_connected:
             with suppress(ray.exceptions.RayError, ValueError):  # it is gone already
                 ray.kill(self._actor, no_restart=True)
             with suppress(ray.exceptions.RayError):
                 self._cluster.release(self._group)
-        if not has_ended:
-            self._remove_core()
+        if not has_ended and self._place is not None:
+            self._remove_core(self._place)
 
     def _have_ended(self, kill: bool) -> bool:
         """Have the actor end its core and wait for it; False if the actor does not."""
@@ -146,10 +148,9 @@ class RemoteCore:
             return False
         return True
 
-    def _remove_core(self) -> None:
+    def _remove_core(self, place: CorePlace) -> None:
         """End what an actor that is gone may have left on its node: a core that hangs sees nothing by itself."""
-        ray, place = self._cluster.ray, self._place
-        assert place is not None, "the core was ready"
+        ray = self._cluster.ray
         if place.node_id == self._cluster.node_id:
             remove_core(place.directory, place.pid)
             return
