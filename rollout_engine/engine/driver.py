@@ -190,8 +190,11 @@ class EngineDriver:
         return not self.core.lifecycle.draining
 
     def is_idle(self) -> bool:
-        """Whether no request is in flight. Raises `LifecycleError` when they are frozen and cannot finish."""
-        return not self.core.num_draining("wait_for_requests_to_drain")
+        """Whether no request is in flight, nor a pause or sleep that waits for the last outputs to be returned.
+
+        Raises `LifecycleError` when requests are frozen and cannot finish.
+        """
+        return not self.core.num_draining("wait_for_requests_to_drain") and self.is_drained()
 
     def shutdown(self) -> None:
         """Refuse every verb from now on; calls that wait end with an error."""

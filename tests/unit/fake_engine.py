@@ -67,7 +67,16 @@ class FakeModel(FakeExecutor):
 
 
 def make_engine(
-    codec=CODEC, *, max_num_seqs=16, max_model_len=128, seed=0, stat_loggers=(), spans=None, log_interval=10.0, **fake
+    codec=CODEC,
+    *,
+    max_num_seqs=16,
+    max_model_len=128,
+    seed=0,
+    stat_loggers=(),
+    spans=None,
+    log_interval=10.0,
+    async_scheduling=False,
+    **fake,
 ):
     """An `LLMEngine` with its `core` and `executor` as attributes."""
     executor = FakeModel(max_model_len, **fake)
@@ -78,6 +87,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
         vocab_size=VOCAB_SIZE,
+        async_scheduling=async_scheduling,
     )
     config = EngineConfig(model="fake", skip_tokenizer_init=codec is None, seed=seed, log_interval=log_interval)
     info = EngineInfo(

@@ -142,6 +142,20 @@ def test_a_deadline_is_kept_while_another_thread_computes_a_step(engine, drain):
     drain(engine)
 
 
+def test_a_drain_ends_no_sooner_than_a_sleep_that_waits_for_the_same_requests(make_engine, drain):
+    engine = make_engine(async_scheduling=True)
+    engine.add_request("a", "hello", SHORT)
+    slept = engine.frontend.client.call("sleep", {"mode": "wait"})
+    drained = engine.frontend.client.call("wait_for_requests_to_drain", {})
+    while engine.core.num_in_flight:
+        engine.step()
+        engine.reset_prefix_cache()  # waits for the step in flight, which is to be the last
+    assert not slept.done() and not drained.done(), "the last outputs are not returned yet"
+    assert drain(engine)[-1].finished
+    assert slept.result(0) is None and drained.result(0) is None
+    engine.wake_up()
+
+
 def test_draining_frozen_requests_is_refused_at_once(engine):
     engine.add_request("a", "hello", LONG)
     engine.pause_generation(mode="keep")
