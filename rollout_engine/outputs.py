@@ -132,6 +132,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """Bytes held beside the live weights, from this update to the next."""
     pack_seconds: float = 0.0
     """The part of `seconds` in which the received weights were packed for the kernels."""
+    replicas: "dict[int, UpdateReport]" = {}
+    """The report of each replica of a fleet, by its index; the times above are then the longest of them."""
 
 
 def _dicts(

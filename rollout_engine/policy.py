@@ -74,9 +74,19 @@ class RolloutPolicy(BlockingVerbs):
 
     @classmethod
     def from_pretrained(
-        cls, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        num_replicas: int = 1,
+        stat_loggers: Sequence[StatLogger] = (),
+        **engine_kwargs: Any,
     ) -> Self:
-        """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`."""
+        """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`.
+
+        `num_replicas`: with 2 or more, so many engines in processes of their own, on this machine.
+        """
+        if num_replicas != 1:
+            return cls(AsyncLLM(model, num_replicas=num_replicas, stat_loggers=stat_loggers, **engine_kwargs))
         config = EngineConfig(model=model, **engine_kwargs)  # type: ignore[arg-type]  # it converts paths
         return cls(LLMEngine.from_config(config, stat_loggers=stat_loggers))
 

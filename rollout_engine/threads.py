@@ -3,8 +3,8 @@
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -13,6 +13,7 @@ from rollout_engine.errors import RetryableError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_LOOK_SECONDS = 0.05
 _IS_CANCELLED: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("is_cancelled", default=None)
 
 
@@ -47,8 +48,31 @@ async def run_in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwa
         is_cancelled.set()
 
 
+def run_together(functions: Sequence[Callable[[], R]], *, name: str) -> list[Future[R]]:
+    """Run functions at once, each on a thread of its own, and return their outcomes when all have ended.
+
+    Where this thread is interrupted or cancelled, or there is no thread for one of them (`RetryableError`), the next
+    `raise_if_cancelled` of each function raises; that is raised here once all have ended.
+    """
+    is_cancelled, outcomes = threading.Event(), [Future[R]() for _ in functions]
+    begun: list[Future[R]] = []
+    try:
+        for function, outcome in zip(functions, outcomes, strict=True):
+            context = contextvars.copy_context()
+            context.run(_IS_CANCELLED.set, is_cancelled)
+            start_thread(_carry_out, partial(context.run, function), outcome, name=name)
+            begun.append(outcome)
+        while wait(begun, _LOOK_SECONDS).not_done:
+            raise_if_cancelled()
+    except BaseException:
+        is_cancelled.set()
+        wait(begun)
+        raise
+    return outcomes
+
+
 def raise_if_cancelled() -> None:
-    """Raise `asyncio.CancelledError` where nobody awaits any more what this thread does in `run_in_thread`."""
+    """Raise `asyncio.CancelledError` where nobody awaits any more what this thread does for another one."""
     is_cancelled = _IS_CANCELLED.get()
     if is_cancelled is not None and is_cancelled.is_set():
         raise asyncio.CancelledError

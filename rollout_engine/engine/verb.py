@@ -62,6 +62,10 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     """Whether faces have a method of this name."""
     crosses: bool = True
     """Whether arguments and result can cross to another process."""
+    combine: Callable[[Sequence[Any]], Any] | None = None
+    """Makes a fleet's result of those of its engines, in order; None: any one engine answers for all."""
+    needs_all: bool = False
+    """Whether a fleet's call fails where an engine is lost before it has answered."""
     span: str = ""
     """Name of the tracing span around a call, if there is one."""
     span_arguments: Sequence[str] = ()

@@ -21,6 +21,7 @@ from torch import nn
 
 from rollout_engine._structs import plain
 from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.engine import combine
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.health import Health
 from rollout_engine.engine.interrupts import allowed
@@ -51,6 +52,7 @@ def _late_drain(verb: str, effect: str = "") -> Callable[[Arguments, bool], Roll
 
 
 @VERBS.add(
+    combine=combine.nothing,
     until=EngineDriver.is_drained,
     timeout="drain_timeout",
     late=_late_drain("pause_generation", ", and the engine pauses after them: resume_generation() calls that off"),
@@ -83,19 +85,24 @@ def pause_generation(
     driver.deliver(driver.core.pause(mode, clear_cache=clear_cache))
 
 
-@VERBS.add()
+@VERBS.add(combine=combine.nothing)
 def resume_generation(driver: EngineDriver) -> None:
     """Go on after a pause."""
     driver.core.resume()
 
 
-@VERBS.add(when="any time")
+@VERBS.add(when="any time", combine=all)
 def is_paused(driver: EngineDriver) -> bool:
     """Whether a pause is in force (also while asleep)."""
     return driver.core.lifecycle.paused is not None
 
 
-@VERBS.add(until=EngineDriver.is_idle, timeout="drain_timeout", late=_late_drain("wait_for_requests_to_drain"))
+@VERBS.add(
+    combine=combine.nothing,
+    until=EngineDriver.is_idle,
+    timeout="drain_timeout",
+    late=_late_drain("wait_for_requests_to_drain"),
+)
 def wait_for_requests_to_drain(driver: EngineDriver, drain_timeout: float = 300) -> None:
     """Return when the core has nothing in flight, of any client. In process this call steps the engine.
 
@@ -105,6 +112,7 @@ def wait_for_requests_to_drain(driver: EngineDriver, drain_timeout: float = 300)
 
 
 @VERBS.add(
+    combine=combine.nothing,
     until=EngineDriver.is_drained,
     timeout="drain_timeout",
     late=_late_drain("sleep", ", and the engine falls asleep after them: abort them to have that sooner"),
@@ -127,19 +135,19 @@ def _prepare_wake_up(tags: Iterable[str] | None) -> Arguments:
     return {"tags": tags if tags is None or isinstance(tags, str) else list(tags)}
 
 
-@VERBS.add(prepare=_prepare_wake_up)
+@VERBS.add(prepare=_prepare_wake_up, combine=combine.nothing)
 def wake_up(driver: EngineDriver, tags: str | list[str] | None = None) -> None:
     """Take memory back: "weights", "kv_cache", or None for all. A pause from before the sleep still holds."""
     driver.core.wake_up(tags)
 
 
-@VERBS.add(when="any time")
+@VERBS.add(when="any time", combine=any)
 def is_sleeping(driver: EngineDriver) -> bool:
     """Whether some memory is still released."""
     return bool(driver.core.lifecycle.asleep)
 
 
-@VERBS.add()
+@VERBS.add(combine=all)
 def reset_prefix_cache(driver: EngineDriver, reset_running_requests: bool = False) -> bool:
     """Forget every known prefix, and return whether that was done.
 
@@ -219,6 +227,8 @@ def _runs_beside_steps(driver: EngineDriver, arguments: Arguments) -> bool:
 
 @VERBS.add(
     prepare=_prepare_rpc,
+    combine=combine.end_to_end,
+    needs_all=True,
     beside_steps=_runs_beside_steps,
     timeout="timeout",
     late=_rpc_late,
@@ -272,19 +282,19 @@ def get_model_metadata(driver: EngineDriver) -> dict[str, tuple[str, tuple[int, 
     return driver.executor.metadata()
 
 
-@VERBS.add(when="any time", after_shutdown=True)
+@VERBS.add(when="any time", after_shutdown=True, combine=combine.mean)
 def get_cache_usage(driver: EngineDriver) -> float:
     """KV blocks referenced by live requests / all blocks."""
     return driver.core.cache_usage()
 
 
-@VERBS.add(when="any time", after_shutdown=True)
+@VERBS.add(when="any time", after_shutdown=True, combine=sum)
 def get_num_unfinished_requests(driver: EngineDriver) -> int:
     """Requests of all clients that the core has not ended."""
     return driver.core.num_unfinished_requests
 
 
-@VERBS.add(when="at once")
+@VERBS.add(when="at once", combine=combine.health)
 def check_health(driver: EngineDriver) -> Health:
     """Ask the engine for a sign of life, which comes during a step too. Raises `EngineDeadError` when it is gone."""
     lifecycle, work = driver.core.lifecycle, driver.work
@@ -301,13 +311,13 @@ def check_health(driver: EngineDriver) -> Health:
     )
 
 
-@VERBS.add(after_shutdown=True)
+@VERBS.add(after_shutdown=True, combine=combine.nothing)
 def check_integrity(driver: EngineDriver) -> None:
     """Recount requests, blocks and references from scratch; AssertionError says what is off."""
     driver.core.check_integrity()
 
 
-@VERBS.add(when="any time", after_shutdown=True, public=False)
+@VERBS.add(when="any time", after_shutdown=True, public=False, combine=combine.metrics)
 def get_core_metrics(driver: EngineDriver) -> CoreMetrics:
     """Counters and gauges of the core, of now."""
     return driver.core.metrics()

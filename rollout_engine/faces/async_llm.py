@@ -12,6 +12,8 @@ from rollout_engine.errors import EngineDeadError, LifecycleError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.verb_methods import AsyncVerbs
+from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.process.keys import Keys
@@ -21,10 +23,14 @@ from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options
+from rollout_engine.threads import run_in_thread
 
 
 class AsyncLLM(AsyncVerbs):
     """An engine whose core runs in a process of its own. Keyword arguments are `EngineConfig`'s.
+
+    `num_replicas`: how many such cores stand behind it, on this machine. One that is lost is started again, and its
+    requests go on at others.
 
     >>> engine = AsyncLLM("path/or/hub-id")
     >>> async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=16)):
@@ -35,10 +41,16 @@ class AsyncLLM(AsyncVerbs):
     """
 
     def __init__(
-        self, model: str | os.PathLike[str], *, stat_loggers: Sequence[StatLogger] = (), **engine_kwargs: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        num_replicas: int = 1,
+        stat_loggers: Sequence[StatLogger] = (),
+        **engine_kwargs: Any,
     ) -> None:
         config = EngineConfig.from_kwargs(model=model, **engine_kwargs)
-        self.frontend = Frontend.start(config, ProcessClient.start, stat_loggers)
+        start = ProcessClient.start if num_replicas == 1 else partial(FleetClient.start, num_replicas=num_replicas)
+        self.frontend = Frontend.start(config, start, stat_loggers)
 
     @classmethod
     def from_config(
@@ -172,11 +184,30 @@ class AsyncLLM(AsyncVerbs):
     async def __aexit__(self, *_: object) -> None:
         self.shutdown()
 
+    async def replicas(self) -> list[ReplicaHealth]:
+        """How each replica is, in the order of their indexes. Raises `LifecycleError` without a fleet."""
+        return await run_in_thread(self._fleet.replicas)
+
+    async def scale(self, num_replicas: int) -> None:
+        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first.
+
+        Raises `ConfigError` for more than there is room for, and `LifecycleError` during an update.
+        """
+        self._fleet.scale(num_replicas)
+
+    @property
+    def _fleet(self) -> FleetClient:
+        client = self.frontend.client
+        if not isinstance(client, FleetClient):
+            raise LifecycleError("This engine has no replicas: make it with num_replicas=2 or more.")
+        return client
+
     @property
     def _process_client(self) -> ProcessClient:
         client = self.frontend.client
         if not isinstance(client, ProcessClient):
-            raise LifecycleError("This engine runs in this process: no other one can connect to it.")
+            what = "This engine has not one core in a process of its own"
+            raise LifecycleError(f"{what}: no other one can connect to it.")
         return client
 
 

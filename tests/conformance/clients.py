@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import pytest
+
 from rollout_engine.engine.local_client import LocalClient
+from rollout_engine.fleet.client import FleetClient
 from rollout_engine.process.process_client import ProcessClient
 
 
@@ -30,5 +33,26 @@ CLIENTS = {
     "own thread": partial(started, partial(LocalClient.start, own_thread=True)),
     "own process": partial(started, ProcessClient.start),
     "connected": connected,
+    "fleet of two": partial(started, partial(FleetClient.start, num_replicas=2)),
 }
 """Name -> a context manager of a client of a new engine: `CLIENTS[name](config)`."""
+MARKS = {"fleet of two": [pytest.mark.slow]}
+_RANKS = "it expects the result of one rank, and a fleet's are those of all replicas"
+_ONE_CORE = 'it looks into one core; a fleet\'s are looked into one by one, as "own process"'
+NOT_OVER_FLEETS = {
+    "-updating]": _RANKS,
+    "test_verbs.py::test_a_verb_does_the_same_over_every_client[fleet of two-collective_rpc]": _RANKS,
+    "test_verbs.py::test_a_verb_does_the_same_over_every_client[fleet of two-get_cache_usage]": "it is the mean of two",
+    "test_a_slow_call_is_late": _RANKS,
+    "test_an_update_by_calls_that_cannot_begin": _RANKS,
+    "test_an_interrupted_update_ends_on_both_sides": _RANKS,
+    "test_an_update_whose_task_is_cancelled_ends_on_both_sides": _RANKS,
+    "test_a_call_that_finds_no_thread_fails_alone": _ONE_CORE,
+    "test_a_call_that_is_cancelled_before_it_begins": _RANKS,
+    "test_cancelled_calls_leave_nobody_waiting": _ONE_CORE,
+    "test_a_call_that_is_late_leaves_nobody_waiting[fleet of two-sleep]": "the replica without requests sleeps at once",
+    "test_every_kind_of_source_brings_the_same_weights[fleet of two-part]": "a fleet takes no partial update",
+    "test_refused_weights_change_nothing[fleet of two-change8": "a fleet has one transport, and says so otherwise",
+    "test_a_failure_in_place_is_dirty": "a fleet takes no partial update",
+}
+"""Part of a test's id -> why it does not run over a fleet."""

@@ -27,6 +27,7 @@ ARGUMENTS = {
     "get_sequence_ids": ("endless",),
     "is_unfinished": ("endless",),
     "rollout": (["hello"],),
+    "scale": (2,),
     "score": ([[5]], [[6]]),
     "update_weights": (weights(1),),
 }

@@ -1,0 +1,72 @@
+"""One result made of those of many engines, for the verbs that run on every engine of a fleet."""
+
+from collections.abc import Sequence
+from functools import reduce
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from rollout_engine.engine.health import Health
+from rollout_engine.metrics import CoreMetrics, CoreStats, Histogram
+
+
+def nothing(results: Sequence[None]) -> None:
+    """None, once every engine has done it."""
+
+
+def end_to_end(results: Sequence[list[Any]]) -> list[Any]:
+    """The lists of all engines, one behind the other."""
+    return list(chain.from_iterable(results))
+
+
+def mean(results: Sequence[float]) -> float:
+    """Mean over the engines."""
+    return sum(results) / len(results)
+
+
+def health(results: Sequence[Health]) -> Health:
+    """Counts of all engines, and the state of one that does not run, if there is one; the version that lags most."""
+    worst = next((each for each in results if each.state != "RUNNING"), results[0])
+    return msgspec.structs.replace(
+        worst,
+        is_ready=any(each.is_ready for each in results),
+        busy_seconds=max(each.busy_seconds for each in results),
+        policy_version=min(each.policy_version for each in results),
+        num_unfinished_requests=sum(each.num_unfinished_requests for each in results),
+        num_steps=sum(each.num_steps for each in results),
+        io=reduce(_added, (each.io for each in results)),
+        stuck="; ".join(each.stuck for each in results if each.stuck),
+    )
+
+
+def metrics(results: Sequence[CoreMetrics]) -> CoreMetrics:
+    """Counts of all engines and the mean of their cache usage; the version of the one that lags most."""
+    return CoreMetrics(
+        num_requests=sum(each.num_requests for each in results),
+        num_running=sum(each.num_running for each in results),
+        num_waiting=sum(each.num_waiting for each in results),
+        cache_usage=mean([each.cache_usage for each in results]),
+        policy_version=min(each.policy_version for each in results),
+        state=next((each.state for each in results if each.state != "RUNNING"), "RUNNING"),
+        counters=_counters([each.counters for each in results]),
+    )
+
+
+def _counters(parts: Sequence[CoreStats]) -> CoreStats:
+    total = reduce(_added, parts)
+    return msgspec.structs.replace(total, last_pause_seconds=max(each.last_pause_seconds for each in parts))
+
+
+def _added(first: Any, second: Any) -> Any:
+    """The sum of two numbers, or of two structs or dicts of numbers, field by field."""
+    match first, second:
+        case Histogram(), Histogram():
+            counts = [a + b for a, b in zip(first.counts, second.counts, strict=True)]
+            return Histogram(first.bounds, counts, first.sum + second.sum)
+        case msgspec.Struct(), msgspec.Struct():
+            names = first.__struct_fields__
+            return type(first)(**{name: _added(getattr(first, name), getattr(second, name)) for name in names})
+        case dict(), dict():
+            return {name: first.get(name, 0) + second.get(name, 0) for name in first | second}
+    return first + second

@@ -1,0 +1,54 @@
+"""What the brain of a fleet decides, for others to carry out."""
+
+from typing import NamedTuple
+
+from rollout_engine.messages import EngineCoreRequest, SequenceEnd
+
+
+class Start(NamedTuple):
+    """Start a replica's engine at the time `at`."""
+
+    replica: int
+    at: float
+
+
+class CatchUp(NamedTuple):
+    """Give a replica the newest weights at the time `at`."""
+
+    replica: int
+    at: float
+
+
+class Send(NamedTuple):
+    """Send a request to a replica."""
+
+    replica: int
+    request: EngineCoreRequest
+
+
+class Abort(NamedTuple):
+    """End sequences that a replica has."""
+
+    replica: int
+    sequence_ids: list[int]
+
+
+class Stop(NamedTuple):
+    """End a replica's engine."""
+
+    replica: int
+
+
+class Tell(NamedTuple):
+    """Tell the user that sequences have ended: no replica will."""
+
+    ended: list[SequenceEnd]
+
+
+class Fail(NamedTuple):
+    """Tell the user that no replica is left: every request fails."""
+
+    reason: str
+
+
+Action = Start | CatchUp | Send | Abort | Stop | Tell | Fail

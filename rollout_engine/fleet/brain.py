@@ -1,0 +1,292 @@
+"""The brain of a fleet: what happens to its replicas comes in, what is to be done goes out. It does nothing itself.
+
+                    started            caught up
+    (lost) STARTING ───────> STALE ────────────────> SYNCED <── only these get requests
+      ^        │ start       │  ^ missed a commit       │
+      │        │ failed      │  └─────────────────────  │
+      └────────┴──── lost ───┴───────── lost ───────────┘           DRAINING ──> DEAD: scaled away, or given up
+
+A replica whose weights are not the fleet's newest serves nothing. Time comes in as an argument, in seconds.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from enum import StrEnum
+
+from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
+from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.ledger import Entry, Ledger
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+
+MAX_FAILURES = 6
+"""Starts and catch-ups in a row after which a replica is given up."""
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+"""Seconds before the second of them, doubled before each one after it."""
+_PROVEN_SECONDS = 60.0
+"""What befalls a replica that has served for so long is no failure in a row with those before."""
+
+
+class ReplicaState(StrEnum):
+    """What a replica is ready for."""
+
+    STARTING = "STARTING"
+    """Its engine loads, or waits for its turn to."""
+    STALE = "STALE"
+    """It lives, but its weights are not the newest: it serves nothing until it has caught up."""
+    SYNCED = "SYNCED"
+    """It serves."""
+    DRAINING = "DRAINING"
+    """It gets no more requests, and ends when it has none."""
+    DEAD = "DEAD"
+
+
+class Replica:
+    """One replica, as the brain knows it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = ReplicaState.STARTING
+        self.policy_version = -1
+        """Version of its weights; -1 before it has told."""
+        self.synced_at = 0.0
+        """When it began to serve."""
+        self.num_failures = 0
+        """Starts and catch-ups in a row that came to nothing."""
+        self.problem = ""
+        """Why it failed last."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has an engine."""
+        return self.state in (ReplicaState.STALE, ReplicaState.SYNCED, ReplicaState.DRAINING)
+
+
+class Brain:
+    """Decides which replica gets a request, and what becomes of requests and replicas when one fails."""
+
+    def __init__(self, balancer: Balancer, num_replicas: int, *, policy_version: int = 0) -> None:
+        self.balancer, self.ledger = balancer, Ledger()
+        self.policy_version = policy_version
+        """The newest version that a replica has committed."""
+        self.replicas = {index: Replica(index) for index in range(num_replicas)}
+        self._waiting: deque[Entry] = deque()
+        """Requests that no replica has, oldest first."""
+
+    @property
+    def serving(self) -> list[int]:
+        """Replicas that get requests."""
+        return [replica.index for replica in self.replicas.values() if replica.state is ReplicaState.SYNCED]
+
+    @property
+    def living(self) -> list[int]:
+        """Replicas with an engine."""
+        return [replica.index for replica in self.replicas.values() if replica.lives]
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether no replica is left, and none will come."""
+        return all(replica.state is ReplicaState.DEAD for replica in self.replicas.values())
+
+    def added(self, request: EngineCoreRequest, session_id: str | None = None) -> list[Action]:
+        """Take a request. It waits where no replica serves at the moment."""
+        return self._placed(self.ledger.add(request, session_id))
+
+    def aborted(self, sequence_ids: Iterable[int]) -> list[Action]:
+        """End sequences. Ids that are unknown, or have ended, are a no-op."""
+        actions: list[Action] = []
+        for replica, ids in self.ledger.aborted(sequence_ids).items():
+            if replica is not None:
+                actions.append(Abort(replica, ids))
+            else:
+                self._forget(self.ledger.end(ids))
+                actions.append(Tell([SequenceEnd(sequence_id, "abort") for sequence_id in ids]))
+        return actions
+
+    def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Action]:
+        """Note the outputs of a replica's step; they lose what is no longer its to say."""
+        self._forget(self.ledger.received(replica, outputs))
+        return self._drained(replica)
+
+    def refused(self, sequence_id: int) -> int | None:
+        """Note that a replica did not take a request. Returns the request's first sequence id, if it was still open."""
+        entry = self.ledger.get(sequence_id)
+        if entry is None:
+            return None
+        self._forget(self.ledger.end(list(entry.live)))
+        return entry.request.first_sequence_id
+
+    def started(self, replica: int, policy_version: int, now: float) -> list[Action]:
+        """A replica's engine is there, with weights of this version."""
+        found = self.replicas[replica]
+        if found.state is not ReplicaState.STARTING:  # scaled away meanwhile
+            return [Stop(replica)]
+        found.state = ReplicaState.STALE
+        return self.has_weights(replica, policy_version, now)
+
+    def has_weights(self, replica: int, policy_version: int, now: float) -> list[Action]:
+        """A replica has weights of this version now: it serves, or has to catch up."""
+        found = self.replicas[replica]
+        if found.state is not ReplicaState.STALE:  # an update has overtaken it
+            return []
+        found.policy_version = policy_version
+        if policy_version == self.policy_version:
+            return self._serve(found, now)
+        return [*self._stale(found, now), CatchUp(replica, now)]
+
+    def committed(self, replicas: Iterable[int], policy_version: int, now: float) -> list[Action]:
+        """These replicas have committed the weights of an update; the others that live have missed it."""
+        self.policy_version = policy_version
+        actions: list[Action] = []
+        took = set(replicas)
+        living = [self.replicas[index] for index in self.living]
+        for replica in living:
+            if replica.index not in took:
+                actions += self._stale(replica, now)
+                actions += self._drained(replica.index) or [CatchUp(replica.index, now)]
+        for replica in living:
+            if replica.index in took:
+                replica.policy_version = policy_version
+                actions += self._serve(replica, now) if replica.state is ReplicaState.STALE else []
+        return actions
+
+    def missed(self, replica: int, problem: str, now: float) -> list[Action]:
+        """A replica could not catch up. It tries again, later each time, and is given up in the end."""
+        found = self.replicas[replica]
+        if found.state is not ReplicaState.STALE:
+            return []
+        found.num_failures += 1
+        found.problem = problem
+        if found.num_failures >= MAX_FAILURES:
+            return [Stop(replica), *self._restart(found, now)]
+        return [CatchUp(replica, now + _wait(found.num_failures))]
+
+    def lost(self, replica: int, problem: str, now: float) -> list[Action]:
+        """A replica's engine is gone, or could not start. Its requests go on elsewhere, and it is started again."""
+        found = self.replicas[replica]
+        if found.state is ReplicaState.DEAD:
+            return []
+        self._leave(found, now)
+        found.problem, found.num_failures = problem, found.num_failures + 1
+        if found.state is ReplicaState.DRAINING:
+            found.state = ReplicaState.DEAD
+            again: list[Action] = []
+        else:
+            again = self._restart(found, now)
+        self.ledger.lost(replica)
+        return [*again, *self._moved(found)]
+
+    def scaled(self, num_replicas: int, now: float) -> list[Action]:
+        """Have so many replicas: new ones start; of those with the highest indexes the requests end first."""
+        keep = [index for index, replica in self.replicas.items() if replica.state is not ReplicaState.DEAD]
+        keep = [index for index in keep if self.replicas[index].state is not ReplicaState.DRAINING]
+        actions: list[Action] = []
+        for index in keep[num_replicas:]:
+            replica = self.replicas[index]
+            was_there = replica.lives
+            self._leave(replica, now)
+            replica.state = ReplicaState.DRAINING if was_there else ReplicaState.DEAD
+            actions += self._drained(index)
+        for index in range(len(self.replicas), len(self.replicas) + num_replicas - len(keep)):
+            self.replicas[index] = Replica(index)
+            actions.append(Start(index, now))
+        return actions
+
+    def check_integrity(self) -> None:
+        """AssertionError where a request is nowhere, or at a replica that must not have it."""
+        self.ledger.check_integrity()
+        if self.is_dead:
+            return
+        waiting = list(self._waiting)
+        assert len(set(waiting)) == len(waiting), "a request waits twice"
+        for entry in self.ledger.entries():
+            assert (entry in waiting) == (entry.replica is None), f"request {entry.request.first_sequence_id} is lost"
+            if entry.replica is not None:
+                state = self.replicas[entry.replica].state
+                assert state in (ReplicaState.SYNCED, ReplicaState.DRAINING), f"a {state} replica has a request"
+        assert not (waiting and self.serving), "requests wait while a replica serves"
+        for replica in self.replicas.values():
+            if replica.state is ReplicaState.SYNCED:
+                assert replica.policy_version == self.policy_version, f"replica {replica.index} serves stale weights"
+
+    def _placed(self, entry: Entry) -> list[Action]:
+        """Send what is left of a request to the replica that the balancer names, or let it wait."""
+        requests, ends = self.ledger.rest(entry)
+        actions: list[Action] = [Tell(ends)] if ends else []
+        self.ledger.end(end.sequence_id for end in ends)
+        if not entry.live:
+            return actions
+        if self.is_dead:
+            return [*actions, Fail(self._problems())]
+        try:
+            replica = self.balancer.choose(entry.request.prompt_token_ids, session_id=entry.session_id)
+        except LookupError:
+            self._waiting.append(entry)
+            return actions
+        entry.replica, entry.is_whole = replica, requests[0] is entry.request
+        self.balancer.began(replica, _load(entry.request))
+        return [*actions, *(Send(replica, request) for request in requests)]
+
+    def _moved(self, replica: Replica) -> list[Action]:
+        """Move the requests of a replica to others."""
+        actions: list[Action] = []
+        for entry in self.ledger.of_replica(replica.index):
+            self.ledger.moves(entry, replica_lives=replica.lives)
+            self.balancer.ended(replica.index, _load(entry.request))
+            actions += self._placed(entry)
+        return actions
+
+    def _serve(self, replica: Replica, now: float) -> list[Action]:
+        replica.state, replica.synced_at = ReplicaState.SYNCED, now
+        self.balancer.add(replica.index)
+        waiting, self._waiting = self._waiting, deque()
+        return [action for entry in waiting for action in self._placed(entry)]
+
+    def _stale(self, replica: Replica, now: float) -> list[Action]:
+        """Take a replica out of service; what it computes goes on at others."""
+        self._leave(replica, now)
+        if replica.state is ReplicaState.SYNCED:
+            replica.state = ReplicaState.STALE
+        had = [id for entry in self.ledger.of_replica(replica.index) for id in entry.live]
+        return [*([Abort(replica.index, had)] if had else []), *self._moved(replica)]
+
+    def _leave(self, replica: Replica, now: float) -> None:
+        if replica.state is ReplicaState.SYNCED:
+            self.balancer.remove(replica.index)
+            if now - replica.synced_at >= _PROVEN_SECONDS:
+                replica.num_failures = 0
+
+    def _restart(self, replica: Replica, now: float) -> list[Action]:
+        replica.policy_version = -1
+        if replica.num_failures >= MAX_FAILURES:
+            replica.state = ReplicaState.DEAD
+            return [Fail(self._problems())] if self.is_dead else []
+        replica.state = ReplicaState.STARTING
+        return [Start(replica.index, now + _wait(replica.num_failures))]
+
+    def _drained(self, replica: int) -> list[Action]:
+        found = self.replicas[replica]
+        if found.state is not ReplicaState.DRAINING or self.ledger.of_replica(replica):
+            return []
+        found.state = ReplicaState.DEAD
+        return [Stop(replica)]
+
+    def _forget(self, ended: Iterable[Entry]) -> None:
+        for entry in ended:
+            if entry.replica is None:
+                if entry in self._waiting:  # else it was about to be placed
+                    self._waiting.remove(entry)
+            else:
+                self.balancer.ended(entry.replica, _load(entry.request))
+
+    def _problems(self) -> str:
+        found = "; ".join(f"replica {each.index}: {each.problem}" for each in self.replicas.values() if each.problem)
+        return f"no replica of the fleet is left ({found or 'all were scaled away'})"
+
+
+def _load(request: EngineCoreRequest) -> int:
+    """Tokens of KV that a request may come to hold."""
+    return len(request.prompt_token_ids) + request.params.n * request.max_tokens
+
+
+def _wait(num_failures: int) -> float:
+    return 0.0 if num_failures <= 1 else min(_FIRST_WAIT * 2.0 ** (num_failures - 2), _LONGEST_WAIT)

@@ -1,0 +1,284 @@
+"""The client of a fleet: an `EngineClient` over many, driven by `fleet.brain`.
+
+    face ── add_request, call ──> FleetClient ── Brain: who gets it? ──> ProcessClient of replica 0
+         <── outputs ────────────             <── outputs ─────────────   ...          of replica n
+
+One lock guards the brain. Outputs are delivered inside it: what a lost replica has said reaches the user before what
+another one says after it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.engine.calls import CallFuture
+from rollout_engine.engine.client import Listener
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.errors import EngineDeadError, LifecycleError, RolloutEngineError
+from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
+from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.brain import Brain
+from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
+from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.processes import ProcessProvider, share_of_threads
+from rollout_engine.fleet.provider import Provider, check_count
+from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
+from rollout_engine.fleet.supervisor import Supervisor, started
+from rollout_engine.fleet.together import call_all, call_one
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from sync.base import WeightSource
+from sync.owner_process import OwnerProcess
+
+logger = logging.getLogger("rollout_engine")
+
+
+class FleetClient:
+    """One user of a fleet. A replica that is lost is started again, and its requests go on at others."""
+
+    index = 0
+    needs_turns = False
+
+    def __init__(self, config: EngineConfig, provider: Provider, members: Sequence[Member], balancer: Balancer) -> None:
+        """`members`: replicas that have been started, in the order of their indexes; each starts with `config`."""
+        self.info = members[0].client.info
+        self.dead_error: EngineDeadError | None = None
+        self._brain = Brain(balancer, len(members), policy_version=members[0].client.policy_version)
+        self._members: dict[int, Member] = {}
+        """Replicas that have an engine."""
+        self._lock, self._process = threading.RLock(), OwnerProcess()
+        self._listener: Listener | None = None
+        self._updates = FleetUpdates()
+        self._supervisor = Supervisor(provider, config, self._updates)
+        with self._lock:
+            for member in members:
+                self.started(member)
+
+    @classmethod
+    def start(
+        cls,
+        config: EngineConfig,
+        meanwhile: Callable[[], object] = lambda: None,
+        *,
+        num_replicas: int,
+        provider: Provider | None = None,
+        balancer: Balancer | None = None,
+    ) -> Self:
+        """Start a fleet, by default of processes of this machine, and wait until all replicas are loaded.
+
+        `meanwhile` is called while they load. Raises `ConfigError` where there is no room for them, or the model cannot
+        be served, and `EngineDeadError`; then nothing of it is left.
+        """
+        check_count(num_replicas)
+        provider = ProcessProvider() if provider is None else provider
+        provider.check(num_replicas)
+        config = share_of_threads(config, num_replicas)
+        with started(provider, config, num_replicas, meanwhile) as members:
+            return cls(config, provider, members, Balancer() if balancer is None else balancer)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version that a replica has committed; only those that have it serve."""
+        return self._brain.policy_version
+
+    def listen(self, listener: Listener) -> None:
+        """Set the listener for outputs. Call it before the first request is added."""
+        self._listener = listener
+
+    def add_request(self, request: EngineCoreRequest, session_id: str | None = None) -> None:
+        """Send a request to a replica; those of a session go to the same one as long as it serves."""
+        self.require_usable()
+        with self._lock:
+            try:
+                self._do(self._brain.added(request, session_id), raises=True)
+            except BaseException:
+                self._brain.refused(request.first_sequence_id)
+                raise
+
+    def abort(self, sequence_ids: list[int]) -> None:
+        """End sequences; unknown ids are a no-op."""
+        self._require_own_process()
+        with self._lock:
+            self._do(self._brain.aborted(sequence_ids))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
+        """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`.
+
+        A call on one that is lost meanwhile goes to another one.
+        """
+        self.require_usable()
+        verb = VERBS[name]
+        with self._lock:
+            self._supervisor.note_order(name, arguments)
+            clients = [member.client for _, member in sorted(self._members.items())]
+            serving = [self._members[index].client for index in self._brain.serving if index in self._members]
+        if verb.combine is None:
+            return call_one(verb, arguments, serving or clients)
+        return call_all(verb, arguments, clients, self._is_over)
+
+    def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+        """Give all replicas new weights: published once, staged by each, committed by each between two of its steps.
+
+        A replica that fails where another one commits serves nothing before it has caught up. Raises where all fail.
+        Blocks.
+        """
+        self.require_usable()
+        with self._updates.one_at_a_time():
+            with self._lock:
+                members = dict(self._members)
+            with drained(self, options) as options:
+                live = self.policy_version
+                reports, errors = self._updates.push(members, source, version, options, live, self._committed)
+            if not reports:
+                raise next(iter(errors.values()))
+            for index, error in errors.items():
+                logger.warning("replica %d has missed version %d: %s", index, self.policy_version, error)
+        return self._updates.whole_report(reports)
+
+    def turn(self, has_news: Callable[[], bool]) -> bool:
+        """Return False: steps are computed by the replicas."""
+        self._require_own_process()
+        return False
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """How each replica is, in the order of their indexes."""
+        self.require_usable()
+        with self._lock:
+            asked = [ask_health(each, self._members.get(index)) for index, each in self._brain.replicas.items()]
+        return [answer() for answer in asked]
+
+    def scale(self, num_replicas: int) -> None:
+        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first."""
+        self.require_usable()
+        check_count(num_replicas)
+        self._supervisor.check(num_replicas)
+        with self._updates.one_at_a_time(), self._lock:
+            self._do(self._brain.scaled(num_replicas, time.monotonic()))
+
+    def check_integrity(self) -> None:
+        """Recount requests, tokens and replicas; AssertionError says what is off."""
+        with self._lock:
+            self._brain.check_integrity()
+
+    def require_usable(self) -> None:
+        """Raise `LifecycleError` in a forked child and after shutdown, `EngineDeadError` once no replica is left."""
+        self._require_own_process()
+        if self._supervisor.is_closed:
+            raise LifecycleError("The engine is shut down; make a new one.")
+        if self.dead_error is not None:
+            raise EngineDeadError(*self.dead_error.args)
+
+    def shutdown(self) -> None:
+        """End all replicas. Calling it again is a no-op."""
+        if not self._process.is_current or self._supervisor.is_closed:
+            return
+        with self._lock:
+            members = list(self._members.values())
+            self._members.clear()
+            self.dead_error = self.dead_error or EngineDeadError("The engine is shut down; make a new one.")
+            self._supervisor.close()
+        self._supervisor.end(members)
+        self._updates.close()
+        if self._listener is not None:
+            self._listener.fail_all(self.dead_error)
+
+    def started(self, member: Member) -> None:
+        """Take a replica in that has an engine."""
+        with self._lock:
+            self._members[member.index] = member
+            member.join(self)
+            self._do(self._brain.started(member.index, member.client.policy_version, time.monotonic()))
+
+    def not_started(self, index: int, problem: Exception) -> None:
+        """Note that a replica did not start."""
+        logger.warning("replica %d did not start: %s", index, problem)
+        with self._lock:
+            self._do(self._brain.lost(index, str(problem), time.monotonic()))
+
+    def caught_up(self, member: Member, version: int) -> None:
+        """Note that a replica has got the newest weights, as they were."""
+        with self._lock:
+            if self._members.get(member.index) is member:
+                self._do(self._brain.has_weights(member.index, version, time.monotonic()))
+
+    def not_caught_up(self, member: Member, problem: Exception) -> None:
+        """Note that a replica did not get the newest weights."""
+        logger.warning("replica %d did not catch up: %s", member.index, problem)
+        with self._lock:
+            if self._members.get(member.index) is member:
+                self._do(self._brain.missed(member.index, str(problem), time.monotonic()))
+
+    def received(self, member: Member, outputs: EngineCoreOutputs) -> None:
+        """Deliver the outputs of a replica's step."""
+        with self._lock:
+            if self._members.get(member.index) is member:
+                actions = self._brain.received(member.index, outputs)
+                self._deliver(outputs)
+                self._do(actions)
+
+    def refused(self, member: Member, sequence_id: int, error: RolloutEngineError) -> None:
+        """Tell the user of a request that a replica did not take."""
+        with self._lock:
+            if self._members.get(member.index) is member:
+                self._refuse(sequence_id, error)
+
+    def lost(self, member: Member, error: EngineDeadError) -> None:
+        """Go on without a replica."""
+        with self._lock:
+            if self._members.get(member.index) is member:
+                logger.error("replica %d is lost: %s", member.index, error)
+                del self._members[member.index]
+                self._supervisor.retire(member)
+                self._do(self._brain.lost(member.index, str(error), time.monotonic()))
+
+    def _committed(self, replicas: Iterable[int], version: int) -> None:
+        with self._lock:
+            self._do(self._brain.committed(replicas, version, time.monotonic()))
+
+    def _do(self, actions: Iterable[Action], *, raises: bool = False) -> None:
+        """Carry out what the brain has decided, inside the lock. `raises`: the sender of a request is the caller."""
+        for action in actions:
+            match action:
+                case Send(index, request):
+                    try:
+                        self._members[index].add_request(request)
+                    except EngineDeadError:
+                        pass  # `lost` is about to be called, and sends it elsewhere
+                    except RolloutEngineError as error:
+                        if raises:
+                            raise
+                        self._refuse(request.first_sequence_id, error)
+                case Abort(index, sequence_ids):
+                    if index in self._members:  # else the fleet is shut down
+                        self._members[index].abort(sequence_ids)
+                case Tell(ended):
+                    self._deliver(EngineCoreOutputs(self.policy_version, ended=ended))
+                case Start(index, at):
+                    self._supervisor.start(index, at, self)
+                case CatchUp(index, at):
+                    self._supervisor.catch_up(self._members[index], at, self)
+                case Stop(index):
+                    self._supervisor.retire(self._members.pop(index))
+                case Fail(reason):
+                    self.dead_error = EngineDeadError(f"The fleet is dead: {reason}.")
+                    if self._listener is not None:
+                        self._listener.fail_all(self.dead_error)
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        if self._listener is not None:
+            self._listener.deliver(outputs)
+
+    def _refuse(self, sequence_id: int, error: RolloutEngineError) -> None:
+        first = self._brain.refused(sequence_id)
+        if first is not None and self._listener is not None:
+            self._listener.refuse(first, error)
+
+    def _is_over(self) -> bool:
+        return self._supervisor.is_closed or self.dead_error is not None
+
+    def _require_own_process(self) -> None:
+        if not self._process.is_current:
+            raise LifecycleError(self._process.error_message("The engine"))

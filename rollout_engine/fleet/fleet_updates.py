@@ -1,0 +1,171 @@
+"""Weight updates of a fleet: published once, read by every replica, kept for those that start later."""
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rollout_engine.engine.client import EngineClient
+from rollout_engine.errors import (
+    DrainTimeoutError,
+    EngineDeadError,
+    LifecycleError,
+    WeightUpdateError,
+    as_weight_errors,
+)
+from rollout_engine.fleet.member import Member
+from rollout_engine.messages import UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.threads import run_together
+from sync.base import WeightSender, WeightSource
+from sync.cast_notice import CastNotice
+from sync.offer import check_source
+from sync.source import read_source
+from sync.transports import make_sender
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Published(NamedTuple):
+    """Where the newest weights can be read."""
+
+    path: str
+    version: int
+
+
+class FleetUpdates:
+    """One update at a time. The newest weights stay in shared memory."""
+
+    def __init__(self) -> None:
+        self._updating = threading.Lock()
+        self._cast_notice = CastNotice()
+        self._directory: Path | None = None
+        self._sender: WeightSender | None = None
+        self._newest: Published | None = None
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Hold off other updates. Raises `LifecycleError` where one is under way."""
+        if not self._updating.acquire(blocking=False):
+            raise LifecycleError("update_weights: another update is under way, or the fleet scales; wait for its end.")
+        try:
+            yield
+        finally:
+            self._updating.release()
+
+    def push(
+        self,
+        members: Mapping[int, Member],
+        source: WeightSource,
+        version: int | None,
+        options: UpdateOptions,
+        live_version: int,
+        committed: Callable[[Iterable[int], int], None],
+    ) -> tuple[dict[int, UpdateReport], dict[int, Exception]]:
+        """Have all members update at once; returns the reports, and the errors of those that fail.
+
+        `committed` is called with those that have committed, and the version, whatever is raised.
+        Raises `LifecycleError` and `WeightUpdateError`, nothing begun, for what no replica can take.
+        """
+        if options.transport not in (None, "store"):
+            what = f"update_weights: transport={options.transport!r} leads to one engine"
+            raise LifecycleError(f"{what}; the replicas of a fleet read one store: leave transport=None.")
+        if options.partial:
+            what = "update_weights: partial=True is not possible over a fleet: a replica that starts later"
+            raise WeightUpdateError(f"{what} would have only a part of the weights. Send all of them.")
+        if not members:
+            raise EngineDeadError("update_weights: no replica of the fleet lives at the moment.")
+        path, version = self._published(next(iter(members.values())), source, version, live_version)
+        options = msgspec.structs.replace(options, transport=None)
+        reports: dict[int, UpdateReport] = {}
+        errors: dict[int, Exception] = {}
+
+        def update(index: int) -> None:
+            try:
+                reports[index] = members[index].client.update_weights(path, version, options)
+            except Exception as problem:
+                errors[index] = problem
+
+        try:
+            run_together([partial(update, index) for index in members], name="update-replica")
+        finally:  # whatever came between: what is committed is committed
+            if reports:
+                self._newest = Published(path, next(iter(reports.values())).version)
+                committed(reports, self._newest.version)
+        return reports, errors
+
+    def catch_up(self, member: Member) -> int:
+        """Give a replica the newest weights; returns their version. Raises as `EngineClient.update_weights`."""
+        assert self._newest is not None, "a replica lags only behind an update"
+        newest = self._newest
+        member.client.update_weights(newest.path, newest.version, UpdateOptions(reset_version=True))
+        return newest.version
+
+    def whole_report(self, reports: Mapping[int, UpdateReport]) -> UpdateReport:
+        """The report of all replicas: the longest times, all requests, and each replica's own report."""
+        return msgspec.structs.replace(
+            next(iter(reports.values())),
+            seconds=max(report.seconds for report in reports.values()),
+            stall_seconds=max(report.stall_seconds for report in reports.values()),
+            pack_seconds=max(report.pack_seconds for report in reports.values()),
+            num_in_flight=sum(report.num_in_flight for report in reports.values()),
+            replicas=dict(reports),
+        )
+
+    def close(self) -> None:
+        """Remove what is published."""
+        if self._sender is not None and self._directory is not None:
+            self._sender.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _published(
+        self, member: Member, source: WeightSource, version: int | None, live_version: int
+    ) -> tuple[str, int | None]:
+        """Where the weights can be read, and their version. A path is left where it is."""
+        if isinstance(source, str | os.PathLike):
+            return os.path.abspath(os.path.expanduser(source)), version
+        _, metadata = member.client.call("get_live_weights", {}).result()
+        version = live_version + 1 if version is None else version
+        with as_weight_errors():
+            if self._sender is None:
+                self._directory = _make_directory()
+                self._sender = make_sender("store", directory=self._directory, reset_version=True)
+            pairs = read_source(source)
+            check_source(pairs, metadata)
+            self._cast_notice.warn_if_cast(pairs, metadata)
+            self._sender.offer(pairs, version, metadata)
+        return str(self._directory), version
+
+
+@contextmanager
+def drained(client: EngineClient, options: UpdateOptions) -> Iterator[UpdateOptions]:
+    """Let requests end first where that is asked for: at all replicas before one of them commits.
+
+    Raises `DrainTimeoutError`, nothing changed.
+    """
+    if options.mode != "wait" or client.call("is_paused", {}).result():
+        yield options
+        return
+    pause = dict(mode="wait", clear_cache=False, wait_for_inflight_requests=None, drain_timeout=options.timeout)
+    try:
+        try:
+            client.call("pause_generation", pause).result()
+        except DrainTimeoutError:
+            count = client.call("get_num_unfinished_requests", {}).result()
+            what = f"update_weights: {count} requests are still in flight after {options.timeout:g} seconds"
+            raise DrainTimeoutError(f"{what}; they go on under the old weights.") from None
+        yield msgspec.structs.replace(options, mode="keep")
+    finally:
+        client.call("resume_generation", {}).result()
+
+
+def _make_directory() -> Path:
+    place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix="rollout-engine-fleet-", dir=place))

@@ -1,0 +1,202 @@
+"""The ledger of a fleet: every request that has not ended, which replica has it, and the tokens it has so far.
+
+A request whose replica is lost goes on at another one behind the tokens it has. Draws depend on the sequence seed and
+the position alone, so under the same weights it gets the tokens that it would have had.
+"""
+
+from collections.abc import Iterable, Set
+
+import msgspec
+
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.seeds import child_seed
+
+_NONE: Set[int] = frozenset()
+_MOST_PENDING = 1 << 16
+"""Tokens kept as they came, step by step, before they are sorted by sequence."""
+
+
+class Entry:
+    """A request until all of its samples have ended."""
+
+    __slots__ = ("aborted", "attempt", "is_whole", "live", "replica", "request", "session_id")
+
+    def __init__(self, request: EngineCoreRequest, session_id: str | None) -> None:
+        self.request, self.session_id = request, session_id
+        first = request.first_sequence_id
+        self.live = dict.fromkeys(range(first, first + request.params.n))
+        """Ids of the sequences that have not ended, in order."""
+        self.aborted: set[int] = set()
+        """Those of them that are to end, as soon as their replica says so."""
+        self.replica: int | None = None
+        """None while it waits for one."""
+        self.attempt = 0
+        """How many replicas had it before."""
+        self.is_whole = True
+        """Whether its replica has the request as it came, and not the rest of it, a sample at a time."""
+
+
+class Ledger:
+    """All requests of a fleet's client that have not ended, and their tokens."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        """By the id of each live sequence."""
+        self._pending: list[tuple[list[int], list[int]]] = []
+        """(sequence ids, token ids) of each step that has not been sorted."""
+        self._num_pending = 0
+        self._tokens: dict[int, list[int]] = {}
+        """Sequence id -> tokens that have been sorted."""
+        self._foreign: dict[int, Set[int]] = {}
+        """Replica -> sequences that were taken from it, until it says that they have ended there."""
+
+    def __len__(self) -> int:
+        return len(self.entries())
+
+    def entries(self) -> list[Entry]:
+        """The requests that have not ended, oldest first."""
+        return list(dict.fromkeys(self._entries.values()))
+
+    def of_replica(self, replica: int | None) -> list[Entry]:
+        """The requests that a replica has; None: those that wait for one."""
+        return [entry for entry in self.entries() if entry.replica == replica]
+
+    def add(self, request: EngineCoreRequest, session_id: str | None = None) -> Entry:
+        """Open an entry for a request whose sequence ids are new."""
+        entry = Entry(request, session_id)
+        self._entries |= dict.fromkeys(entry.live, entry)
+        return entry
+
+    def get(self, sequence_id: int) -> Entry | None:
+        """The entry of a live sequence."""
+        return self._entries.get(sequence_id)
+
+    def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
+        """Note what a replica has said of sequences that it has; returns the entries that have ended with it.
+
+        `outputs` loses what is not the replica's to say: rows and ends of sequences that another one has by now.
+        """
+        self._drop_foreign(replica, outputs, self._foreign.get(replica, _NONE))
+        if outputs.sequence_ids:
+            self._pending.append((outputs.sequence_ids, outputs.token_ids))
+            self._num_pending += len(outputs.sequence_ids)
+            if self._num_pending > _MOST_PENDING:
+                self._sort()
+        return self._ended(end.sequence_id for end in outputs.ended)
+
+    def moves(self, entry: Entry, *, replica_lives: bool) -> None:
+        """Take a request from its replica. What that one still says of it counts no more, until its ends there."""
+        if replica_lives and entry.replica is not None:
+            self._foreign[entry.replica] = self._foreign.get(entry.replica, _NONE) | entry.live.keys()
+        entry.replica, entry.attempt = None, entry.attempt + 1
+
+    def lost(self, replica: int) -> None:
+        """A replica says nothing any more."""
+        self._foreign.pop(replica, None)
+
+    def aborted(self, sequence_ids: Iterable[int]) -> dict[int | None, list[int]]:
+        """Note that live sequences are to end. Returns them by replica; those of None never come to one."""
+        found: dict[int | None, list[int]] = {}
+        for sequence_id in sequence_ids:
+            if (entry := self._entries.get(sequence_id)) is not None:
+                entry.aborted.add(sequence_id)
+                found.setdefault(entry.replica, []).append(sequence_id)
+        return found
+
+    def end(self, sequence_ids: Iterable[int]) -> list[Entry]:
+        """Remove sequences; returns the entries that have ended with them."""
+        return self._ended(sequence_ids)
+
+    def rest(self, entry: Entry) -> tuple[list[EngineCoreRequest], list[SequenceEnd]]:
+        """What another replica has to compute of a request, and the ends of samples of which nothing is left.
+
+        The request as it came, if no sample has a token yet; else one request for each live sample.
+        """
+        self._sort()
+        if not entry.aborted and len(entry.live) == entry.request.params.n:
+            if not any(sequence_id in self._tokens for sequence_id in entry.live):
+                return [entry.request], []
+        requests, ends = [], []
+        for sequence_id in entry.live:
+            tokens = self._tokens.get(sequence_id, [])
+            end = _end_of(entry, sequence_id, tokens)
+            if end is not None:
+                ends.append(end)
+            else:
+                requests.append(_continued(entry, sequence_id, tokens))
+        return requests, ends
+
+    def check_integrity(self) -> None:
+        """AssertionError where sequences and entries do not belong together, or tokens to no live sequence."""
+        for sequence_id, entry in self._entries.items():
+            assert sequence_id in entry.live, f"sequence {sequence_id} has ended and is listed"
+            assert entry.aborted <= entry.live.keys(), f"sequences {entry.aborted - entry.live.keys()} have ended twice"
+        self._sort()
+        assert self._tokens.keys() <= self._entries.keys(), "tokens are kept of sequences that have ended"
+
+    def _ended(self, sequence_ids: Iterable[int]) -> list[Entry]:
+        ended = []
+        for sequence_id in sequence_ids:
+            entry = self._entries.pop(sequence_id, None)
+            self._tokens.pop(sequence_id, None)
+            if entry is not None:
+                del entry.live[sequence_id]
+                entry.aborted.discard(sequence_id)
+                if not entry.live:
+                    ended.append(entry)
+        return ended
+
+    def _drop_foreign(self, replica: int, outputs: EngineCoreOutputs, foreign: Set[int]) -> None:
+        entries = self._entries
+        ids = outputs.sequence_ids
+        own = [row for row, id in enumerate(ids) if (entry := entries.get(id)) and entry.replica == replica]
+        if foreign:
+            own = [row for row in own if ids[row] not in foreign]
+        if len(own) < len(ids):
+            outputs.keep_rows(own)
+        ended = outputs.ended
+        own_ends = [end for end in ended if self._is_of(replica, end.sequence_id)]
+        outputs.ended = [end for end in own_ends if end.sequence_id not in foreign]
+        if foreign:
+            self._foreign[replica] = foreign - {end.sequence_id for end in ended}
+        for name in ("num_cached_tokens", "prompt_logprobs"):
+            if column := getattr(outputs, name):  # of the rest of a request they say what its user has heard already
+                whole = {id: value for id, value in column.items() if self._is_of(replica, id, is_whole=True)}
+                setattr(outputs, name, whole)
+
+    def _is_of(self, replica: int, sequence_id: int, *, is_whole: bool = False) -> bool:
+        entry = self._entries.get(sequence_id)
+        return entry is not None and entry.replica == replica and (entry.is_whole or not is_whole)
+
+    def _sort(self) -> None:
+        pending, self._pending, self._num_pending = self._pending, [], 0
+        entries, tokens = self._entries, self._tokens
+        for sequence_ids, token_ids in pending:
+            for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
+                if sequence_id in entries:
+                    tokens.setdefault(sequence_id, []).append(token_id)
+
+
+def _end_of(entry: Entry, sequence_id: int, tokens: list[int]) -> SequenceEnd | None:
+    """Its end, if it is to be aborted, or its last token has come without it."""
+    request = entry.request
+    if sequence_id in entry.aborted:
+        return SequenceEnd(sequence_id, "abort")
+    if tokens and len(tokens) >= request.params.min_tokens:
+        if tokens[-1] in request.eos_token_ids:
+            return SequenceEnd(sequence_id, "stop")
+        if tokens[-1] in (request.params.stop_token_ids or ()):
+            return SequenceEnd(sequence_id, "stop", tokens[-1])
+    return SequenceEnd(sequence_id, "length") if len(tokens) >= request.max_tokens else None
+
+
+def _continued(entry: Entry, sequence_id: int, tokens: list[int]) -> EngineCoreRequest:
+    """The request of what is left of one sample."""
+    source = entry.request
+    return msgspec.structs.replace(
+        source,
+        params=msgspec.structs.replace(source.params, n=1, prompt_logprobs=None),
+        seed=child_seed(source.seed, sequence_id - source.first_sequence_id),
+        first_sequence_id=sequence_id,
+        output_token_ids=tokens.copy(),
+    )

@@ -1,0 +1,79 @@
+"""A replica with an engine, as the fleet's client talks to it: its client, and whose outputs come from it.
+
+The sequences of a fleet have ids of their own. A client's ids begin at `index << 40` at its core: that is added to what
+goes there, and taken from what comes.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.fleet.provider import Replica
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
+from rollout_engine.process.client_routing import first_sequence_of
+
+
+class Owner(Protocol):
+    """Who hears what a member says, in the fleet's own ids. Each is called on the member's thread."""
+
+    def received(self, member: "Member", outputs: EngineCoreOutputs) -> None:
+        """Take the outputs of a step."""
+
+    def refused(self, member: "Member", sequence_id: int, error: RolloutEngineError) -> None:
+        """Take the error of a request that the member's core did not take."""
+
+    def lost(self, member: "Member", error: EngineDeadError) -> None:
+        """Take the error of a core that is gone."""
+
+
+class Member:
+    """A `Listener` of one replica's client."""
+
+    def __init__(self, index: int, replica: Replica) -> None:
+        self.index, self.replica, self.client = index, replica, replica.client
+        self._first = first_sequence_of(self.client.index)
+        self._owner: Owner | None = None
+
+    def join(self, owner: Owner) -> None:
+        """Tell `owner` from now on."""
+        self._owner = owner
+        self.client.listen(self)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request. Raises as `EngineClient.add_request`."""
+        if self._first:
+            request = msgspec.structs.replace(request, first_sequence_id=request.first_sequence_id + self._first)
+        self.client.add_request(request)
+
+    def abort(self, sequence_ids: list[int]) -> None:
+        """End sequences that the replica has."""
+        self.client.abort([sequence_id + self._first for sequence_id in sequence_ids])
+
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Pass the outputs of a step on."""
+        assert self._owner is not None
+        self._owner.received(self, _shifted(outputs, self._first) if self._first else outputs)
+
+    def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
+        """Pass a refusal on."""
+        assert self._owner is not None
+        self._owner.refused(self, first_sequence_id - self._first, error)
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """Pass the end of the core on."""
+        assert self._owner is not None
+        self._owner.lost(self, error)
+
+
+def _shifted(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
+    """The same outputs with `first` taken from every sequence id."""
+    given = outputs.id_logprobs
+    return msgspec.structs.replace(
+        outputs,
+        sequence_ids=[sequence_id - first for sequence_id in outputs.sequence_ids],
+        ended=[msgspec.structs.replace(end, sequence_id=end.sequence_id - first) for end in outputs.ended],
+        num_cached_tokens={id - first: count for id, count in outputs.num_cached_tokens.items()},
+        prompt_logprobs={id - first: logprobs for id, logprobs in outputs.prompt_logprobs.items()},
+        id_logprobs=given and IdLogprobs([id - first for id in given.sequence_ids], given.widths, given.pieces),
+    )

@@ -1,0 +1,50 @@
+"""Replicas that are processes of this machine."""
+
+import os
+import platform
+
+import msgspec
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
+
+
+class ProcessReplica:
+    """A core in a process of its own, which ends with this one."""
+
+    def __init__(self, client: ProcessClient) -> None:
+        self.client, self.node = client, platform.node()
+
+    def end(self, *, kill: bool = False) -> None:
+        """End the core."""
+        self.client.shutdown()
+
+
+class ProcessProvider:
+    """Starts cores on this machine. `hang_seconds` and `start_seconds` as for `AsyncLLM.from_config`."""
+
+    def __init__(self, *, hang_seconds: float = HANG_SECONDS, start_seconds: float = START_SECONDS) -> None:
+        self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
+
+    def check(self, num_replicas: int) -> None:
+        """Raise `ConfigError` for more replicas than processors."""
+        num_processors = len(os.sched_getaffinity(0))
+        if num_replicas > num_processors:
+            what = f"num_replicas={num_replicas} is more than the {num_processors} processors of this machine"
+            raise ConfigError(f"{what}: each replica computes on one at least. Ask for fewer.")
+
+    def start(self, index: int, config: EngineConfig) -> ProcessReplica:
+        """Start a core and wait until its model is loaded."""
+        client = ProcessClient.start(config, hang_seconds=self._hang_seconds, start_seconds=self._start_seconds)
+        return ProcessReplica(client)
+
+    def shutdown(self) -> None:
+        """Do nothing: all that there is belongs to replicas."""
+
+
+def share_of_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """The configuration of each of so many replicas of a machine: its share of the processors, unless it says."""
+    if config.num_threads is not None:
+        return config
+    return msgspec.structs.replace(config, num_threads=max(len(os.sched_getaffinity(0)) // num_replicas, 1))

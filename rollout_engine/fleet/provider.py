@@ -1,0 +1,47 @@
+"""The seam through which a fleet gets its replicas: processes of this machine, or actors of a Ray cluster."""
+
+from typing import Protocol
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError, refused
+from rollout_engine.process.process_client import ProcessClient
+
+
+def check_count(num_replicas: object) -> None:
+    """Raise `ConfigError` for what is no number of replicas."""
+    if type(num_replicas) is not int or num_replicas < 1:
+        raise ConfigError(refused("num_replicas", num_replicas, "an int, at least 1"))
+
+
+class Replica(Protocol):
+    """One engine that a provider has started."""
+
+    @property
+    def client(self) -> ProcessClient:
+        """The fleet's client of it."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """Name of the machine or cluster node that it runs on."""
+        ...
+
+    def end(self, *, kill: bool = False) -> None:
+        """Leave the engine and end it; calling it again is a no-op. `kill`: do not let its requests end first."""
+
+
+class Provider(Protocol):
+    """Where replicas come from."""
+
+    def check(self, num_replicas: int) -> None:
+        """Raise `ConfigError` where there is no room for so many: how many were asked for, how many fit, and where."""
+
+    def start(self, index: int, config: EngineConfig) -> Replica:
+        """Start the replica of that index. Returns once its model is loaded; several threads may call it at once.
+
+        Raises `ConfigError`, `EngineDeadError`, `RetryableError`.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Release what is not a replica's own."""

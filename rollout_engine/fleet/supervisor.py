@@ -1,0 +1,164 @@
+"""Starts, updates and ends the replicas of a fleet, each on a thread of its own: all of it takes time."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import RolloutEngineError
+from rollout_engine.fleet.fleet_updates import FleetUpdates
+from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.provider import Provider
+from rollout_engine.threads import start_thread
+
+_ORDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "pause_generation": ("pause_generation", dict(mode="keep", clear_cache=False, wait_for_inflight_requests=None)),
+    "resume_generation": ("pause_generation", None),
+    "sleep": ("sleep", dict(level=1, mode="abort")),
+    "wake_up": ("sleep", None),
+}
+"""Verb -> the call that puts a replica which starts later into the same state, with its arguments; None: none does."""
+
+
+class Fleet(Protocol):
+    """Who hears how it went."""
+
+    def started(self, member: Member) -> None:
+        """A replica has an engine."""
+
+    def not_started(self, index: int, problem: Exception) -> None:
+        """A replica did not start."""
+
+    def caught_up(self, member: Member, version: int) -> None:
+        """A replica has got weights of this version."""
+
+    def not_caught_up(self, member: Member, problem: Exception) -> None:
+        """A replica did not get the newest weights."""
+
+
+class Supervisor:
+    """The threads of a fleet. Its methods are called inside the fleet's lock, and return at once."""
+
+    def __init__(self, provider: Provider, config: EngineConfig, updates: FleetUpdates) -> None:
+        self._provider, self._config, self._updates = provider, config, updates
+        self._orders: dict[str, dict[str, Any]] = {}
+        """What a replica that starts later is told first."""
+        self._closing = threading.Event()
+        self._threads: set[threading.Thread] = set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing starts any more."""
+        return self._closing.is_set()
+
+    def check(self, num_replicas: int) -> None:
+        """Raise `ConfigError` where there is no room for so many replicas."""
+        self._provider.check(num_replicas)
+
+    def note_order(self, verb: str, arguments: Mapping[str, Any]) -> None:
+        """Remember the state that a call puts the replicas into."""
+        if verb in _ORDERS:
+            name, order = _ORDERS[verb]
+            self._orders.pop(name, None)
+            if order is not None:
+                self._orders[name] = {key: arguments.get(key, value) for key, value in order.items()}
+
+    def start(self, index: int, at: float, fleet: Fleet) -> None:
+        """Start a replica at a time."""
+        self._run(f"start-replica-{index}", at, lambda: self._start(index, fleet))
+
+    def catch_up(self, member: Member, at: float, fleet: Fleet) -> None:
+        """Give a replica the newest weights at a time."""
+        self._run(f"update-replica-{member.index}", at, lambda: self._catch_up(member, fleet))
+
+    def retire(self, member: Member) -> None:
+        """End a replica's engine."""
+        self._run(f"end-replica-{member.index}", 0.0, member.replica.end)
+
+    def close(self) -> None:
+        """Begin nothing any more."""
+        self._closing.set()
+
+    def end(self, members: Iterable[Member]) -> None:
+        """End these replicas, and wait for every thread. Called without the lock, after `close`."""
+        for member in members:
+            self._spawn(f"end-replica-{member.index}", member.replica.end)
+        for thread in list(self._threads):
+            thread.join()
+        self._provider.shutdown()
+
+    def _start(self, index: int, fleet: Fleet) -> None:
+        try:
+            member = Member(index, self._provider.start(index, self._config))
+        except RolloutEngineError as problem:
+            fleet.not_started(index, problem)
+            return
+        try:
+            for name, arguments in self._orders.items():
+                member.client.call(name, arguments).result()
+        except RolloutEngineError as problem:
+            member.replica.end(kill=True)
+            fleet.not_started(index, problem)
+            return
+        if self.is_closed:
+            member.replica.end()
+        else:
+            fleet.started(member)
+
+    def _catch_up(self, member: Member, fleet: Fleet) -> None:
+        try:
+            version = self._updates.catch_up(member)
+        except RolloutEngineError as problem:
+            fleet.not_caught_up(member, problem)
+        else:
+            fleet.caught_up(member, version)
+
+    def _run(self, name: str, at: float, work: Callable[[], object]) -> None:
+        def run() -> None:
+            if not self._closing.wait(max(at - time.monotonic(), 0.0)) or not at:
+                work()
+
+        self._spawn(name, run)
+
+    def _spawn(self, name: str, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        self._threads.add(start_thread(run, name=name))
+
+
+@contextmanager
+def started(
+    provider: Provider, config: EngineConfig, count: int, meanwhile: Callable[[], object]
+) -> Iterator[list[Member]]:
+    """So many replicas, started at once. Where one fails, or the block does, nothing of any is left."""
+    members: dict[int, Member] = {}
+    problems: list[Exception] = []
+
+    def start(index: int) -> None:
+        try:
+            members[index] = Member(index, provider.start(index, config))
+        except Exception as problem:
+            problems.append(problem)
+
+    threads = []
+    try:
+        try:
+            threads += [start_thread(start, index, name=f"start-replica-{index}") for index in range(count)]
+            meanwhile()
+        finally:
+            for thread in threads:
+                thread.join()
+        if problems:
+            raise problems[0]
+        yield [members[index] for index in range(count)]
+    except BaseException:
+        for member in members.values():
+            member.replica.end(kill=True)
+        provider.shutdown()
+        raise

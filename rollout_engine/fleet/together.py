@@ -1,0 +1,104 @@
+"""Calls of a verb on several replicas, as one call."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from rollout_engine.engine.calls import CallFuture, copy_outcome
+from rollout_engine.engine.client import EngineClient
+from rollout_engine.engine.verb import Verb
+from rollout_engine.errors import EngineDeadError, RetryableError
+
+
+def call_all(
+    verb: Verb, arguments: Mapping[str, Any], clients: Sequence[EngineClient], is_over: Callable[[], bool]
+) -> CallFuture:
+    """Call a verb on every replica; the future has `verb.combine` of their results, in their order.
+
+    It ends when all have answered. The first error of a replica is its error. One that is lost meanwhile is left out
+    where others have answered; `RetryableError` if the verb needs them all (`Verb.needs_all`), or waits for requests:
+    those of the lost one go on elsewhere. `is_over`: whether the fleet itself is gone.
+    """
+    assert verb.combine is not None, "a verb of all replicas says how their results combine"
+    gathered = _Gathered(verb, len(clients), is_over)
+    if not clients:
+        gathered.future.fail(EngineDeadError(f"{verb.name}: no replica of the fleet lives at the moment."))
+    for index, client in enumerate(clients):
+        try:
+            answer = client.call(verb.name, arguments)
+        except EngineDeadError as error:
+            answer = CallFuture()
+            answer.fail(error)
+        gathered.add(index, answer)  # other errors are those of the arguments: the first replica raises, none has begun
+    return gathered.future
+
+
+def call_one(verb: Verb, arguments: Mapping[str, Any], clients: Sequence[EngineClient]) -> CallFuture:
+    """Call a verb on the first of these replicas; on the next one where it is lost before it has answered."""
+    result = CallFuture()
+    _ask_next(verb, arguments, list(clients), result)
+    return result
+
+
+def _ask_next(verb: Verb, arguments: Mapping[str, Any], clients: list[EngineClient], result: CallFuture) -> None:
+    if not clients:
+        result.fail(EngineDeadError(f"{verb.name}: no replica of the fleet lives at the moment."))
+        return
+    first, *others = clients
+    try:
+        answer = first.call(verb.name, arguments)
+    except EngineDeadError:
+        return _ask_next(verb, arguments, others, result)
+
+    def answered(answer: Future[Any]) -> None:
+        if not answer.cancelled() and isinstance(answer.exception(), EngineDeadError) and others:
+            _ask_next(verb, arguments, others, result)
+        elif not answer.cancelled():
+            copy_outcome(answer, result)
+
+    answer.add_done_callback(answered)
+    result.add_done_callback(lambda result: answer.cancel() if result.cancelled() else None)
+
+
+class _Gathered:
+    """The answers of replicas to one call, as they come."""
+
+    def __init__(self, verb: Verb, count: int, is_over: Callable[[], bool]) -> None:
+        self._verb, self._left, self._is_over = verb, count, is_over
+        self._lock = threading.Lock()
+        self._answers: list[Future[Any] | None] = [None] * count
+        self.future = CallFuture()
+        self.future.add_done_callback(self._take_back)
+
+    def add(self, index: int, answer: CallFuture) -> None:
+        """Wait for the answer of one replica."""
+        self._answers[index] = answer
+        answer.add_done_callback(partial(self._answered, index))
+
+    def _answered(self, index: int, answer: Future[Any]) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        answers = [answer for answer in self._answers if answer is not None and not answer.cancelled()]
+        errors = [error for answer in answers if (error := answer.exception())]
+        results = [answer.result() for answer in answers if not answer.exception()]
+        needs_all = self._verb.needs_all or self._verb.until is not None
+        if results and not needs_all:
+            errors = [error for error in errors if not isinstance(error, EngineDeadError)]
+        if errors and isinstance(errors[0], EngineDeadError) and not self._is_over():
+            what = f"{self._verb.name}: a replica was lost before it had answered"
+            self.future.fail(RetryableError(f"{what}; the fleet goes on: call it again."))
+        elif errors:
+            self.future.fail(errors[0])
+        else:
+            assert self._verb.combine is not None
+            self.future.succeed(self._verb.combine(results))
+
+    def _take_back(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            for answer in self._answers:
+                if answer is not None:
+                    answer.cancel()

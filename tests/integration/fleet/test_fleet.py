@@ -1,0 +1,202 @@
+"""A fleet of two processes: what is lost or missed costs no token, and nothing is left of it."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, SamplingParams
+from rollout_engine.errors import WeightUpdateError
+from rollout_engine.testing import tiny_checkpoint, tiny_model
+from tests.faults.clean import Leftovers
+
+OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True, log_stats=False)
+PROMPTS = [[5 + i, 6, 7] for i in range(8)]
+PARAMS = [
+    SamplingParams(n=2, seed=3, max_tokens=600, ignore_eos=True, logprobs=2, presence_penalty=0.5, prompt_logprobs=1),
+    SamplingParams(seed=4, max_tokens=600, ignore_eos=True, top_p=0.9),
+    SamplingParams(
+        n=3, seed=5, max_tokens=600, min_tokens=300, stop_token_ids=list(range(90, 100)), output_kind="delta"
+    ),
+    SamplingParams(seed=6, max_tokens=600, temperature=0.0, logprobs=0, bad_words=["a"], logprobs_mode="processed"),
+] * 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    params = [each.clone(output_kind="final_only", bad_words=None, detokenize=False) for each in PARAMS]
+    with LLM(checkpoint, **OPTIONS) as llm:
+        return [said(output.outputs) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoint):
+    leftovers = Leftovers()
+    with AsyncLLM(checkpoint, num_replicas=2, **OPTIONS) as engine:
+        yield engine
+    leftovers.assert_none()
+
+
+def said(samples):
+    """Tokens and bits of samples."""
+    return [
+        (list(each.token_ids), [float(x).hex() for x in (() if each.logprobs is None else each.logprobs)])
+        for each in samples
+    ]
+
+
+async def read(engine, i, changed=lambda: None):
+    """A request to its end: tokens and log-probs of each sample."""
+    params = PARAMS[i].clone(bad_words=None, detokenize=False)
+    samples = {}
+    async for output in engine.generate(PROMPTS[i], params):
+        changed()
+        for sample in output.outputs:
+            tokens, logprobs = said([sample])[0]
+            before = samples.get(sample.index, ([], [])) if params.output_kind == "delta" else ([], [])
+            samples[sample.index] = before[0] + tokens, before[1] + logprobs
+    assert output.prompt_logprobs is None or len(output.prompt_logprobs) == len(PROMPTS[i])
+    return [samples[index] for index in sorted(samples)]
+
+
+async def all_serve(engine):
+    """Wait until every replica serves."""
+    for _ in range(1200):
+        found = await engine.replicas()
+        if all(replica.state == "SYNCED" for replica in found):
+            return found
+        await asyncio.sleep(0.05)
+    raise AssertionError(found)
+
+
+def test_requests_of_a_killed_replica_go_on_to_the_same_tokens_and_bits(fleet, expected):
+    async def run():
+        killed = []
+        outputs = 0
+
+        def kill_in_the_middle():
+            nonlocal outputs
+            outputs += 1
+            if outputs == 400:
+                os.kill(replicas[0].pid, signal.SIGKILL)
+                killed.append(replicas[0].pid)
+
+        replicas = await all_serve(fleet)
+        found = await asyncio.gather(*(read(fleet, i, kill_in_the_middle) for i in range(len(PROMPTS))))
+        assert found == expected
+        assert killed
+        again = await all_serve(fleet)
+        assert again[0].pid != killed[0] and "status -9" in again[0].problem
+        assert await asyncio.gather(*(read(fleet, i) for i in range(len(PROMPTS)))) == expected
+        fleet.frontend.client.check_integrity()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_misses_a_commit_serves_nothing_until_it_has_caught_up(fleet, monkeypatch):
+    async def run():
+        await all_serve(fleet)
+        client = fleet.frontend.client._members[1].client
+        update, calls = client.update_weights, []
+
+        def fail_first(*args):
+            calls.append(args)
+            if len(calls) == 1:
+                raise WeightUpdateError("the disk is full")
+            return update(*args)
+
+        monkeypatch.setattr(client, "update_weights", fail_first)
+        report = await fleet.update_weights(tiny_model(seed=3).state_dict())
+        assert list(report.replicas) == [0] and fleet.policy_version == report.version
+        one = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False)
+        outputs = []
+        for _ in range(4):
+            outputs += [output async for output in fleet.generate([9, 9], one)]
+        versions = {span.policy_version for output in outputs for span in output.outputs[0].version_spans}
+        assert versions == {report.version}
+        found = await all_serve(fleet)
+        assert [replica.policy_version for replica in found] == [report.version] * 2 and len(calls) == 2
+        digests = await fleet.collective_rpc("get_weight_digest")
+        assert digests[0] == digests[1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_replica_that_starts_later_has_the_newest_weights_and_the_state_of_the_others(fleet):
+    async def run():
+        report = await fleet.update_weights(tiny_model(seed=4).state_dict())
+        await fleet.pause_generation()
+        os.kill((await fleet.replicas())[1].pid, signal.SIGKILL)
+        while (await fleet.replicas())[1].state == "SYNCED":
+            await asyncio.sleep(0.01)
+        found = await all_serve(fleet)
+        assert [replica.policy_version for replica in found] == [report.version] * 2
+        assert await fleet.is_paused()
+        await fleet.resume_generation()
+        digests = await fleet.collective_rpc("get_weight_digest")
+        assert digests[0] == digests[1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_replicas_come_and_go_while_requests_run(fleet):
+    async def run():
+        await fleet.update_weights(tiny_model().state_dict())
+        one = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False, seed=1, output_kind="final_only")
+        requests = [asyncio.create_task(anext(fleet.generate([5 + i], one))) for i in range(8)]
+        await asyncio.sleep(0.05)
+        await fleet.scale(1)
+        outputs = await asyncio.gather(*requests)
+        assert {len(output.outputs[0].token_ids) for output in outputs} == {300}
+        while [replica.state for replica in await fleet.replicas()].count("DEAD") != 1:
+            await asyncio.sleep(0.01)
+        await fleet.scale(2)
+        while [replica.state for replica in await fleet.replicas()].count("SYNCED") != 2:
+            await asyncio.sleep(0.05)
+        assert [replica.policy_version for replica in await fleet.replicas() if replica.pid] == [
+            fleet.policy_version
+        ] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_policy_over_a_fleet_rolls_out_the_same(checkpoint):
+    params = SamplingParams(max_tokens=8, detokenize=False)
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as one:
+        alone = one.rollout(PROMPTS, params, num_samples=4, seed=2, use_tqdm=False)
+    with RolloutPolicy.from_pretrained(checkpoint, num_replicas=2, **OPTIONS) as many:
+        found = many.rollout(PROMPTS, params, num_samples=4, seed=2, use_tqdm=False)
+    assert (found["tokens", "full"] == alone["tokens", "full"]).all()
+    assert (found["log_probs", "full"] == alone["log_probs", "full"]).all()
+
+
+@pytest.mark.parametrize(
+    "num_replicas, said", [(0, "num_replicas=0"), (1.5, "num_replicas=1.5"), (10**6, "processors")]
+)
+def test_sizes_that_cannot_be_are_refused(checkpoint, num_replicas, said):
+    with pytest.raises(ConfigError, match=said):
+        AsyncLLM(checkpoint, num_replicas=num_replicas, **OPTIONS)
+
+
+def test_what_a_fleet_cannot_do_is_told(fleet):
+    async def run():
+        weights = tiny_model().state_dict()
+        with pytest.raises(WeightUpdateError, match="partial=True is not possible over a fleet"):
+            await fleet.update_weights({"model.norm.weight": weights["model.norm.weight"]}, partial=True)
+        with pytest.raises(LifecycleError, match="leave transport=None"):
+            await fleet.update_weights(weights, transport="gloo")
+        with pytest.raises(ConfigError, match="num_replicas=0"):
+            await fleet.scale(0)
+        with pytest.raises(LifecycleError, match="not one core"):
+            print(fleet.address)
+
+    asyncio.run(run())
