@@ -20,6 +20,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.fleet.ray_cluster import import_ray
 from rollout_engine.process.core_launcher import CoreProcess
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.wire import PROTOCOL, failure_of
 
 logger = logging.getLogger("rollout_engine")
@@ -39,12 +40,17 @@ class CoreOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order", forbid_u
     heartbeat_seconds: float
     max_backlog_bytes: int
     start_seconds: float
+    driver_node_id: str
+    """Ray's id of the driver's node. A core on another one listens on TCP, for who has the keys."""
+    keys: Keys
 
 
 class CorePlace(msgspec.Struct, frozen=True, kw_only=True, tag="place", forbid_unknown_fields=True):
     """Where a core that is ready runs."""
 
     directory: str
+    address: str
+    """Where it listens on TCP; "": nowhere, the driver is on its node."""
     pid: int
     node_id: str
     """Ray's id of its node."""
@@ -88,6 +94,9 @@ class ReplicaActor:
     def _start(self, order: CoreOrder) -> CorePlace:
         logger.setLevel(order.log_level)
         sys.path.extend(entry for entry in order.import_path if entry not in sys.path)
+        ray = import_ray()
+        node_id = ray.get_runtime_context().get_node_id()
+        is_far = node_id != order.driver_node_id
         with self._lock:
             if self._is_ended:
                 raise EngineDeadError("The replica was ended before it started.")
@@ -95,15 +104,23 @@ class ReplicaActor:
                 order.config,
                 heartbeat_seconds=order.heartbeat_seconds,
                 max_backlog_bytes=order.max_backlog_bytes,
+                listen=_any_port(ray.util.get_node_ip_address()) if is_far else "",
+                keys=order.keys if is_far else None,
             )
         ready = self._process.wait_ready(order.start_seconds)
         self._is_ready = True
         return CorePlace(
             directory=self._process.directory,
+            address=ready.address,
             pid=ready.pid,
-            node_id=import_ray().get_runtime_context().get_node_id(),
+            node_id=node_id,
             config_digest=ready.config_digest,
         )
+
+
+def _any_port(ip_address: str) -> str:
+    host = f"[{ip_address}]" if ":" in ip_address else ip_address
+    return f"tcp://{host}:0"
 
 
 def _read_order(order: bytes) -> CoreOrder:

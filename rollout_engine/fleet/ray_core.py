@@ -18,6 +18,7 @@ from rollout_engine.fleet.ray_actor import SAME_VERSION, Beat, CoreOrder, CorePl
 from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
 from rollout_engine.process.core_launcher import config_digest
 from rollout_engine.process.core_remains import remove_core
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES
 from rollout_engine.process.wire import PROTOCOL, Failure
 
@@ -47,7 +48,7 @@ class RemoteCore:
         self._place: CorePlace | None = None
         self._lock, self._is_ended = threading.Lock(), False
 
-    def start(self, config: EngineConfig, seconds: float) -> CorePlace:
+    def start(self, config: EngineConfig, keys: Keys, seconds: float) -> CorePlace:
         """Reserve a node's resources, create the actor there, have it start its core, and wait until that is ready.
 
         Raises what prevented it within `seconds`: `ConfigError`, `RetryableError`, `EngineDeadError`.
@@ -68,6 +69,8 @@ class RemoteCore:
             heartbeat_seconds=HEARTBEAT_SECONDS,
             max_backlog_bytes=MAX_BACKLOG_BYTES,
             start_seconds=seconds,
+            driver_node_id=self._cluster.node_id,
+            keys=keys,
         )
         answer = self._actor.start.remote(msgspec.msgpack.encode(order))
         place: CorePlace | Failure = self._read(answer, seconds + _ANSWER_SECONDS, CorePlace | Failure)

@@ -7,12 +7,13 @@ import secrets
 import threading
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, LifecycleError
+from rollout_engine.errors import LifecycleError
 from rollout_engine.fleet.ray_actor import CorePlace
 from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
 from rollout_engine.fleet.ray_core import RemoteCore
 from rollout_engine.fleet.ray_watch import ActorWatch
 from rollout_engine.process.core_launcher import named_elsewhere
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 from sync.owner_process import OwnerProcess
 
@@ -40,8 +41,9 @@ class RayProvider:
     """A `Provider` of replicas on a Ray cluster. Any thread may call anything.
 
     Each replica has a STRICT_PACK placement group: as many CPUs as its core computes with, and a device for
-    `device="cuda"`. The cluster is taken as it is: nothing waits for an autoscaler to add nodes. Several providers may
-    share a cluster, in one process or in many.
+    `device="cuda"`. A core on this process's node is reached by its unix socket, one on another node by TCP with CURVE
+    keys of its own, which it gets in a call of Ray. The cluster is taken as it is: nothing waits for an autoscaler to
+    add nodes. Several providers may share a cluster, in one process or in many.
     """
 
     def __init__(
@@ -94,9 +96,10 @@ class RayProvider:
             self._cluster.require_size(bundle, len(self._cores) + 1)
             self._cores.add(core)
         try:
-            place = core.start(config, self._start_seconds)
+            keys = Keys.make()
+            place = core.start(config, keys, self._start_seconds)
             node = self._cluster.node_name(place.node_id)
-            replica = RayReplica(self._connect(place, node), node, core, self)
+            replica = RayReplica(self._connect(place, keys), node, core, self)
         except BaseException:
             self.end_core(core, kill=True)
             raise
@@ -127,15 +130,11 @@ class RayProvider:
             self.end_core(core, kill=True)
         self._cluster.leave()
 
-    def _connect(self, place: CorePlace, node: str) -> ProcessClient:
-        """Connect to a core. Raises `ConfigError` for one on another node, `EngineDeadError`."""
-        if place.node_id != self._cluster.node_id:
-            here = self._cluster.node_name(self._cluster.node_id)
-            raise ConfigError(
-                f"A replica was placed on node {node}, and this process is on node {here}: its unix socket does not "
-                "reach another node. Ask for as many replicas as this node has room for."
-            )
-        return ProcessClient.connect(place.directory, hang_seconds=self._hang_seconds)
+    def _connect(self, place: CorePlace, keys: Keys) -> ProcessClient:
+        """Connect to a core: by its unix socket on this node, else by TCP, encrypted with its own keys."""
+        if place.node_id == self._cluster.node_id:
+            return ProcessClient.connect(place.directory, hang_seconds=self._hang_seconds)
+        return ProcessClient.connect(place.address, keys=keys, hang_seconds=self._hang_seconds)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -183,16 +183,24 @@ def addresses_of_no_cluster_are_refused(config):
 
 
 @scenario
-def a_replica_on_another_node_is_refused(config):
+def a_replica_on_another_node_is_reached_by_tcp_until_the_node_dies(config):
     cluster = Cluster(initialize_head=True, head_node_args=SMALL | {"num_cpus": 1})
-    cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    other_node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
     ray.init(address=cluster.address)
     provider = RayProvider(cluster.address)
     provider.check(2, config)
-    outcomes = [attempt(lambda: provider.start(0, config)) for _ in range(2)]
-    errors = [outcome for outcome in outcomes if isinstance(outcome, ConfigError)]
-    assert len(errors) == 1 and "does not reach another node" in str(errors[0]), outcomes
+    replicas = [provider.start(index, config) for index in range(2)]
+    here, far = sorted(replicas, key=lambda replica: replica.client.address.startswith("tcp://"))
+    assert far.client.address.startswith("tcp://") and Path(here.client.address).is_dir()
+    assert here.node != far.node
+    assert generated(here.client) == generated(far.client)
+    cluster.remove_node(other_node, allow_graceful=False)
+    settle(lambda: far.client.dead_error is not None, "the client sees it")
+    settle(lambda: not lives(far.client.pid), "the core ended with its node")
+    far.end(kill=True)
+    assert generated(here.client), "the other one serves on"
     provider.shutdown()
+    expect_gone(here.client)
     settle(lambda: not actors("ALIVE") and not groups("CREATED"), "nothing is left")
     ray.shutdown()
     cluster.shutdown()

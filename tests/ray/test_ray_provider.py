@@ -52,8 +52,8 @@ def test_a_node_that_cannot_import_the_library_is_told_so(run_scenarios):
 
 
 @pytest.mark.slow
-def test_a_replica_on_another_node_is_refused(run_scenarios):
-    run_scenarios("a_replica_on_another_node_is_refused")
+def test_a_replica_on_another_node_is_reached_by_tcp_until_the_node_dies(run_scenarios):
+    run_scenarios("a_replica_on_another_node_is_reached_by_tcp_until_the_node_dies")
 
 
 @pytest.mark.slow
