@@ -148,12 +148,12 @@ def a_shutdown_ends_what_is_starting(config):
 
 @scenario
 def a_node_that_cannot_import_the_library_is_told_so(config):
-    broken = Path(os.environ["TMPDIR"]).with_name("broken") / "rollout_engine"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("import a_module_that_this_node_lacks")
-    ray.init(**SMALL, runtime_env={"env_vars": {"PYTHONPATH": str(broken.parent)}})
+    lacking = Path(os.environ["TMPDIR"]).with_name("lacking")
+    lacking.mkdir()
+    (lacking / "sitecustomize.py").write_text("import sys; sys.modules['rollout_engine'] = None")
+    ray.init(**SMALL, runtime_env={"env_vars": {"PYTHONPATH": str(lacking)}})
     provider = RayProvider()
-    refused(lambda: provider.start(0, config), "a_module_that_this_node_lacks", "on every node")
+    refused(lambda: provider.start(0, config), "import of rollout_engine halted", "on every node")
     provider.shutdown()
     settle(lambda: not actors("ALIVE") and not groups("CREATED"), "nothing is left of it")
 
