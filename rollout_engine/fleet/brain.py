@@ -21,7 +21,7 @@ from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, Sequen
 MAX_FAILURES = 6
 """Starts and catch-ups in a row after which a replica is given up."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the second of them, doubled before each one after it."""
+"""Seconds before the second of them, doubled before each later one."""
 _PROVEN_SECONDS = 60.0
 """What befalls a replica that has served for so long is no failure in a row with those before."""
 
@@ -81,6 +81,12 @@ class Brain:
     def living(self) -> list[int]:
         """Replicas with an engine."""
         return [replica.index for replica in self.replicas.values() if replica.lives]
+
+    @property
+    def wanted(self) -> list[int]:
+        """Replicas that are there or are to be, without those that go."""
+        gone = (ReplicaState.DEAD, ReplicaState.DRAINING)
+        return [index for index, replica in self.replicas.items() if replica.state not in gone]
 
     @property
     def is_dead(self) -> bool:
@@ -177,8 +183,7 @@ class Brain:
 
     def scaled(self, num_replicas: int, now: float) -> list[Action]:
         """Have so many replicas: new ones start; of those with the highest indexes the requests end first."""
-        keep = [index for index, replica in self.replicas.items() if replica.state is not ReplicaState.DEAD]
-        keep = [index for index in keep if self.replicas[index].state is not ReplicaState.DRAINING]
+        keep = self.wanted
         actions: list[Action] = []
         for index in keep[num_replicas:]:
             replica = self.replicas[index]

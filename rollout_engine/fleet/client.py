@@ -73,9 +73,9 @@ class FleetClient:
         be served, and `EngineDeadError`; then nothing of it is left.
         """
         check_count(num_replicas)
-        provider = ProcessProvider() if provider is None else provider
-        provider.check(num_replicas)
-        config = share_of_threads(config, num_replicas)
+        if provider is None:
+            provider, config = ProcessProvider(), share_of_threads(config, num_replicas)
+        provider.check(num_replicas, config)
         with started(provider, config, num_replicas, meanwhile) as members:
             return cls(config, provider, members, Balancer() if balancer is None else balancer)
 
@@ -154,8 +154,9 @@ class FleetClient:
         """Have so many replicas. New ones serve once they are loaded; requests of those that go end first."""
         self.require_usable()
         check_count(num_replicas)
-        self._supervisor.check(num_replicas)
         with self._updates.one_at_a_time(), self._lock:
+            if (num_more := num_replicas - len(self._brain.wanted)) > 0:
+                self._supervisor.check(num_more)
             self._do(self._brain.scaled(num_replicas, time.monotonic()))
 
     def check_integrity(self) -> None:

@@ -27,7 +27,7 @@ class ProcessProvider:
     def __init__(self, *, hang_seconds: float = HANG_SECONDS, start_seconds: float = START_SECONDS) -> None:
         self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
 
-    def check(self, num_replicas: int) -> None:
+    def check(self, num_replicas: int, config: EngineConfig) -> None:
         """Raise `ConfigError` for more replicas than processors."""
         num_processors = len(os.sched_getaffinity(0))
         if num_replicas > num_processors:

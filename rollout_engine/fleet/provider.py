@@ -33,8 +33,8 @@ class Replica(Protocol):
 class Provider(Protocol):
     """Where replicas come from."""
 
-    def check(self, num_replicas: int) -> None:
-        """Raise `ConfigError` where there is no room for so many: how many were asked for, how many fit, and where."""
+    def check(self, num_replicas: int, config: EngineConfig) -> None:
+        """Raise `ConfigError` where there is no room for so many more: how many were asked for, and fit, and where."""
 
     def start(self, index: int, config: EngineConfig) -> Replica:
         """Start the replica of that index. Returns once its model is loaded; several threads may call it at once.

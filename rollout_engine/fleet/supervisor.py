@@ -55,7 +55,7 @@ class Supervisor:
 
     def check(self, num_replicas: int) -> None:
         """Raise `ConfigError` where there is no room for so many replicas."""
-        self._provider.check(num_replicas)
+        self._provider.check(num_replicas, self._config)
 
     def note_order(self, verb: str, arguments: Mapping[str, Any]) -> None:
         """Remember the state that a call puts the replicas into."""
