@@ -197,6 +197,7 @@ class AsyncLLM(AsyncVerbs):
 
     @property
     def _fleet(self) -> FleetClient:
+        self.frontend.require_own_process()
         client = self.frontend.client
         if not isinstance(client, FleetClient):
             raise LifecycleError("This engine has no replicas: make it with num_replicas=2 or more.")

@@ -75,6 +75,7 @@ def test_what_cannot_go_on_is_refused(engine, continued):
             continued(params.clone(**given), 0, tokens)
 
 
+@pytest.mark.slow
 def test_a_long_output_goes_on_too(engine, continued):
     params = SamplingParams(max_tokens=5010, seed=8, ignore_eos=True, detokenize=False)
     (whole,) = last_of(engine, PROMPT, params).outputs

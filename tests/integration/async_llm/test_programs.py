@@ -60,11 +60,13 @@ def run(tmp_path, checkpoint):
     return run
 
 
+@pytest.mark.slow
 def test_classes_of_the_program_and_of_modules_beside_it_serve_in_the_cores_process(run):
     done = run(PROGRAM + "if __name__ == '__main__':\n    main()\n")
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_without_a_guard_is_told_to_have_one(run):
     done = run(PROGRAM + "main()\n")
     assert done.returncode == 1

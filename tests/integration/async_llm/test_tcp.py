@@ -146,6 +146,7 @@ def by_group(engine, trainer, version):
     sender.close()
 
 
+@pytest.mark.slow
 def test_a_core_that_is_killed_is_told_and_a_stopped_one_too(checkpoint, options, until_computing, last_of):
     async def run(engine, pid, number):
         request = asyncio.create_task(last_of(engine, [5, 6], ENDLESS))
@@ -165,6 +166,7 @@ def test_a_core_that_is_killed_is_told_and_a_stopped_one_too(checkpoint, options
             assert "is gone: its connection is lost" in str(engine.dead_error)
 
 
+@pytest.mark.slow
 def test_a_core_whose_interpreter_is_held_is_alive(checkpoint, options, last_of):
     with (
         core(checkpoint, options, worker_extensions=EXTENSIONS) as (process, address, keys),

@@ -296,6 +296,7 @@ def test_graphs_follow_last_tokens_that_have_moved(engine_on):
     assert len(captured) == 2 * num_captured
 
 
+@pytest.mark.slow
 def test_a_graph_that_cannot_be_captured_is_told_of_and_gone_without(engine_on, caplog):
     llm, problems = engine_on("device"), {4: torch.OutOfMemoryError("of 12 GiB"), 2: RuntimeError("not permitted")}
     plain, one = run(llm, DRAWN), run(llm, GREEDY, PROMPTS[:1])

@@ -90,6 +90,7 @@ def assert_those_of(trainer, completions, temperature=DRAWN.temperature):
         np.testing.assert_array_equal(logprobs, row[len(prompt) - 1 :][: len(tokens)])
 
 
+@pytest.mark.slow
 def test_logprobs_of_chunks_groups_prefix_hits_and_preempted_samples_are_the_trainers(
     engine_on, trainer_of, monkeypatch
 ):
