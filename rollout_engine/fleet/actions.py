@@ -1,4 +1,4 @@
-"""What the brain of a fleet decides, for others to carry out."""
+"""Decisions of a fleet's brain, for others to carry out."""
 
 from typing import NamedTuple
 

@@ -23,11 +23,11 @@ MAX_FAILURES = 6
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second of them, doubled before each later one."""
 _PROVEN_SECONDS = 60.0
-"""What befalls a replica that has served for so long is no failure in a row with those before."""
+"""Seconds of service after which a replica's earlier failures count no more."""
 
 
 class ReplicaState(StrEnum):
-    """What a replica is ready for."""
+    """State of a replica: whether it has an engine, and may serve."""
 
     STARTING = "STARTING"
     """Its engine loads, or waits for its turn to."""

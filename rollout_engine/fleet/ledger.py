@@ -108,7 +108,7 @@ class Ledger:
         return self._ended(sequence_ids)
 
     def rest(self, entry: Entry) -> tuple[list[EngineCoreRequest], list[SequenceEnd]]:
-        """What another replica has to compute of a request, and the ends of samples of which nothing is left.
+        """Requests for what another replica has to compute, and the ends of samples of which nothing is left.
 
         The request as it came, if no sample has a token yet; else one request for each live sample.
         """

@@ -1,4 +1,4 @@
-"""What runs on a replica's node: a Ray actor that starts the core there and holds it until it ends.
+"""The Ray actor on a replica's node, which starts the core there and holds it until it ends.
 
     driver   RemoteCore.start      ── CoreOrder ───────────> actor   ReplicaActor.start
                                    <── CorePlace | Failure ──
@@ -30,7 +30,7 @@ SAME_VERSION = "install the same version of rollout-engine on every node of the 
 
 
 class CoreOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order", forbid_unknown_fields=True):
-    """What core the actor is to start."""
+    """Order to an actor: the core that it is to start."""
 
     protocol: int
     config: EngineConfig

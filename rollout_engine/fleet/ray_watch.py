@@ -22,7 +22,7 @@ _SILENT_SECONDS = 10.0
 
 
 class _Watched:
-    """What is known of one actor."""
+    """Last signs of life of one actor."""
 
     def __init__(self, core: RemoteCore) -> None:
         self.core = core

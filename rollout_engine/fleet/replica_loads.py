@@ -1,4 +1,4 @@
-"""What each replica has in flight, and which of those that serve has least."""
+"""Counts of the load that each replica has in flight, and the least loaded of those that serve."""
 
 from collections.abc import Container
 from heapq import heapify, heappop, heappush

@@ -44,7 +44,7 @@ class Supervisor:
     def __init__(self, provider: Provider, config: EngineConfig, updates: FleetUpdates) -> None:
         self._provider, self._config, self._updates = provider, config, updates
         self._orders: dict[str, dict[str, Any]] = {}
-        """What a replica that starts later is told first."""
+        """Calls that a replica which starts later is told first. Replaced, never changed."""
         self._closing = threading.Event()
         self._threads: set[threading.Thread] = set()
 

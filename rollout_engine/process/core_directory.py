@@ -16,7 +16,7 @@ from sync.shared_files import check_private, lock, try_lock
 SHARED_MEMORY = "/dev/shm"
 """File system in memory, through which weights are sent if they fit."""
 PREFIX = "rollout-engine-"
-"""What the names of all such directories begin with."""
+"""Prefix of the names of all such directories."""
 _STALE_SECONDS = 60.0
 """A directory younger than this is kept: its lock may not be taken yet."""
 

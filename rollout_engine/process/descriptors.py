@@ -16,7 +16,7 @@ from sync.shared_files import try_lock
 MAX_CLIENTS = 1024
 """Most clients of a core, if it has descriptors for so many."""
 CLIENT_DESCRIPTORS = 24
-"""What a client opens, 14 or over TCP some more, and a few for others that open some at the same time."""
+"""Descriptors that a client opens, 14 or over TCP some more, and a few for others that open some at the same time."""
 CORE_DESCRIPTORS = 40
 """What the parent of a core opens for it, its client included."""
 _RESERVE = 64

@@ -131,7 +131,7 @@ class HonestLoad:
 
 @contextmanager
 def alarms() -> Iterator[list[str]]:
-    """What this process logs meanwhile, at ERROR or above."""
+    """Messages that this process logs meanwhile, at ERROR or above."""
     found: list[str] = []
 
     class Handler(logging.Handler):
