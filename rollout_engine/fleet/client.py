@@ -27,13 +27,15 @@ from rollout_engine.fleet.processes import ProcessProvider, share_of_threads
 from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
 from rollout_engine.fleet.supervisor import Supervisor, started
-from rollout_engine.fleet.together import call_all, call_one
+from rollout_engine.fleet.together import call_all, call_one, is_refused
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")
+
+_WEIGHT_METHODS = ("begin_weight_update", "init_weight_update_group", "load_weights_from_storage")
 
 
 class FleetClient:
@@ -55,7 +57,7 @@ class FleetClient:
         self._supervisor = Supervisor(provider, config, self._updates)
         with self._lock:
             for member in members:
-                self.started(member)
+                self.started(member, lambda: True)
 
     @classmethod
     def start(
@@ -111,13 +113,22 @@ class FleetClient:
         """
         self.require_usable()
         verb = VERBS[name]
+        if arguments.get("method") in _WEIGHT_METHODS:
+            what = f"collective_rpc: {arguments['method']} would change weights past the fleet"
+            raise LifecycleError(f"{what}, and a replica that starts later would not have them: use update_weights.")
         with self._lock:
-            self._supervisor.note_order(name, arguments)
+            take_back = self._supervisor.note_order(name, arguments)
             clients = [member.client for _, member in sorted(self._members.items())]
             serving = [self._members[index].client for index in self._brain.serving if index in self._members]
         if verb.combine is None:
             return call_one(verb, arguments, serving or clients)
-        return call_all(verb, arguments, clients, self._is_over)
+        try:
+            future = call_all(verb, arguments, clients, self._is_over)
+        except BaseException:
+            take_back()
+            raise
+        future.add_done_callback(lambda done: take_back() if is_refused(done) else None)
+        return future
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Give all replicas new weights: published once, staged by each, committed by each between two of its steps.
@@ -186,12 +197,16 @@ class FleetClient:
         if self._listener is not None:
             self._listener.fail_all(self.dead_error)
 
-    def started(self, member: Member) -> None:
-        """Take a replica in that has an engine."""
+    def started(self, member: Member, is_current: Callable[[], bool]) -> bool:
+        """Take a replica in that has an engine, if what it was told to be like `is_current`."""
         with self._lock:
+            if not is_current() or self._supervisor.is_closed:
+                return False
             self._members[member.index] = member
             member.join(self)
-            self._do(self._brain.started(member.index, member.client.policy_version, time.monotonic()))
+            version = -1 if self._updates.has_any else member.client.policy_version
+            self._do(self._brain.started(member.index, version, time.monotonic()))
+            return True
 
     def not_started(self, index: int, problem: Exception) -> None:
         """Note that a replica did not start."""

@@ -38,6 +38,8 @@ class Published(NamedTuple):
 
     path: str
     version: int
+    digest: str
+    """`UpdateReport.digest`: what is read there later has to be the same."""
 
 
 class FleetUpdates:
@@ -49,6 +51,11 @@ class FleetUpdates:
         self._directory: Path | None = None
         self._sender: WeightSender | None = None
         self._newest: Published | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there was an update: then a checkpoint's weights are not the newest, whatever their version."""
+        return self._newest is not None
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
@@ -97,7 +104,11 @@ class FleetUpdates:
             run_together([partial(update, index) for index in members], name="update-replica")
         finally:  # whatever came between: what is committed is committed
             if reports:
-                self._newest = Published(path, next(iter(reports.values())).version)
+                first = next(iter(reports.values()))
+                self._newest = Published(path, first.version, first.digest)
+                for index in [index for index, report in reports.items() if report.digest != first.digest]:
+                    del reports[index]
+                    errors[index] = _changed(self._newest)
                 committed(reports, self._newest.version)
         return reports, errors
 
@@ -105,7 +116,9 @@ class FleetUpdates:
         """Give a replica the newest weights; returns their version. Raises as `EngineClient.update_weights`."""
         assert self._newest is not None, "a replica lags only behind an update"
         newest = self._newest
-        member.client.update_weights(newest.path, newest.version, UpdateOptions(reset_version=True))
+        report = member.client.update_weights(newest.path, newest.version, UpdateOptions(reset_version=True))
+        if report.digest != newest.digest:
+            raise _changed(newest)
         return newest.version
 
     def whole_report(self, reports: Mapping[int, UpdateReport]) -> UpdateReport:
@@ -164,6 +177,11 @@ def drained(client: EngineClient, options: UpdateOptions) -> Iterator[UpdateOpti
         yield msgspec.structs.replace(options, mode="keep")
     finally:
         client.call("resume_generation", {}).result()
+
+
+def _changed(published: Published) -> WeightUpdateError:
+    what = f"{published.path} holds other weights than those of version {published.version} that another replica read"
+    return WeightUpdateError(f"{what}: leave them there as long as the fleet serves them, or update it again.")
 
 
 def _make_directory() -> Path:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import RolloutEngineError
+from rollout_engine.errors import RetryableError
 from rollout_engine.fleet.fleet_updates import FleetUpdates
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.provider import Provider
-from rollout_engine.threads import start_thread
+from rollout_engine.threads import start, start_thread
 
 _ORDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "pause_generation": ("pause_generation", dict(mode="keep", clear_cache=False, wait_for_inflight_requests=None)),
@@ -25,8 +25,9 @@ _ORDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
 class Fleet(Protocol):
     """Who hears how it went."""
 
-    def started(self, member: Member) -> None:
-        """A replica has an engine."""
+    def started(self, member: Member, is_current: Callable[[], bool]) -> bool:
+        """A replica has an engine. False, nothing noted: the state of the others has changed (not `is_current`)."""
+        ...
 
     def not_started(self, index: int, problem: Exception) -> None:
         """A replica did not start."""
@@ -57,25 +58,39 @@ class Supervisor:
         """Raise `ConfigError` where there is no room for so many replicas."""
         self._provider.check(num_replicas, self._config)
 
-    def note_order(self, verb: str, arguments: Mapping[str, Any]) -> None:
-        """Remember the state that a call puts the replicas into."""
-        if verb in _ORDERS:
-            name, order = _ORDERS[verb]
-            self._orders.pop(name, None)
-            if order is not None:
-                self._orders[name] = {key: arguments.get(key, value) for key, value in order.items()}
+    def note_order(self, verb: str, arguments: Mapping[str, Any]) -> Callable[[], None]:
+        """Remember the state that a call puts the replicas into; the function returned takes that back."""
+        if verb not in _ORDERS:
+            return lambda: None
+        name, order = _ORDERS[verb]
+        before, orders = self._orders, {key: value for key, value in self._orders.items() if key != name}
+        if order is not None:
+            orders[name] = {key: arguments.get(key, value) for key, value in order.items()}
+        self._orders = orders
+
+        def take_back() -> None:
+            if self._orders is orders:
+                self._orders = before
+
+        return take_back
 
     def start(self, index: int, at: float, fleet: Fleet) -> None:
         """Start a replica at a time."""
-        self._run(f"start-replica-{index}", at, lambda: self._start(index, fleet))
+        try:
+            self._run(f"start-replica-{index}", at, lambda: self._start(index, fleet))
+        except RetryableError as problem:
+            fleet.not_started(index, problem)
 
     def catch_up(self, member: Member, at: float, fleet: Fleet) -> None:
         """Give a replica the newest weights at a time."""
-        self._run(f"update-replica-{member.index}", at, lambda: self._catch_up(member, fleet))
+        try:
+            self._run(f"update-replica-{member.index}", at, lambda: self._catch_up(member, fleet))
+        except RetryableError as problem:
+            fleet.not_caught_up(member, problem)
 
     def retire(self, member: Member) -> None:
         """End a replica's engine."""
-        self._run(f"end-replica-{member.index}", 0.0, member.replica.end)
+        self._end(member)
 
     def close(self) -> None:
         """Begin nothing any more."""
@@ -84,7 +99,7 @@ class Supervisor:
     def end(self, members: Iterable[Member]) -> None:
         """End these replicas, and wait for every thread. Called without the lock, after `close`."""
         for member in members:
-            self._spawn(f"end-replica-{member.index}", member.replica.end)
+            self._end(member)
         for thread in list(self._threads):
             thread.join()
         self._provider.shutdown()
@@ -92,32 +107,38 @@ class Supervisor:
     def _start(self, index: int, fleet: Fleet) -> None:
         try:
             member = Member(index, self._provider.start(index, self._config))
-        except RolloutEngineError as problem:
+        except Exception as problem:
             fleet.not_started(index, problem)
             return
         try:
-            for name, arguments in self._orders.items():
-                member.client.call(name, arguments).result()
-        except RolloutEngineError as problem:
+            self._bring_in(member, fleet)
+        except Exception as problem:
             member.replica.end(kill=True)
             fleet.not_started(index, problem)
-            return
-        if self.is_closed:
-            member.replica.end()
-        else:
-            fleet.started(member)
+
+    def _bring_in(self, member: Member, fleet: Fleet) -> None:
+        """Put a new replica into the state of the others, as often as that changes meanwhile, and hand it over."""
+        while not self.is_closed:
+            orders = self._orders
+            for name, arguments in orders.items():
+                member.client.call(name, arguments).result()
+            if fleet.started(member, lambda orders=orders: self._orders is orders):  # type: ignore[misc]
+                return
+            for name, arguments in (("wake_up", dict(tags=None)), ("resume_generation", {})):
+                member.client.call(name, arguments).result()
+        member.replica.end()
 
     def _catch_up(self, member: Member, fleet: Fleet) -> None:
         try:
             version = self._updates.catch_up(member)
-        except RolloutEngineError as problem:
+        except Exception as problem:
             fleet.not_caught_up(member, problem)
         else:
             fleet.caught_up(member, version)
 
     def _run(self, name: str, at: float, work: Callable[[], object]) -> None:
         def run() -> None:
-            if not self._closing.wait(max(at - time.monotonic(), 0.0)) or not at:
+            if not self._closing.wait(max(at - time.monotonic(), 0.0)):
                 work()
 
         self._spawn(name, run)
@@ -129,7 +150,19 @@ class Supervisor:
             finally:
                 self._threads.discard(threading.current_thread())
 
-        self._threads.add(start_thread(run, name=name))
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.add(thread)
+        try:
+            start(thread)
+        except RetryableError:
+            self._threads.discard(thread)
+            raise
+
+    def _end(self, member: Member) -> None:
+        try:
+            self._spawn(f"end-replica-{member.index}", member.replica.end)
+        except RetryableError:  # then on this one
+            member.replica.end()
 
 
 @contextmanager

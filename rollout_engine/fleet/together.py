@@ -9,7 +9,7 @@ from typing import Any
 from rollout_engine.engine.calls import CallFuture, copy_outcome
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.verb import Verb
-from rollout_engine.errors import EngineDeadError, RetryableError
+from rollout_engine.errors import DrainTimeoutError, EngineDeadError, LifecycleError, RequestError, RetryableError
 
 
 def call_all(
@@ -40,6 +40,12 @@ def call_one(verb: Verb, arguments: Mapping[str, Any], clients: Sequence[EngineC
     result = CallFuture()
     _ask_next(verb, arguments, list(clients), result)
     return result
+
+
+def is_refused(call: Future[Any]) -> bool:
+    """Whether a call has changed nothing. A pause whose time is over goes on."""
+    error = None if call.cancelled() else call.exception()
+    return isinstance(error, LifecycleError | RequestError) and not isinstance(error, DrainTimeoutError)
 
 
 def _ask_next(verb: Verb, arguments: Mapping[str, Any], clients: list[EngineClient], result: CallFuture) -> None:

@@ -40,11 +40,11 @@ MARKS = {"fleet of two": [pytest.mark.slow]}
 _RANKS = "it expects the result of one rank, and a fleet's are those of all replicas"
 _ONE_CORE = 'it looks into one core; a fleet\'s are looked into one by one, as "own process"'
 NOT_OVER_FLEETS = {
-    "-updating]": _RANKS,
+    "-updating]": "a fleet takes weights by update_weights alone",
     "test_verbs.py::test_a_verb_does_the_same_over_every_client[fleet of two-collective_rpc]": _RANKS,
     "test_verbs.py::test_a_verb_does_the_same_over_every_client[fleet of two-get_cache_usage]": "it is the mean of two",
     "test_a_slow_call_is_late": _RANKS,
-    "test_an_update_by_calls_that_cannot_begin": _RANKS,
+    "test_an_update_by_calls_that_cannot_begin": "a fleet takes weights by update_weights alone",
     "test_an_interrupted_update_ends_on_both_sides": _RANKS,
     "test_an_update_whose_task_is_cancelled_ends_on_both_sides": _RANKS,
     "test_a_call_that_finds_no_thread_fails_alone": _ONE_CORE,

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+import sync
 from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, SamplingParams
 from rollout_engine.errors import WeightUpdateError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
@@ -198,5 +199,44 @@ def test_what_a_fleet_cannot_do_is_told(fleet):
             await fleet.scale(0)
         with pytest.raises(LifecycleError, match="not one core"):
             print(fleet.address)
+
+    asyncio.run(run())
+
+
+def test_weights_change_by_updates_alone_and_a_refused_call_is_not_remembered(fleet):
+    async def run():
+        with pytest.raises(LifecycleError, match="begin_weight_update would change weights past the fleet"):
+            await fleet.collective_rpc("begin_weight_update", args=[{}])
+        orders = fleet.frontend.client._supervisor._orders
+        with pytest.raises(LifecycleError, match="mode='later'"):
+            await fleet.pause_generation(mode="later")
+        assert fleet.frontend.client._supervisor._orders is orders
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_replica_that_starts_later_has_the_newest_weights_whatever_their_version_and_no_others(fleet, tmp_path):
+    async def restart():
+        os.kill((await fleet.replicas())[1].pid, signal.SIGKILL)
+        while (await fleet.replicas())[1].state == "SYNCED":
+            await asyncio.sleep(0.01)
+
+    async def run():
+        await all_serve(fleet)
+        await fleet.update_weights(tiny_model(seed=6).state_dict(), version=0, reset_version=True)
+        await restart()
+        await all_serve(fleet)
+        digests = await fleet.collective_rpc("get_weight_digest")
+        assert digests[0] == digests[1]
+        sync.publish(tmp_path / "store", tiny_model(seed=7).state_dict(), 5)
+        await fleet.update_weights(tmp_path / "store")
+        sync.publish(tmp_path / "store", tiny_model(seed=8).state_dict(), 5, reset_version=True)
+        await restart()
+        while "holds other weights" not in (await fleet.replicas())[1].problem:
+            assert (await fleet.replicas())[1].state != "SYNCED"
+            await asyncio.sleep(0.05)
+        await fleet.update_weights(tiny_model().state_dict())
+        await all_serve(fleet)
 
     asyncio.run(run())
