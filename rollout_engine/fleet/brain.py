@@ -19,7 +19,7 @@ from rollout_engine.fleet.ledger import Entry, Ledger
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 
 MAX_FAILURES = 6
-"""Starts and catch-ups in a row after which a replica is given up."""
+"""Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it starts anew."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second of them, doubled before each later one."""
 _PROVEN_SECONDS = 60.0
@@ -51,7 +51,9 @@ class Replica:
         self.synced_at = 0.0
         """When it began to serve."""
         self.num_failures = 0
-        """Starts and catch-ups in a row that came to nothing."""
+        """Failed starts, and deaths before it had served for a minute, in a row."""
+        self.num_missed = 0
+        """Catch-ups in a row that came to nothing."""
         self.problem = ""
         """Why it failed last."""
 
@@ -160,11 +162,12 @@ class Brain:
         found = self.replicas[replica]
         if found.state is not ReplicaState.STALE:
             return []
-        found.num_failures += 1
+        found.num_missed += 1
         found.problem = problem
-        if found.num_failures >= MAX_FAILURES:
-            return [Stop(replica), *self._restart(found, now)]
-        return [CatchUp(replica, now + _wait(found.num_failures))]
+        if found.num_missed < MAX_FAILURES:
+            return [CatchUp(replica, now + _wait(found.num_missed))]
+        found.num_failures += 1
+        return [Stop(replica), *self._restart(found, now)]
 
     def lost(self, replica: int, problem: str, now: float) -> list[Action]:
         """A replica's engine is gone, or could not start. Its requests go on elsewhere, and it is started again."""
@@ -241,7 +244,7 @@ class Brain:
         return actions
 
     def _serve(self, replica: Replica, now: float) -> list[Action]:
-        replica.state, replica.synced_at = ReplicaState.SYNCED, now
+        replica.state, replica.synced_at, replica.num_missed = ReplicaState.SYNCED, now, 0
         self.balancer.add(replica.index)
         waiting, self._waiting = self._waiting, deque()
         return [action for entry in waiting for action in self._placed(entry)]
@@ -261,7 +264,7 @@ class Brain:
                 replica.num_failures = 0
 
     def _restart(self, replica: Replica, now: float) -> list[Action]:
-        replica.policy_version = -1
+        replica.policy_version, replica.num_missed = -1, 0
         if replica.num_failures >= MAX_FAILURES:
             replica.state = ReplicaState.DEAD
             return [Fail(self._problems())] if self.is_dead else []

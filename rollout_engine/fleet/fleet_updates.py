@@ -1,4 +1,8 @@
-"""Weight updates of a fleet: published once, read by every replica, kept for those that start later."""
+"""Weight updates of a fleet: published once, read by every replica, kept for those that start later.
+
+publish ── every replica: stage, verify ── the same version and digest? ── every replica: commit between two steps
+           steps go on                     no: all drop what is staged      who fails: missed, and has to catch up
+"""
 
 import os
 import shutil
@@ -8,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,8 +31,11 @@ from rollout_engine.threads import run_together
 from sync.base import WeightSender, WeightSource
 from sync.cast_notice import CastNotice
 from sync.offer import check_source
+from sync.published import is_store
 from sync.source import read_source
 from sync.transports import make_sender
+
+R = TypeVar("R")
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -76,10 +83,11 @@ class FleetUpdates:
         live_version: int,
         committed: Callable[[Iterable[int], int], None],
     ) -> tuple[dict[int, UpdateReport], dict[int, Exception]]:
-        """Have all members update at once; returns the reports, and the errors of those that fail.
+        """Have all members stage the weights, then commit them; returns the reports, and the errors of those that fail.
 
-        `committed` is called with those that have committed, and the version, whatever is raised.
-        Raises `LifecycleError` and `WeightUpdateError`, nothing begun, for what no replica can take.
+        `committed` is called with those that have committed, and the version, whatever is raised. Raises
+        `LifecycleError` and `WeightUpdateError`, nothing changed, for what no replica can take, or where replicas have
+        read different weights.
         """
         if options.transport not in (None, "store"):
             what = f"update_weights: transport={options.transport!r} leads to one engine"
@@ -91,24 +99,19 @@ class FleetUpdates:
             raise EngineDeadError("update_weights: no replica of the fleet lives at the moment.")
         path, version = self._published(next(iter(members.values())), source, version, live_version)
         options = msgspec.structs.replace(options, transport=None)
+        staged: dict[int, tuple[int, str]] = {}
         reports: dict[int, UpdateReport] = {}
         errors: dict[int, Exception] = {}
-
-        def update(index: int) -> None:
-            try:
-                reports[index] = members[index].client.update_weights(path, version, options)
-            except Exception as problem:
-                errors[index] = problem
-
         try:
-            run_together([partial(update, index) for index in members], name="update-replica")
+            _at_all(members, lambda member: member.client.stage_weights(path, version, options), staged, errors)
+            _check_same(path, staged)
+            ready = {index: members[index] for index in staged}
+            _at_all(ready, lambda member: member.client.commit_weights(options.timeout), reports, errors)
         finally:  # whatever came between: what is committed is committed
+            for index in members.keys() - reports.keys():
+                members[index].client.drop_staged_weights()
             if reports:
-                first = next(iter(reports.values()))
-                self._newest = Published(path, first.version, first.digest)
-                for index in [index for index, report in reports.items() if report.digest != first.digest]:
-                    del reports[index]
-                    errors[index] = _changed(self._newest)
+                self._newest = Published(path, *next(iter(staged.values())))
                 committed(reports, self._newest.version)
         return reports, errors
 
@@ -129,7 +132,7 @@ class FleetUpdates:
             stall_seconds=max(report.stall_seconds for report in reports.values()),
             pack_seconds=max(report.pack_seconds for report in reports.values()),
             num_in_flight=sum(report.num_in_flight for report in reports.values()),
-            replicas=dict(reports),
+            replicas=dict(sorted(reports.items())),
         )
 
     def close(self) -> None:
@@ -143,7 +146,10 @@ class FleetUpdates:
     ) -> tuple[str, int | None]:
         """Where the weights can be read, and their version. A path is left where it is."""
         if isinstance(source, str | os.PathLike):
-            return os.path.abspath(os.path.expanduser(source)), version
+            path = os.path.abspath(os.path.expanduser(source))
+            if version is None and not is_store(Path(path)):  # a store has a version of its own
+                version = live_version + 1
+            return path, version
         _, metadata = member.client.call("get_live_weights", {}).result()
         version = live_version + 1 if version is None else version
         with as_weight_errors():
@@ -177,6 +183,27 @@ def drained(client: EngineClient, options: UpdateOptions) -> Iterator[UpdateOpti
         yield msgspec.structs.replace(options, mode="keep")
     finally:
         client.call("resume_generation", {}).result()
+
+
+def _at_all(
+    members: Mapping[int, Member], work: Callable[[Member], R], results: dict[int, R], errors: dict[int, Exception]
+) -> None:
+    """Work with all members at once; adds to `results` and `errors`, also where this thread is interrupted."""
+
+    def work_with(index: int) -> None:
+        try:
+            results[index] = work(members[index])
+        except Exception as problem:
+            errors[index] = problem
+
+    run_together([partial(work_with, index) for index in members], name="update-replica")
+
+
+def _check_same(path: str, staged: Mapping[int, tuple[int, str]]) -> None:
+    if len(set(staged.values())) > 1:
+        read = [f"replica {index}: version {version}, {digest}" for index, (version, digest) in staged.items()]
+        what = f"update_weights: the replicas have read different weights at {path} ({', '.join(read)})"
+        raise WeightUpdateError(f"{what}; nothing is changed. Let nobody write there meanwhile, and update again.")
 
 
 def _changed(published: Published) -> WeightUpdateError:

@@ -145,9 +145,25 @@ class ProcessClient:
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Carry out one whole weight update. Blocks."""
         self.require_usable()
-        report = self._weights.push(source, version, options)
-        self.policy_version = report.version
-        return report
+        return self._has_updated(self._weights.push(source, version, options))
+
+    def stage_weights(self, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
+        """Have the core stage what it reads at an absolute path, and hold it; returns its version and its digest.
+
+        It is dropped after `options.timeout` without `commit_weights`. Blocks; raises as `update_weights`.
+        """
+        self.require_usable()
+        return self._weights.stage(path, version, options)
+
+    def commit_weights(self, timeout: float) -> UpdateReport:
+        """Have the core commit what is staged. Blocks; raises as `update_weights`."""
+        self.require_usable()
+        return self._has_updated(self._weights.commit(timeout))
+
+    def drop_staged_weights(self) -> None:
+        """Have the core drop what is staged and not committed. Blocks; no-op if it is gone."""
+        with suppress(EngineDeadError):
+            self._weights.drop()
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Return False: steps are computed in the core's process."""
@@ -164,6 +180,10 @@ class ProcessClient:
         """Leave the core, or end it if it is this client's. Calls in flight raise `EngineDeadError`."""
         self._socket.close()
         self._weights.close()
+
+    def _has_updated(self, report: UpdateReport) -> UpdateReport:
+        self.policy_version = report.version
+        return report
 
     def _take(self, message: Outputs | Refused) -> None:
         assert self._listener is not None, "a listener is set before requests are added"

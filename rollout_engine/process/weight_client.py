@@ -5,7 +5,12 @@
              send ─────────── by the transport ────────────────>   stage, verify; commit between two steps
              end_weight_update  <── UpdateReport ───────────────
 
-A path is read by the core itself: there is one call, `load_weights`.
+A path is read by the core itself:
+
+    client   stage_weights(path)  ────────────────────────────>   begin, stage, verify
+             <── version, digest
+             end_weight_update  ──────────────────────────────>   commit between two steps
+             <── UpdateReport
 """
 
 import os
@@ -75,8 +80,13 @@ class WeightClient:
         if isinstance(source, str | os.PathLike):
             if options.transport is not None:
                 raise LifecycleError("update_weights: the engine reads a path itself; leave transport=None.")
-            path = os.path.abspath(os.path.expanduser(source))
-            return self._ask("load_weights", options.timeout, path=path, version=version, options=options)
+            try:
+                self.stage(os.path.abspath(os.path.expanduser(source)), version, options)
+                return self.commit(options.timeout)
+            except BaseException as problem:
+                if not isinstance(problem, Exception):  # interrupted or cancelled, perhaps between the two
+                    self._call_off()
+                raise
         check_remote(transport)
         check_near(transport, self._client.address)
         if not self._pushing.acquire(blocking=False):
@@ -86,10 +96,27 @@ class WeightClient:
         except BaseException as problem:
             self._disconnect()
             if not isinstance(problem, Exception):  # interrupted or cancelled, perhaps between two calls
-                self._client.call("abort_weight_update", {})
+                self._call_off()
             raise
         finally:
             self._pushing.release()
+
+    def stage(self, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
+        """Have the core stage what it reads at an absolute path, and hold it; returns its version and its digest."""
+        staged: tuple[int, str] = self._ask(
+            "stage_weights", options.timeout, path=path, version=version, options=options
+        )
+        return staged
+
+    def commit(self, timeout: float) -> UpdateReport:
+        """Have the core commit what is staged."""
+        report: UpdateReport = self._ask("end_weight_update", timeout)
+        return report
+
+    def drop(self) -> None:
+        """Have the core drop what is staged and not committed, and wait until it has."""
+        self._call_off()
+        wait([self._client.call("end_weight_update", {})], _GRACE_SECONDS)
 
     def close(self) -> None:
         """Free the transport and its memory."""
@@ -135,6 +162,9 @@ class WeightClient:
         if sender is not None:
             sender.close()
 
+    def _call_off(self) -> None:
+        self._client.call("abort_weight_update", {})
+
     def _ask(self, name: str, timeout: float, **arguments: Any) -> Any:
         raise_if_cancelled()
         answer, deadline = self._client.call(name, arguments), time.monotonic() + timeout + _GRACE_SECONDS
@@ -151,4 +181,4 @@ class WeightClient:
         finally:
             if not answer.done():  # too late, interrupted or cancelled
                 answer.cancel()
-                self._client.call("abort_weight_update", {})
+                self._call_off()

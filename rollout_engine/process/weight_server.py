@@ -52,7 +52,10 @@ def begin_weight_update(
 
 @WEIGHT_VERBS.add(public=False)
 def end_weight_update(driver: ServingDriver) -> Future[UpdateReport]:
-    """Return the report of this client's last update once it is complete, or raise its error."""
+    """Commit what `stage_weights` holds. Return the report of this client's last update once it is complete.
+
+    Raises that update's error.
+    """
     return driver.weights.report(driver.caller)
 
 
@@ -63,9 +66,14 @@ def abort_weight_update(driver: ServingDriver) -> None:
 
 
 @WEIGHT_VERBS.add(public=False)
-def load_weights(driver: ServingDriver, path: str, version: int | None, options: UpdateOptions) -> Future[UpdateReport]:
-    """Carry out a whole update from a published store or a checkpoint that this process can read."""
-    return driver.weights.load(driver.caller, path, version, options)
+def stage_weights(
+    driver: ServingDriver, path: str, version: int | None, options: UpdateOptions
+) -> Future[tuple[int, str]]:
+    """Stage an update from a published store or a checkpoint that this process can read; `end_weight_update` commits.
+
+    Returns the version and the digest of what is staged, or is live already.
+    """
+    return driver.weights.stage(driver.caller, path, version, options)
 
 
 class WeightServer:
@@ -91,28 +99,31 @@ class WeightServer:
                 receiver = self._connected(rendezvous)
             try:
                 update.attach(receiver)
-                updater, accepted = self._driver.executor.updater, partial(update.accepted.set_result, True)
+                updater, accepted = self._driver.executor.updater, partial(update.ready.set_result, True)
                 return apply_update(updater, manifest, receiver, steps, options, update.check, accepted)
             except BaseException:
                 self._receiver = None
                 receiver.close()
                 raise
 
-        return self._start(client_index, options, apply).accepted
+        return self._start(client_index, options, apply, is_live=lambda report: False).ready
 
-    def load(self, client_index: int, path: str, version: int | None, options: UpdateOptions) -> Future[UpdateReport]:
-        """Carry out a whole update from a path that this process can read."""
+    def stage(
+        self, client_index: int, path: str, version: int | None, options: UpdateOptions
+    ) -> Future[tuple[int, str]]:
+        """Stage an update from a path that this process can read, and hold it until `report` is called."""
 
         def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
-            return update_from_source(self._driver.executor.updater, path, steps, options, version, update.check)
+            updater, hold = self._driver.executor.updater, partial(update.hold, time.monotonic() + options.timeout)
+            return update_from_source(updater, path, steps, options, version, update.check, hold)
 
-        return self._start(client_index, options, apply).report
+        return self._start(client_index, options, apply, is_live=lambda report: (report.version, report.digest)).ready
 
     def report(self, client_index: int) -> Future[UpdateReport]:
-        """Return the report of this client's last update. Raises `LifecycleError` if there was none."""
+        """Let this client's last update go on, and return its report. Raises `LifecycleError` if there was none."""
         if client_index not in self._last:
             raise LifecycleError("end_weight_update: this client has begun no update.")
-        return self._last[client_index].report
+        return self._last[client_index].go_on()
 
     def call_off(self, client_index: int) -> None:
         """Abort this client's update, unless it has been committed."""
@@ -125,10 +136,15 @@ class WeightServer:
         self._last.pop(client_index, None)
 
     def _start(
-        self, client_index: int, options: UpdateOptions, apply: "Callable[[_Update, UpdateSteps], UpdateReport]"
+        self,
+        client_index: int,
+        options: UpdateOptions,
+        apply: "Callable[[_Update, UpdateSteps], UpdateReport]",
+        *,
+        is_live: Callable[[UpdateReport], Any],
     ) -> "_Update":
         UpdateOptions.checked(**msgspec.structs.asdict(options))
-        update = _Update()
+        update = _Update(is_live)
         steps = UpdateSteps(self._driver, options.kv, lambda: time.sleep(_POLL_SECONDS), update.check)
         steps.begin()
         try:
@@ -150,10 +166,13 @@ class WeightServer:
 class _Update:
     """One update, which runs on its own thread."""
 
-    def __init__(self) -> None:
-        self.accepted: Future[bool] = Future()
+    def __init__(self, is_live: Callable[[UpdateReport], Any]) -> None:
+        self.ready: Future[Any] = Future()
+        """Whether the manifest is accepted, or (version, digest) of what is staged: the client's turn."""
         self.report: Future[UpdateReport] = Future()
-        self._called_off = threading.Event()
+        self._is_live = is_live
+        """What `ready` says of weights that were live already."""
+        self._may_go_on, self._called_off = threading.Event(), threading.Event()
         self._receiver: WeightReceiver | None = None
 
     def attach(self, receiver: WeightReceiver) -> None:
@@ -166,9 +185,22 @@ class _Update:
         if self._called_off.is_set():
             raise TransferTimeout("The client left, or gave up, before the update was complete.")
 
+    def hold(self, deadline: float, version: int, digest: str) -> None:
+        """Tell that it is staged, and wait until it may commit. Raises as `check`, also at `deadline`."""
+        self.ready.set_result((version, digest))
+        if not self._may_go_on.wait(deadline - time.monotonic()):
+            raise TransferTimeout(f"Version {version} was staged, and its commit did not come in time.")
+        self.check()
+
+    def go_on(self) -> Future[UpdateReport]:
+        """Let it commit. Any thread may call it."""
+        self._may_go_on.set()
+        return self.report
+
     def call_off(self) -> None:
         """Abort the update, unless it has been committed. Any thread may call it."""
         self._called_off.set()
+        self._may_go_on.set()
         if self._receiver is not None and not self.report.done():
             self._receiver.close()
 
@@ -178,9 +210,9 @@ class _Update:
             report = update()
         except BaseException as problem:  # this thread's last
             self.report.set_exception(problem)
-            if not self.accepted.done():
-                self.accepted.set_exception(problem)
+            if not self.ready.done():
+                self.ready.set_exception(problem)
         else:
             self.report.set_result(report)
-            if not self.accepted.done():
-                self.accepted.set_result(False)
+            if not self.ready.done():
+                self.ready.set_result(self._is_live(report))

@@ -1,11 +1,12 @@
 """One whole weight update: from a source to the report, by the verbs of `WeightUpdater`.
 
-    shadow      begin  stage ... stage  verify   drain │ commit │ confirm
-                steps go on                     end in └────────┘ between two steps
-    in place    begin  drain │ stage ... stage  verify  commit │ confirm
-                             └─────────── no steps ────────────┘
+    shadow      begin  stage ... stage  verify  (hold)  drain │ commit │ confirm
+                steps go on                            end in └────────┘ between two steps
+    in place    begin  drain │ stage ... stage  verify  (hold)  commit │ confirm
+                             └─────────────── no steps ────────────────┘
 
-`drain` lets requests in flight go on ("keep"), finish first ("wait"), or ends them now ("abort").
+`hold` is where the replicas of a fleet wait for one another. `drain` lets requests in flight go on ("keep"), finish
+first ("wait"), or ends them now ("abort").
 """
 
 import os
@@ -56,10 +57,12 @@ def update_from_source(
     options: UpdateOptions,
     version: int | None = None,
     check: Callable[[], None] = lambda: None,
+    hold: Callable[[int, str], object] = lambda version, digest: None,
 ) -> UpdateReport:
     """Carry out one whole update from a source in this process, or raise and change nothing.
 
-    `version=None` is a published store's own, else the live version + 1. `check` and errors as in `apply_update`.
+    `version=None` is a published store's own, else the live version + 1. `check`, `hold` and errors as in
+    `apply_update`.
     """
     start = time.perf_counter()
     metadata = updater.metadata()
@@ -71,7 +74,8 @@ def update_from_source(
         version = published.version if version is None else version
         needs_cast = any(spec.dtype != metadata[spec.name][0] for spec in published.tensors if spec.name in metadata)
         if version == published.version and not needs_cast:
-            return apply_update(updater, published, make_receiver("store", directory=source), steps, options, check)
+            receiver = make_receiver("store", directory=source)
+            return apply_update(updater, published, receiver, steps, options, check, hold=hold)
     sender = make_sender("inproc")
     try:
         with as_weight_errors():
@@ -79,7 +83,8 @@ def update_from_source(
             check_source(pairs, metadata)
             updater.cast_notice.warn_if_cast(pairs, metadata)
             manifest = sender.offer(pairs, updater.version + 1 if version is None else version, metadata)
-        report = apply_update(updater, manifest, make_receiver("inproc", sender=sender), steps, options, check)
+        receiver = make_receiver("inproc", sender=sender)
+        report = apply_update(updater, manifest, receiver, steps, options, check, hold=hold)
     finally:
         sender.close()
     return msgspec.structs.replace(report, seconds=time.perf_counter() - start)
@@ -93,11 +98,13 @@ def apply_update(
     options: UpdateOptions,
     check: Callable[[], None] = lambda: None,
     accepted: Callable[[], object] = lambda: None,
+    hold: Callable[[int, str], object] = lambda version, digest: None,
 ) -> UpdateReport:
     """Carry out one whole update with the tensors of `receiver`.
 
     `check` is called as each tensor arrives and before the commit; an exception it raises ends the update. `accepted`
-    is called when the manifest is accepted, before the first tensor is asked for.
+    is called when the manifest is accepted, before the first tensor is asked for; `hold` with the version and the
+    digest of what is staged, before anything of it is live: the update goes on when it returns.
 
     Raises the weight errors; `DirtyWeightsError` where the weights are incomplete now and were not before.
     """
@@ -116,7 +123,7 @@ def apply_update(
                     steps.stop()
             accepted()
             updater.receive(receiver, check=_in_time(deadline, check))
-            updater.verify()
+            hold(manifest.version, updater.verify())
             if not inplace:
                 steps.drain(options.mode, deadline)
             check()

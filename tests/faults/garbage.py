@@ -67,7 +67,7 @@ def core_messages() -> list[Frames]:
         "wake_up": dict(tags=["weights", "kv_cache"]),
         "reset_prefix_cache": dict(reset_running_requests=True),
         "begin_weight_update": dict(manifest=manifest, rendezvous=rendezvous, options=options),
-        "load_weights": dict(path="/nowhere", version=5, options=options),
+        "stage_weights": dict(path="/nowhere", version=5, options=options),
     }
     plain = [name for name, verb in (VERBS | WEIGHT_VERBS).items() if not verb.arguments.__struct_fields__]
     return _frames_of(

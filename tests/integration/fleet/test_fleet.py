@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 
 import pytest
 
@@ -10,6 +11,7 @@ import sync
 from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, SamplingParams
 from rollout_engine.errors import WeightUpdateError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
+from rollout_engine.threads import raise_if_cancelled
 from tests.faults.clean import Leftovers
 
 OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True, log_stats=False)
@@ -100,19 +102,17 @@ def test_requests_of_a_killed_replica_go_on_to_the_same_tokens_and_bits(fleet, e
     asyncio.run(run())
 
 
-def test_a_replica_that_misses_a_commit_serves_nothing_until_it_has_caught_up(fleet, monkeypatch):
+@pytest.mark.parametrize("verb", ["stage_weights", "commit_weights"])
+def test_a_replica_that_misses_an_update_serves_nothing_until_it_has_caught_up(fleet, monkeypatch, verb):
     async def run():
         await all_serve(fleet)
         client = fleet.frontend.client._members[1].client
-        update, calls = client.update_weights, []
 
-        def fail_first(*args):
-            calls.append(args)
-            if len(calls) == 1:
-                raise WeightUpdateError("the disk is full")
-            return update(*args)
+        def fail(*args):
+            monkeypatch.undo()
+            raise WeightUpdateError("the disk is full")
 
-        monkeypatch.setattr(client, "update_weights", fail_first)
+        monkeypatch.setattr(client, verb, fail)
         report = await fleet.update_weights(tiny_model(seed=3).state_dict())
         assert list(report.replicas) == [0] and fleet.policy_version == report.version
         one = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False)
@@ -122,11 +122,68 @@ def test_a_replica_that_misses_a_commit_serves_nothing_until_it_has_caught_up(fl
         versions = {span.policy_version for output in outputs for span in output.outputs[0].version_spans}
         assert versions == {report.version}
         found = await all_serve(fleet)
-        assert [replica.policy_version for replica in found] == [report.version] * 2 and len(calls) == 2
+        assert [replica.policy_version for replica in found] == [report.version] * 2
         digests = await fleet.collective_rpc("get_weight_digest")
         assert digests[0] == digests[1]
 
     asyncio.run(run())
+
+
+def test_no_replica_commits_where_they_have_read_different_weights(fleet, monkeypatch, tmp_path):
+    async def run():
+        await all_serve(fleet)
+        before, version = await fleet.collective_rpc("get_weight_digest"), fleet.policy_version
+        sync.publish(tmp_path / "other", tiny_model(seed=11).state_dict(), version + 1)
+        client = fleet.frontend.client._members[1].client
+        stage = client.stage_weights
+        monkeypatch.setattr(client, "stage_weights", lambda path, *args: stage(str(tmp_path / "other"), *args))
+        with pytest.raises(WeightUpdateError, match="replicas have read different weights"):
+            await fleet.update_weights(tiny_model(seed=10).state_dict())
+        monkeypatch.undo()
+        assert fleet.policy_version == version
+        assert await fleet.collective_rpc("get_weight_digest") == before
+        assert {replica.state for replica in await fleet.replicas()} == {"SYNCED"}
+        assert (await fleet.update_weights(tiny_model(seed=10).state_dict())).version == version + 1
+
+    asyncio.run(run())
+
+
+def test_an_update_that_is_cancelled_before_all_have_staged_changes_nothing(fleet, monkeypatch):
+    async def run():
+        await all_serve(fleet)
+        before, version = await fleet.collective_rpc("get_weight_digest"), fleet.policy_version
+        client, staged = fleet.frontend.client._members[1].client, threading.Event()
+        stage = client.stage_weights
+
+        def stage_for_ever(*args):
+            stage(*args)
+            staged.set()
+            while True:
+                raise_if_cancelled()
+
+        monkeypatch.setattr(client, "stage_weights", stage_for_ever)
+        update = asyncio.create_task(fleet.update_weights(tiny_model(seed=12).state_dict()))
+        await asyncio.to_thread(staged.wait)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        monkeypatch.undo()
+        assert fleet.policy_version == version
+        while (report := await update_when_free(fleet)) is None:
+            await asyncio.sleep(0.01)
+        assert report.version == version + 1 and list(report.replicas) == [0, 1]
+        assert await fleet.collective_rpc("get_weight_digest") != before
+
+    asyncio.run(run())
+
+
+async def update_when_free(fleet):
+    """The report of an update; None while another one is being called off."""
+    try:
+        return await fleet.update_weights(tiny_model(seed=12).state_dict())
+    except LifecycleError as problem:
+        assert "another update" in str(problem) or "an update is" in str(problem), problem
+        return None
 
 
 @pytest.mark.slow
