@@ -39,6 +39,9 @@ from rollout_engine.threads import no_thread
 
 logger = logging.getLogger("rollout_engine")
 
+_ALONE = (1, "processes", None)
+"""`num_replicas`, `placement` and `ray_address` of an engine in this process."""
+
 
 class RolloutPolicy(BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
@@ -78,15 +81,26 @@ class RolloutPolicy(BlockingVerbs):
         model: str | os.PathLike[str],
         *,
         num_replicas: int = 1,
+        placement: str = "processes",
+        ray_address: str | None = None,
         stat_loggers: Sequence[StatLogger] = (),
         **engine_kwargs: Any,
     ) -> Self:
         """A policy over a new engine for a checkpoint directory or hub id; options as in `EngineConfig`.
 
-        `num_replicas`: with 2 or more, so many engines in processes of their own, on this machine.
+        `num_replicas`: with 2 or more, so many engines in processes of their own; `placement` and `ray_address` as for
+        `AsyncLLM`.
         """
-        if num_replicas != 1:
-            return cls(AsyncLLM(model, num_replicas=num_replicas, stat_loggers=stat_loggers, **engine_kwargs))
+        if (num_replicas, placement, ray_address) != _ALONE:
+            engine = AsyncLLM(
+                model,
+                num_replicas=num_replicas,
+                placement=placement,
+                ray_address=ray_address,
+                stat_loggers=stat_loggers,
+                **engine_kwargs,
+            )
+            return cls(engine)
         config = EngineConfig(model=model, **engine_kwargs)  # type: ignore[arg-type]  # it converts paths
         return cls(LLMEngine.from_config(config, stat_loggers=stat_loggers))
 

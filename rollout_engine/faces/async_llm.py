@@ -13,6 +13,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.verb_methods import AsyncVerbs
 from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.placements import start_client
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
@@ -29,8 +30,9 @@ from rollout_engine.threads import run_in_thread
 class AsyncLLM(AsyncVerbs):
     """An engine whose core runs in a process of its own. Keyword arguments are `EngineConfig`'s.
 
-    `num_replicas`: how many such cores stand behind it, on this machine. One that is lost is started again, and its
-    requests go on at others.
+    `num_replicas`: how many such cores stand behind it. One that is lost is started again, and its requests go on at
+    others. `placement`: "processes" of this machine, or actors of a "ray" cluster, by default the one that this process
+    is connected to or that runs on this machine, or else a new one; `ray_address` ("HOST:PORT") names another.
 
     >>> engine = AsyncLLM("path/or/hub-id")
     >>> async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=16)):
@@ -45,11 +47,13 @@ class AsyncLLM(AsyncVerbs):
         model: str | os.PathLike[str],
         *,
         num_replicas: int = 1,
+        placement: str = "processes",
+        ray_address: str | None = None,
         stat_loggers: Sequence[StatLogger] = (),
         **engine_kwargs: Any,
     ) -> None:
         config = EngineConfig.from_kwargs(model=model, **engine_kwargs)
-        start = ProcessClient.start if num_replicas == 1 else partial(FleetClient.start, num_replicas=num_replicas)
+        start = partial(start_client, num_replicas=num_replicas, placement=placement, ray_address=ray_address)
         self.frontend = Frontend.start(config, start, stat_loggers)
 
     @classmethod
@@ -200,7 +204,8 @@ class AsyncLLM(AsyncVerbs):
         self.frontend.require_own_process()
         client = self.frontend.client
         if not isinstance(client, FleetClient):
-            raise LifecycleError("This engine has no replicas: make it with num_replicas=2 or more.")
+            what = "This engine has no replicas"
+            raise LifecycleError(f"{what}: make it with num_replicas=2 or more, or placement='ray'.")
         return client
 
     @property

@@ -23,7 +23,7 @@ from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
 from rollout_engine.fleet.member import Member
-from rollout_engine.fleet.processes import ProcessProvider, share_of_threads
+from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
 from rollout_engine.fleet.supervisor import Supervisor, started
@@ -75,10 +75,8 @@ class FleetClient:
         be served, and `EngineDeadError`; then nothing of it is left.
         """
         check_count(num_replicas)
-        if provider is None:
-            provider, config = ProcessProvider(), share_of_threads(config, num_replicas)
-        provider.check(num_replicas, config)
-        with started(provider, config, num_replicas, meanwhile) as members:
+        provider = ProcessProvider() if provider is None else provider
+        with started(provider, config, num_replicas, meanwhile) as (config, members):
             return cls(config, provider, members, Balancer() if balancer is None else balancer)
 
     @property
@@ -165,10 +163,11 @@ class FleetClient:
         """Have so many replicas. New ones serve once they are loaded; requests of those that go end first."""
         self.require_usable()
         check_count(num_replicas)
-        with self._updates.one_at_a_time(), self._lock:
+        with self._updates.one_at_a_time():
             if (num_more := num_replicas - len(self._brain.wanted)) > 0:
-                self._supervisor.check(num_more)
-            self._do(self._brain.scaled(num_replicas, time.monotonic()))
+                self._supervisor.check(num_more)  # it may take seconds: outputs go on
+            with self._lock:
+                self._do(self._brain.scaled(num_replicas, time.monotonic()))
 
     def check_integrity(self) -> None:
         """Recount requests, tokens and replicas; AssertionError says what is off."""

@@ -27,6 +27,10 @@ class ProcessProvider:
     def __init__(self, *, hang_seconds: float = HANG_SECONDS, start_seconds: float = START_SECONDS) -> None:
         self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
 
+    def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
+        """The configuration of each of so many replicas: its share of this machine's processors, unless it says."""
+        return with_threads(config, len(os.sched_getaffinity(0)) // num_replicas)
+
     def check(self, num_replicas: int, config: EngineConfig) -> None:
         """Raise `ConfigError` for more replicas than processors."""
         num_processors = len(os.sched_getaffinity(0))
@@ -43,8 +47,8 @@ class ProcessProvider:
         """Do nothing: all that there is belongs to replicas."""
 
 
-def share_of_threads(config: EngineConfig, num_replicas: int) -> EngineConfig:
-    """The configuration of each of so many replicas of a machine: its share of the processors, unless it says."""
+def with_threads(config: EngineConfig, num_threads: int) -> EngineConfig:
+    """The configuration of a replica that computes on so many threads, on one at least, unless it says."""
     if config.num_threads is not None:
         return config
-    return msgspec.structs.replace(config, num_threads=max(len(os.sched_getaffinity(0)) // num_replicas, 1))
+    return msgspec.structs.replace(config, num_threads=max(num_threads, 1))

@@ -33,6 +33,10 @@ class Replica(Protocol):
 class Provider(Protocol):
     """Where replicas come from."""
 
+    def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
+        """The configuration of each of so many replicas: its share of the processors, unless `config` says."""
+        ...
+
     def check(self, num_replicas: int, config: EngineConfig) -> None:
         """Raise `ConfigError` where there is no room for so many more: how many were asked for, and fit, and where."""
 

@@ -54,7 +54,6 @@ class CorePlace(msgspec.Struct, frozen=True, kw_only=True, tag="place", forbid_u
     pid: int
     node_id: str
     """Ray's id of its node."""
-    config_digest: str
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", forbid_unknown_fields=True):
@@ -114,7 +113,6 @@ class ReplicaActor:
             address=ready.address,
             pid=ready.pid,
             node_id=node_id,
-            config_digest=ready.config_digest,
         )
 
 

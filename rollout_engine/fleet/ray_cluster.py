@@ -95,9 +95,14 @@ class RayCluster:
 
     def require_size(self, bundle: Bundle, count: int) -> None:
         """Raise `ConfigError` unless the nodes hold `count` bundles when nobody else uses them."""
-        nodes = {node["NodeID"]: node["Resources"] for node in self.ray.nodes() if node["Alive"]}
-        if (room := _room(bundle, nodes)) < count:
+        if (room := _room(bundle, self._sizes())) < count:
             raise ConfigError(self._no_room(bundle, count, self._free(), f"room for {room} even in an idle cluster"))
+
+    def num_cpus_each(self, count: int) -> int:
+        """The most CPUs that each of `count` bundles can have when nobody else uses the nodes; 0: not even one."""
+        nodes = self._sizes()
+        most = int(max((resources.get("CPU", 0.0) for resources in nodes.values()), default=0.0))
+        return next((num_cpus for num_cpus in range(most, 0, -1) if _room(Bundle(num_cpus, 0), nodes) >= count), 0)
 
     def place(self, bundle: Bundle, name: str, seconds: float) -> Any:
         """Reserve a bundle on one node. Returns Ray's placement group; `RetryableError`: none is free in `seconds`."""
@@ -115,6 +120,10 @@ class RayCluster:
         """Free what a placement group reserved; actors in it end."""
         if self.is_connected:
             self.ray.util.remove_placement_group(group)
+
+    def _sizes(self) -> dict[str, dict[str, float]]:
+        """All resources of each living node, by its id."""
+        return {node["NodeID"]: node["Resources"] for node in self.ray.nodes() if node["Alive"]}
 
     def _free(self) -> dict[str, dict[str, float]]:
         """Free resources of each living node, by its id."""

@@ -16,7 +16,6 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError, RetryableError
 from rollout_engine.fleet.ray_actor import SAME_VERSION, Beat, CoreOrder, CorePlace, ReplicaActor
 from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
-from rollout_engine.process.core_launcher import config_digest
 from rollout_engine.process.core_remains import remove_core
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HEARTBEAT_SECONDS, MAX_BACKLOG_BYTES
@@ -48,6 +47,11 @@ class RemoteCore:
         self._place: CorePlace | None = None
         self._lock, self._is_ended = threading.Lock(), False
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether it is about to free its resources, or has done so."""
+        return self._is_ended
+
     def start(self, config: EngineConfig, keys: Keys, seconds: float) -> CorePlace:
         """Reserve a node's resources, create the actor there, have it start its core, and wait until that is ready.
 
@@ -76,8 +80,6 @@ class RemoteCore:
         place: CorePlace | Failure = self._read(answer, seconds + _ANSWER_SECONDS, CorePlace | Failure)
         if isinstance(place, Failure):
             raise place.as_error("start-up")
-        if place.config_digest != config_digest(config):
-            raise ConfigError(f"{self.name} read another configuration than was sent: {SAME_VERSION}")
         self._place = place
         return place
 

@@ -7,12 +7,13 @@ import secrets
 import threading
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import LifecycleError
-from rollout_engine.fleet.ray_actor import CorePlace
+from rollout_engine.errors import ConfigError, LifecycleError
+from rollout_engine.fleet.processes import with_threads
+from rollout_engine.fleet.ray_actor import SAME_VERSION, CorePlace
 from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
 from rollout_engine.fleet.ray_core import RemoteCore
 from rollout_engine.fleet.ray_watch import ActorWatch
-from rollout_engine.process.core_launcher import named_elsewhere
+from rollout_engine.process.core_launcher import config_digest, named_elsewhere
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 from sync.owner_process import OwnerProcess
@@ -33,8 +34,9 @@ class RayReplica:
         Calling it again is a no-op.
         """
         if self._owner.is_current:
+            is_dead = self.client.dead_error is not None  # a core that hangs would use up its time to end
             self.client.shutdown()
-            self._provider.end_core(self._core, kill=kill)
+            self._provider.end_core(self._core, kill=kill or is_dead)
 
 
 class RayProvider:
@@ -66,11 +68,20 @@ class RayProvider:
         self._cluster = RayCluster(address, namespace)
         self._service = secrets.token_hex(4)
         self._numbers = itertools.count()
-        self._cores: set[RemoteCore] = set()
+        self._cores: dict[RemoteCore, int] = {}
+        """Those that are not gone, and the indexes of their replicas."""
         self._lock, self._is_closed = threading.Lock(), False
         self._owner = OwnerProcess()
         self._watch = ActorWatch(lambda core: self.end_core(core, kill=True))
         atexit.register(self.shutdown)  # before Ray's own, which it registered when it was imported
+
+    def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
+        """The configuration of each of so many replicas: its share of the cluster's CPUs, unless it says.
+
+        A core on a device keeps its own default.
+        """
+        self._require_open()
+        return config if config.device == "cuda" else with_threads(config, self._cluster.num_cpus_each(num_replicas))
 
     def check(self, num_replicas: int, config: EngineConfig | None = None) -> None:
         """Raise `ConfigError` unless the cluster has room for `num_replicas` more: asked, free, where.
@@ -93,13 +104,15 @@ class RayProvider:
         core = RemoteCore(self._cluster, bundle, name, self._namespace)
         with self._lock:
             self._require_open()
-            self._cluster.require_size(bundle, len(self._cores) + 1)
-            self._cores.add(core)
+            others = sum(not each.is_ended and its != index for each, its in self._cores.items())
+            self._cluster.require_size(bundle, others + 1)  # one of the same index was lost, and is about to be ended
+            self._cores[core] = index
         try:
             keys = Keys.make()
             place = core.start(config, keys, self._start_seconds)
             node = self._cluster.node_name(place.node_id)
             replica = RayReplica(self._connect(place, keys), node, core, self)
+            _require_same(config, replica)
         except BaseException:
             self.end_core(core, kill=True)
             raise
@@ -111,7 +124,7 @@ class RayProvider:
         """End a core and its actor, and free what they reserved."""
         self._watch.remove(core)
         core.end(kill=kill)
-        self._cores.discard(core)
+        self._cores.pop(core, None)
 
     def shutdown(self) -> None:
         """End the replicas that are left, and leave the cluster, which ends if it was started for providers.
@@ -139,3 +152,12 @@ class RayProvider:
     def _require_open(self) -> None:
         if self._is_closed:
             raise LifecycleError("start: the provider of replicas was shut down. Make a new one.")
+
+
+def _require_same(config: EngineConfig, replica: RayReplica) -> None:
+    """Raise `ConfigError` unless the core runs this configuration."""
+    sent, found = config_digest(config), replica.client.config_digest
+    if found != sent:
+        replica.client.shutdown()
+        what = f"The core on {replica.node} runs another configuration (digest {found}) than the fleet's ({sent})"
+        raise ConfigError(f"{what}: {SAME_VERSION}")

@@ -168,8 +168,11 @@ class Supervisor:
 @contextmanager
 def started(
     provider: Provider, config: EngineConfig, count: int, meanwhile: Callable[[], object]
-) -> Iterator[list[Member]]:
-    """So many replicas, started at once. Where one fails, or the block does, nothing of any is left."""
+) -> Iterator[tuple[EngineConfig, list[Member]]]:
+    """So many replicas, started at once, and the configuration of each.
+
+    Where there is no room, one fails, or the block does, nothing of any is left, nor of the provider.
+    """
     members: dict[int, Member] = {}
     problems: list[Exception] = []
 
@@ -181,6 +184,8 @@ def started(
 
     threads = []
     try:
+        config = provider.share(config, count)
+        provider.check(count, config)
         try:
             threads += [start_thread(start, index, name=f"start-replica-{index}") for index in range(count)]
             meanwhile()
@@ -189,7 +194,7 @@ def started(
                 thread.join()
         if problems:
             raise problems[0]
-        yield [members[index] for index in range(count)]
+        yield config, [members[index] for index in range(count)]
     except BaseException:
         for member in members.values():
             member.replica.end(kill=True)
