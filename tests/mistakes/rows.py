@@ -24,7 +24,7 @@ MISTAKES = [
     Mistake(OPTIONS, "LLM(path, max_model_len=100_000)"),
     Mistake(OPTIONS, "LLM(path, device='mps')"),
     Mistake(OPTIONS, "AsyncLLM(path, num_replicas=0)"),
-    Mistake(OPTIONS, "AsyncLLM(path, num_replicas=2, placement='rai')"),
+    Mistake(OPTIONS, "AsyncLLM(path, num_replicas=2, placement='process')"),
     Mistake(OPTIONS, "AsyncLLM(path, num_replicas=2, ray_address='10.0.0.1:6379')"),
     Mistake(SAMPLING, "SamplingParams(temprature=0.7)"),
     Mistake(SAMPLING, "SamplingParams(max_new_tokens=64)"),
