@@ -74,9 +74,12 @@ class Ledger:
     def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
         """Note what a replica has said of sequences that it has; returns the entries that have ended with it.
 
-        `outputs` loses what is not the replica's to say: rows and ends of sequences that another one has by now.
+        `outputs` loses what is not the replica's to say: rows and ends of sequences that were taken from it.
         """
-        self._drop_foreign(replica, outputs, self._foreign.get(replica, _NONE))
+        if self._foreign.get(replica):
+            self._drop_foreign(replica, outputs)
+        if outputs.num_cached_tokens or outputs.prompt_logprobs:
+            self._drop_repeated(outputs)
         if outputs.sequence_ids:
             self._pending.append((outputs.sequence_ids, outputs.token_ids))
             self._num_pending += len(outputs.sequence_ids)
@@ -146,27 +149,25 @@ class Ledger:
                     ended.append(entry)
         return ended
 
-    def _drop_foreign(self, replica: int, outputs: EngineCoreOutputs, foreign: Set[int]) -> None:
-        entries = self._entries
-        ids = outputs.sequence_ids
-        own = [row for row, id in enumerate(ids) if (entry := entries.get(id)) and entry.replica == replica]
-        if foreign:
-            own = [row for row in own if ids[row] not in foreign]
+    def _drop_foreign(self, replica: int, outputs: EngineCoreOutputs) -> None:
+        foreign, ids, ended = self._foreign[replica], outputs.sequence_ids, outputs.ended
+        own = [row for row, sequence_id in enumerate(ids) if sequence_id not in foreign]
         if len(own) < len(ids):
             outputs.keep_rows(own)
-        ended = outputs.ended
-        own_ends = [end for end in ended if self._is_of(replica, end.sequence_id)]
-        outputs.ended = [end for end in own_ends if end.sequence_id not in foreign]
-        if foreign:
-            self._foreign[replica] = foreign - {end.sequence_id for end in ended}
+        outputs.ended = [end for end in ended if end.sequence_id not in foreign]
         for name in ("num_cached_tokens", "prompt_logprobs"):
-            if column := getattr(outputs, name):  # of the rest of a request they say what its user has heard already
-                whole = {id: value for id, value in column.items() if self._is_of(replica, id, is_whole=True)}
-                setattr(outputs, name, whole)
+            setattr(outputs, name, {id: value for id, value in getattr(outputs, name).items() if id not in foreign})
+        self._foreign[replica] = foreign - {end.sequence_id for end in ended}
 
-    def _is_of(self, replica: int, sequence_id: int, *, is_whole: bool = False) -> bool:
+    def _drop_repeated(self, outputs: EngineCoreOutputs) -> None:
+        """Drop what the rest of a request says of its prompt: its user has heard it already."""
+        for name in ("num_cached_tokens", "prompt_logprobs"):
+            column = getattr(outputs, name)
+            setattr(outputs, name, {id: value for id, value in column.items() if self._is_whole(id)})
+
+    def _is_whole(self, sequence_id: int) -> bool:
         entry = self._entries.get(sequence_id)
-        return entry is not None and entry.replica == replica and (entry.is_whole or not is_whole)
+        return entry is not None and entry.is_whole
 
     def _sort(self) -> None:
         pending, self._pending, self._num_pending = self._pending, [], 0
