@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from rollout_engine import AsyncLLM, RPCError, SamplingParams
-from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.benchmarks.results import save
 from tests.faults.aborts import RandomAborts
 from tests.faults.attacks import ATTACKS
@@ -35,6 +35,7 @@ from tests.faults.deaths import OPTIONS, TrainerDeaths, kill_core, kill_parent
 from tests.faults.garbage import client_messages, mutants, restore, throw_mutants
 from tests.faults.honest_load import honest_load
 from tests.faults.peers import RawCore
+from tests.faults.replica_deaths import PROMPTS, ReplicaDeaths, read
 from tests.faults.schedules import Schedule, make_menu
 from tests.faults.updates import UpdatesUnderLoad, spelling
 from tests.simulation.run import Run
@@ -193,6 +194,38 @@ def cores(checkpoint: Path, seconds: float, count: int) -> Figure:
     )
 
 
+def replicas(checkpoint: Path, seconds: float, count: int) -> Figure:
+    """SIGKILL of a replica of two at a random output of 8 requests (15 samples); every tenth time SIGSTOP."""
+    leftovers = Leftovers()
+    with AsyncLLM(checkpoint, num_replicas=2, **(OPTIONS | dict(log_stats=False))) as engine:
+
+        async def run() -> ReplicaDeaths:
+            deaths = ReplicaDeaths(engine, seed=16)
+            await engine.update_weights(tiny_model(seed=5).state_dict())
+            expected = [await read(engine, i) for i in range(len(PROMPTS))]
+            strikes = (signal.SIGSTOP if i % 10 == 9 else signal.SIGKILL for i in _until(seconds, count))
+            await deaths.run(strikes, expected)
+            return deaths
+
+        deaths = asyncio.run(run())
+    leftovers.assert_none()
+    noticed = deaths.noticed_seconds
+    return dict(
+        kills=len(noticed["SIGKILL"]),
+        stops=len(noticed["SIGSTOP"]),
+        noticed_a_kill_after_ms=_quantiles(noticed["SIGKILL"]),
+        noticed_a_stop_after_ms=_quantiles(noticed["SIGSTOP"]),
+        caught_up_after_start_ms=_quantiles(deaths.caught_up_seconds),
+        requests=deaths.num_requests,
+        tokens=deaths.num_tokens,
+        samples_continued_elsewhere=deaths.num_continued,
+        lost=0,
+        ended_twice=0,
+        other_tokens_or_bits_than_undisturbed=0,
+        leaks=0,
+    )
+
+
 def parents(checkpoint: Path, seconds: float, count: int) -> Figure:
     """SIGKILL of the process that owns a core."""
     gone = [kill_parent(checkpoint, signal.SIGKILL) for _ in _until(seconds, count)]
@@ -268,6 +301,7 @@ PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "frames": (frames, 1_000_000),
     "nonsense": (nonsense, 5000),
     "cores": (cores, 1000),
+    "replicas": (replicas, 100),
     "parents": (parents, 1000),
     "trainers": (trainers, 1000),
     "publishers": (publishers, 1000),

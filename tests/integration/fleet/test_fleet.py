@@ -13,17 +13,9 @@ from rollout_engine.errors import WeightUpdateError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.threads import raise_if_cancelled
 from tests.faults.clean import Leftovers
+from tests.faults.replica_deaths import PARAMS, PROMPTS, ReplicaDeaths, all_serve, said
 
 OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True, log_stats=False)
-PROMPTS = [[5 + i, 6, 7] for i in range(8)]
-PARAMS = [
-    SamplingParams(n=2, seed=3, max_tokens=600, ignore_eos=True, logprobs=2, presence_penalty=0.5, prompt_logprobs=1),
-    SamplingParams(seed=4, max_tokens=600, ignore_eos=True, top_p=0.9),
-    SamplingParams(
-        n=3, seed=5, max_tokens=600, min_tokens=300, stop_token_ids=list(range(90, 100)), output_kind="delta"
-    ),
-    SamplingParams(seed=6, max_tokens=600, temperature=0.0, logprobs=0, bad_words=["a"], logprobs_mode="processed"),
-] * 2
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    params = [each.clone(output_kind="final_only", bad_words=None, detokenize=False) for each in PARAMS]
+    params = [each.clone(output_kind="final_only", detokenize=False) for each in PARAMS]
     with LLM(checkpoint, **OPTIONS) as llm:
         return [said(output.outputs) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
@@ -46,60 +38,19 @@ def fleet(checkpoint):
     leftovers.assert_none()
 
 
-def said(samples):
-    """Tokens and bits of samples."""
-    return [
-        (list(each.token_ids), [float(x).hex() for x in (() if each.logprobs is None else each.logprobs)])
-        for each in samples
-    ]
-
-
-async def read(engine, i, changed=lambda: None):
-    """A request to its end: tokens and log-probs of each sample."""
-    params = PARAMS[i].clone(bad_words=None, detokenize=False)
-    samples = {}
-    async for output in engine.generate(PROMPTS[i], params):
-        changed()
-        for sample in output.outputs:
-            tokens, logprobs = said([sample])[0]
-            before = samples.get(sample.index, ([], [])) if params.output_kind == "delta" else ([], [])
-            samples[sample.index] = before[0] + tokens, before[1] + logprobs
-    assert output.prompt_logprobs is None or len(output.prompt_logprobs) == len(PROMPTS[i])
-    return [samples[index] for index in sorted(samples)]
-
-
-async def all_serve(engine):
-    """Wait until every replica serves."""
-    for _ in range(1200):
-        found = await engine.replicas()
-        if all(replica.state == "SYNCED" for replica in found):
-            return found
-        await asyncio.sleep(0.05)
-    raise AssertionError(found)
-
-
 def test_requests_of_a_killed_replica_go_on_to_the_same_tokens_and_bits(fleet, expected):
     async def run():
-        killed = []
-        outputs = 0
-
-        def kill_in_the_middle():
-            nonlocal outputs
-            outputs += 1
-            if outputs == 400:
-                os.kill(replicas[0].pid, signal.SIGKILL)
-                killed.append(replicas[0].pid)
-
-        replicas = await all_serve(fleet)
-        found = await asyncio.gather(*(read(fleet, i, kill_in_the_middle) for i in range(len(PROMPTS))))
-        assert found == expected
-        assert killed
-        again = await all_serve(fleet)
-        assert again[0].pid != killed[0] and "status -9" in again[0].problem
-        assert await asyncio.gather(*(read(fleet, i) for i in range(len(PROMPTS)))) == expected
-        fleet.frontend.client.check_integrity()
+        deaths = ReplicaDeaths(fleet, seed=0)
+        await deaths.run([signal.SIGKILL], expected)
+        assert deaths.num_continued
+        assert any("status -9" in replica.problem for replica in await fleet.replicas())
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_requests_of_a_replica_that_hangs_go_on_as_well(fleet, expected):
+    asyncio.run(ReplicaDeaths(fleet, seed=1).run([signal.SIGSTOP], expected))
 
 
 @pytest.mark.parametrize("verb", ["stage_weights", "commit_weights"])
