@@ -2,7 +2,7 @@
 
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
-python tests/benchmarks/run.py costs updates memory startup host balancer attention training   ours alone
+python tests/benchmarks/run.py costs updates memory startup host balancer fleet attention training   ours alone
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -21,6 +21,7 @@ import arrivals
 import attention
 import balancer
 import costs
+import fleet
 import host
 import memory
 import own_process
@@ -157,6 +158,21 @@ def measure_own_process(run: Run) -> None:
                 run.keep("own process, killed", lambda a=other, p=prompts: own_process.kills(a, p, run.rounds))
 
 
+def measure_fleet(run: Run) -> None:
+    for shape in ("S", "M"):
+        directory, dtype, work = run.directory(shape), SHAPES[shape]["dtype"], WORKS[shape][0]
+        prompts = FreshPrompts(SHAPES[shape]["vocab_size"])
+        with fleet.engine(directory, dtype, 0) as alone, fleet.engine(directory, dtype, 1) as one:
+            name = f"fleet of one / alone, {figure_name(shape, work)}"
+            run.keep(name, lambda a=alone, o=one, w=work, p=prompts: fleet.throughput(a, o, w, p, run.rounds))
+        with fleet.engine(directory, dtype, 0, 2) as alone, fleet.engine(directory, dtype, 2, 1) as two:
+            name = f"two replicas of one thread / one of two, {figure_name(shape, work)}"
+            run.keep(name, lambda a=alone, t=two, w=work, p=prompts: fleet.throughput(a, t, w, p, run.rounds))
+            if shape == "S":
+                run.keep("prefix hits, 64 groups x 8", lambda a=alone, t=two, p=prompts: fleet.prefix_hits(a, t, p))
+    run.keep("push to four replicas, M", lambda: fleet.push(directory, dtype, run.rounds))
+
+
 def measure_arrivals(run: Run) -> None:
     prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
     peers = ["vllm_async"] if "vllm" in run.peers else []
@@ -180,6 +196,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "attention": measure_attention,
     "training": measure_training,
     "own_process": measure_own_process,
+    "fleet": measure_fleet,
     "arrivals": measure_arrivals,
 }
 
