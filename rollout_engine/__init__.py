@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.errors import DrainTimeoutError as DrainTimeoutError
     from rollout_engine.errors import EngineDeadError as EngineDeadError
     from rollout_engine.errors import EngineGenerateError as EngineGenerateError
+    from rollout_engine.errors import GenerateTimeoutError as GenerateTimeoutError
     from rollout_engine.errors import LifecycleError as LifecycleError
     from rollout_engine.errors import ManifestMismatchError as ManifestMismatchError
     from rollout_engine.errors import RequestError as RequestError
@@ -49,6 +50,9 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.faces.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from rollout_engine.faces.llm import LLM as LLM
     from rollout_engine.faces.llm_engine import LLMEngine as LLMEngine
+    from rollout_engine.faces.load_balancer import LoadBalancer as LoadBalancer
+    from rollout_engine.faces.rollout_service import RolloutService as RolloutService
+    from rollout_engine.faces.rollout_service import make_rollout_service as make_rollout_service
     from rollout_engine.metrics import EngineMetrics as EngineMetrics
     from rollout_engine.metrics import StatLogger as StatLogger
     from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
@@ -79,6 +83,7 @@ _NAMES = {
         "DrainTimeoutError",
         "EngineDeadError",
         "EngineGenerateError",
+        "GenerateTimeoutError",
         "LifecycleError",
         "ManifestMismatchError",
         "RPCError",
@@ -96,6 +101,8 @@ _NAMES = {
     "rollout_engine.faces.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "rollout_engine.faces.llm": ("LLM",),
     "rollout_engine.faces.llm_engine": ("LLMEngine",),
+    "rollout_engine.faces.load_balancer": ("LoadBalancer",),
+    "rollout_engine.faces.rollout_service": ("RolloutService", "make_rollout_service"),
     "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
     "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),

@@ -6,6 +6,7 @@ RolloutEngineError
 ├── LifecycleError                 a verb in the wrong state
 │   └── DrainTimeoutError (TimeoutError)
 ├── CallTimeoutError (TimeoutError)  a call was not complete in the time given, and computes no more
+│   └── GenerateTimeoutError       requests did not end by their deadline, and were aborted
 ├── RetryableError                 not now; the same request may be sent again
 ├── WeightUpdateError (SyncError)
 │   ├── ManifestMismatchError  StaleVersionError  ChecksumError  TransferTimeoutError  DirtyWeightsError
@@ -19,7 +20,7 @@ RolloutEngineError
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from sync import errors as sync_errors
@@ -61,6 +62,19 @@ class DrainTimeoutError(LifecycleError, TimeoutError):
 
 class CallTimeoutError(RolloutEngineError, TimeoutError):
     """A call was not complete in the time given; nothing more of it is computed."""
+
+
+class GenerateTimeoutError(CallTimeoutError):
+    """Requests of a `generate` had not ended by their deadline, and were aborted."""
+
+    def __init__(
+        self, message: str, *, outputs: Sequence[object] = (), num_tokens: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
+        """Per prompt its `RequestOutput`; None where it was aborted."""
+        self.num_tokens = dict(num_tokens or {})
+        """Index of each prompt that was aborted -> the tokens that its samples had."""
 
 
 class RetryableError(RolloutEngineError):

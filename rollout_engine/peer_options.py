@@ -84,6 +84,12 @@ ENGINE_PEERS: Peers = {
         "quantization_config": _NO_QUANTIZATION,
         "torch_dtype": "give dtype",
     },
+    "TorchRL's": {
+        "enable_fp32_output": "give fp32_head",
+        "engine_args": "give an EngineConfig to RolloutService.launch",
+        "model_name": "give model",
+        "num_devices": _NO_PARALLEL,
+    },
     "SGLang's": {
         "chunked_prefill_size": "give max_num_batched_tokens",
         "context_length": "give max_model_len",
@@ -180,6 +186,9 @@ CALL_PEERS: Peers = {
         "generation_config": "give sampling_params; get_default_sampling_params() tells the checkpoint's",
         "input_ids": "give the lists of ids as prompts, without padding",
         "inputs": "give prompts",
+    },
+    "TorchRL's": {
+        "actor_index": "give replica_index to RolloutService.generate",
     },
     "TRL's": {
         "generation_kwargs": "give sampling_params",

@@ -2,18 +2,46 @@
 
 LocalClient     a driver in this process                       rollout_engine.engine.local_client
 ProcessClient   a driver in a process of its own, over zmq     rollout_engine.process.process_client
+FleetClient     many of those                                  rollout_engine.fleet.client
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.errors import EngineDeadError, RequestError, RolloutEngineError, check_text_size
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
+
+_MAX_SESSION_ID_BYTES = 1_024
+
+
+class Route(NamedTuple):
+    """Where a fleet is to send a request. A client of one engine has no choice, and does not look at it."""
+
+    session_id: str | None = None
+    """Requests of one id go to the same replica as long as it serves, then to another one."""
+    replica_index: int | None = None
+    """Index of the replica that is to begin with the request."""
+
+    @classmethod
+    def checked(cls, session_id: object, replica_index: int | None = None) -> "Route":
+        """Raise `RequestError` for a session id that is no text, or has no effect beside a replica's index."""
+        if session_id is None:
+            return cls(None, replica_index)
+        if not isinstance(session_id, str) or not session_id:
+            raise RequestError.for_field("session_id", session_id, "a str that is not empty, or None")
+        check_text_size("session_id", session_id, _MAX_SESSION_ID_BYTES)
+        if replica_index is not None:
+            what = f"session_id={session_id!r:.80} and replica_index={replica_index} both choose the replica"
+            raise RequestError(f"{what}: give one of them.", field="session_id", value=session_id)
+        return cls(session_id)
+
+
+ANYWHERE = Route()
 
 
 class EngineInfo(ModelInfo, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +97,7 @@ class EngineClient(Protocol):
     def listen(self, listener: Listener) -> None:
         """Set the listener. Call it before the first request is added."""
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, route: Route = ANYWHERE) -> None:
         """Queue a request. If the core refuses it, the error is raised here, or the listener gets it later."""
 
     def abort(self, sequence_ids: list[int]) -> None:

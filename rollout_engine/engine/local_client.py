@@ -12,7 +12,7 @@ from rollout_engine import threads
 from rollout_engine.config import EngineConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call, CallFuture
-from rollout_engine.engine.client import EngineInfo, Listener
+from rollout_engine.engine.client import ANYWHERE, EngineInfo, Listener, Route
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.interrupts import held
@@ -100,7 +100,7 @@ class LocalClient:
         """Set the listener for outputs. Call it before the first request is added."""
         self._listener = listener
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, route: Route = ANYWHERE) -> None:
         """Queue a request. Raises `RequestError`, nothing queued."""
         self.require_usable()
         self.driver.add_request(request)

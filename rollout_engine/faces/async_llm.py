@@ -109,6 +109,7 @@ class AsyncLLM(AsyncVerbs):
         request_id: str | None = None,
         *,
         priority: int = 0,
+        session_id: str | None = None,
         trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -116,8 +117,8 @@ class AsyncLLM(AsyncVerbs):
 
         A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
         cancelling it, dropping the generator or closing its event loop aborts the request. Lower `priority` runs first.
-        Raises `RequestError`, nothing queued, and `EngineDeadError`. `trace_headers` as in `LLMEngine.add_request`,
-        `chat` as in `LLM.generate`.
+        Raises `RequestError`, nothing queued, and `EngineDeadError`. `session_id`, `trace_headers` as in
+        `LLMEngine.add_request`, `chat` as in `LLM.generate`.
         """
         check_chat_arguments(chat, self.generate)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
@@ -127,6 +128,7 @@ class AsyncLLM(AsyncVerbs):
             request_id,
             lambda stream: self._wake(stream, waker, event),
             priority=priority,
+            session_id=session_id,
             trace_headers=trace_headers,
         )
         finished = False

@@ -11,15 +11,14 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout_engine._structs import plain
 from rollout_engine.config import EngineConfig
-from rollout_engine.engine.client import EngineClient
+from rollout_engine.engine.client import EngineClient, Route
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
-from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
+from rollout_engine.faces.weight_updates import update_weights
 from rollout_engine.metrics import EngineMetrics, StatLogger
-from rollout_engine.outputs import RequestOutput, UpdateReport
+from rollout_engine.outputs import RequestOutput
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.results.open_streams import OpenStreams, Stream
 from rollout_engine.results.request_ids import RequestIds, as_request_ids
@@ -31,7 +30,6 @@ from rollout_engine.telemetry.stat_thread import StatThread
 from rollout_engine.text.input_processor import CheckedPrompt, InputProcessor, at_index, one_each
 from rollout_engine.text.prompts import Prompt
 from rollout_engine.text.tokenizer import TextCodec
-from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 
 Wake = Callable[[Stream], None]
@@ -114,6 +112,7 @@ class Frontend:
         wake: Wake,
         *,
         priority: int = 0,
+        session_id: str | None = None,
         trace_headers: TraceHeaders | None = None,
     ) -> Stream:
         """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
@@ -122,8 +121,9 @@ class Frontend:
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
+        route = Route.checked(session_id)
         with held(), self._admitting:
-            return self._queue(self.inputs.check(prompt, params), request_id, wake, priority, trace_headers)
+            return self._queue(self.inputs.check(prompt, params), request_id, wake, priority, route, trace_headers)
 
     def add_requests(
         self,
@@ -132,10 +132,13 @@ class Frontend:
         wake: Wake,
         *,
         priority: int | Sequence[int] = 0,
+        session_id: str | Sequence[str | None] | None = None,
+        replica_index: int | None = None,
     ) -> list[Stream]:
         """Queue one prompt or a list of them, all checked before any is queued: `RequestError` names the index.
 
-        `params`, `priority`: one for all or one each.
+        `params`, `priority`, `session_id`: one for all or one each. `replica_index`: the replica of a fleet that is to
+        begin with them.
         """
         self.client.require_usable()
         streams: list[Stream] = []
@@ -145,9 +148,11 @@ class Frontend:
                     with allowed():  # reading many prompts takes its time
                         checked = self.inputs.check_batch(prompts, params)
                         priorities = one_each("priority", priority, len(checked), "an int")
+                        sessions = one_each("session_id", session_id, len(checked), "a str")
                     for index, each in enumerate(checked):
                         try:
-                            streams.append(self._queue(each, None, wake, priorities[index]))
+                            route = Route.checked(sessions[index], replica_index)
+                            streams.append(self._queue(each, None, wake, priorities[index], route))
                         except RequestError as error:  # the core's own checks
                             raise at_index("prompts", index, error) from error
             except BaseException:
@@ -182,70 +187,12 @@ class Frontend:
         self.require_own_process()
         return self.streams.sequence_ids_of([request_id])
 
+    update_weights = update_weights
+
     def num_open(self) -> int:
         """Requests whose finished output has not been taken."""
         self.require_own_process()
         return len(self.streams)
-
-    def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        version: int | None = None,
-        mode: UpdateMode = "keep",
-        kv: KvMode = "keep",
-        staging: Staging = "auto",
-        transport: str | None = None,
-        reset_version: bool = False,
-        allow_nonfinite: bool = False,
-        timeout: float = 300,
-        partial: bool = False,
-    ) -> UpdateReport:
-        """Replace the live weights between two steps, wholly or not at all.
-
-        Args:
-            source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
-                checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
-                may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`); of a `PeftModel`
-                the active adapters are merged into what is sent, and its own weights are not touched. A checkpoint
-                that is rewritten meanwhile is refused.
-            version: of the new weights, higher than the live one; None: a published store's own, else one more than
-                the live version.
-            mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the
-                old ones (an engine in this process is stepped by this call, as others may). "abort": they end with the
-                tokens they have, and go on when resubmitted with these and their seed. New requests wait in the last
-                two.
-            kv: "keep": requests in flight go on over their old KV, and say so in `kv_min_version`. "recompute": they
-                compute it again under the new weights.
-            staging: "shadow": a copy beside the live weights, which serve until the commit. "inplace": over them, with
-                no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
-                "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
-            transport: how the weights reach the engine. In process there is one way, "inproc"; to an engine in a
-                process of its own "shm" (shared memory, the default), "store", "gloo", or "ipc" where both use one CUDA
-                device. A path needs none.
-            reset_version: allow any `version`, for a trainer that restarted.
-            allow_nonfinite: take NaN and infinities, which are refused otherwise.
-            timeout: seconds that the weights may take to arrive, and requests in flight to finish.
-            partial: `source` may hold some of the weights only; the others keep their values. It is as transactional as
-                a whole update, takes the same memory, gives all live weights the new version, and the report's digest
-                is of all of them. Otherwise a weight that is missing is refused. After `DirtyWeightsError`, and after
-                a sleep that forgot the weights, only a whole update helps.
-
-        Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
-        nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
-        when requests do not finish in time.
-        """
-        options = UpdateOptions.checked(
-            mode=mode,
-            kv=kv,
-            staging=staging,
-            transport=transport,
-            reset_version=reset_version,
-            allow_nonfinite=allow_nonfinite,
-            timeout=timeout,
-            partial=partial,
-        )
-        return self.spans.update(lambda: self.client.update_weights(source, plain(version), options))
 
     def get_metrics(self) -> EngineMetrics:
         """Counters and gauges of the core, timings of this client's requests; from any thread."""
@@ -288,13 +235,14 @@ class Frontend:
         request_id: str | None,
         wake: Wake,
         priority: int,
+        route: Route,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Stream:
         name = self._ids.make() if request_id is None else self._ids.check(request_id)
         request = self.inputs.admit(checked, priority=priority)
         stream = self.streams.add(name, request, checked.text, wake, trace_headers)  # before the core hears of it
         try:
-            self.client.add_request(request)
+            self.client.add_request(request, route)
         except BaseException as error:
             stream.error = error if isinstance(error, RolloutEngineError) else None
             self.streams.close(stream)

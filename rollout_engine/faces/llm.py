@@ -3,21 +3,16 @@
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Self, Unpack
 
-import msgspec
-
 from rollout_engine.config import EngineConfig
-from rollout_engine.engine.interrupts import deliver, held
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.errors import RequestError
+from rollout_engine.faces.generate_run import generate
 from rollout_engine.faces.llm_engine import LLMEngine
-from rollout_engine.faces.reader import Reader
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
-from rollout_engine.sampling_params import SamplingLike, SamplingParams
-from rollout_engine.telemetry.progress import ProgressBar
+from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.text.conversations import ChatOptions, is_conversation
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options
 
@@ -55,6 +50,7 @@ class LLM(BlockingVerbs):
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        session_id: str | Sequence[str | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order. Calls from several threads take turns.
@@ -64,9 +60,10 @@ class LLM(BlockingVerbs):
         ends its requests. Requests added through `llm_engine` go on meanwhile; their results wait for its next
         `step()`.
 
-        `priority`: one for all prompts, or a list with one each; lower runs first. `chat`: the options of `ChatOptions`
-        (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`), for
-        prompts that are conversations.
+        `priority`: one for all prompts, or a list with one each; lower runs first. `session_id`, the same way, as
+        in `LLMEngine.add_request`: it has an effect over replicas only. `chat`: the options of `ChatOptions` (`tools`,
+        `chat_template`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`), for prompts that
+        are conversations.
 
         Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
@@ -74,15 +71,15 @@ class LLM(BlockingVerbs):
         check_chat_arguments(chat, self.generate)
         prompts = with_chat_options(prompts, chat)
         self.frontend.require_running("generate")
-        reader = Reader(self.frontend)
-        with self._generating, held():
-            request_ids = reader.add_all(prompts, _final_only(sampling_params), priority=priority)
-            try:
-                return self._read(reader, request_ids, use_tqdm)
-            except BaseException:
-                with suppress(LifecycleError):  # of an engine that is gone meanwhile
-                    reader.abort(request_ids)
-                raise
+        with self._generating:
+            return generate(
+                self.frontend,
+                prompts,
+                sampling_params,
+                use_tqdm=use_tqdm,
+                priority=priority,
+                session_id=session_id,
+            )
 
     def chat(
         self,
@@ -90,6 +87,7 @@ class LLM(BlockingVerbs):
         sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         use_tqdm: bool = True,
+        session_id: str | Sequence[str | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, through the tokenizer's chat template."""
@@ -98,30 +96,8 @@ class LLM(BlockingVerbs):
             raise RequestError.for_field("messages", messages, "a conversation (a list of dict), or a list of them")
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [{"messages": conversation} for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **chat)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, session_id=session_id, **chat)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests whose finished output has not been returned."""
         return self.frontend.num_open()
-
-    def _read(self, reader: Reader, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
-        with ProgressBar(len(request_ids), desc="generate", unit="prompt", shown=use_tqdm) as bar:
-            while len(reader):
-                deliver()
-                for output in reader.read():
-                    done[output.request_id] = output
-                    bar.update(sum(len(sample.token_ids) for sample in output.outputs))
-                bar.count(reader.num_tokens)
-        return [done[request_id] for request_id in request_ids]
-
-
-def _final_only(params: Any) -> Any:
-    """The same params without outputs on the way, which nobody would see."""
-    if isinstance(params, list | tuple):
-        return [_final_only(each) for each in params]
-    if params is None or isinstance(params, dict):
-        return {**(params or {}), "output_kind": "final_only"}
-    if not isinstance(params, SamplingParams):
-        return params  # refused, with its index, by the input processor
-    return msgspec.structs.replace(params, output_kind="final_only")

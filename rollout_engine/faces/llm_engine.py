@@ -55,14 +55,17 @@ class LLMEngine(BlockingVerbs):
         params: SamplingLike | None = None,
         *,
         priority: int = 0,
+        session_id: str | None = None,
         trace_headers: TraceHeaders | None = None,
     ) -> str:
         """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued.
 
-        `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
+        `session_id`: over replicas, requests of one id, such as the turns of a conversation, go to the same replica,
+        which knows their prefix; once that one is gone, to another. It changes no token. Without replicas it has no
+        effect. `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
         """
-        add = partial(self._reader.add, prompt, params, request_id, priority=priority, trace_headers=trace_headers)
-        (added,) = self._add(lambda: [add()])
+        options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        (added,) = self._add(lambda: [self._reader.add(prompt, params, request_id, **options)])
         return added
 
     def add_requests(
@@ -71,13 +74,14 @@ class LLMEngine(BlockingVerbs):
         params: SamplingLike | Sequence[SamplingLike] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        session_id: str | Sequence[str | None] | None = None,
     ) -> list[str]:
         """Queue one prompt or a list of them, under new ids, which are returned in order.
 
-        `params`, `priority`: one for all or one each. All are checked before any is queued: `RequestError` names the
-        index.
+        `params`, `priority`, `session_id`: one for all or one each. All are checked before any is queued:
+        `RequestError` names the index.
         """
-        return self._add(partial(self._reader.add_all, prompts, params, priority=priority))
+        return self._add(partial(self._reader.add_all, prompts, params, priority=priority, session_id=session_id))
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what it brought, by `output_kind`, and the results of aborts since the last.

@@ -1,7 +1,7 @@
 """The requests of one caller that blocks for their outputs, over any client."""
 
 import queue
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -9,7 +9,6 @@ from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.results.open_streams import Stream
-from rollout_engine.telemetry.spans import TraceHeaders
 
 _POLL_SECONDS = 0.05
 """How long a read waits for news from another thread or process, so that an interrupt is heard soon."""
@@ -18,11 +17,13 @@ _POLL_SECONDS = 0.05
 class Reader:
     """Adds requests and reads their outputs, which nobody else gets. Call it inside `held()`."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, on_arrival: Callable[[], object] | None = None) -> None:
+        """`on_arrival` is called, on any thread, when `read` has something to return at once."""
         self._frontend = frontend
         self._open: dict[str, Stream] = {}
         self._arrived: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         """Streams with something to take."""
+        self._wake = self._arrived.put if on_arrival is None else _both(self._arrived.put, on_arrival)
         self._put_back: list[RequestOutput] = []
 
     def __len__(self) -> int:
@@ -33,28 +34,27 @@ class Reader:
         return request_id in self._open or any(output.request_id == request_id for output in self._put_back)
 
     @property
+    def has_news(self) -> bool:
+        """Whether `read` has something to return at once."""
+        return bool(self._put_back) or not self._arrived.empty()
+
+    @property
     def num_put_back(self) -> int:
         """Finished outputs that were put back."""
         return sum(output.finished for output in self._put_back)
 
-    def add(
-        self,
-        prompt: Any,
-        params: Any,
-        request_id: str | None,
-        *,
-        priority: int = 0,
-        trace_headers: TraceHeaders | None = None,
-    ) -> str:
-        """Queue one request. Raises `RequestError`, nothing queued."""
-        add = self._frontend.add_request
-        stream = add(prompt, params, request_id, self._arrived.put, priority=priority, trace_headers=trace_headers)
+    def add(self, prompt: Any, params: Any, request_id: str | None, **options: Any) -> str:
+        """Queue one request; `options` of `Frontend.add_request`. Raises `RequestError`, nothing queued."""
+        stream = self._frontend.add_request(prompt, params, request_id, self._wake, **options)
         self._open[stream.request_id] = stream
         return stream.request_id
 
-    def add_all(self, prompts: Any, params: Any, *, priority: Any = 0) -> list[str]:
-        """Queue one prompt or a list of them; all, or none and a `RequestError` that names the index."""
-        streams = self._frontend.add_requests(prompts, params, self._arrived.put, priority=priority)
+    def add_all(self, prompts: Any, params: Any, **options: Any) -> list[str]:
+        """Queue one prompt or a list of them; all, or none and a `RequestError` that names the index.
+
+        `options` of `Frontend.add_requests`.
+        """
+        streams = self._frontend.add_requests(prompts, params, self._wake, **options)
         self._open.update((stream.request_id, stream) for stream in streams)
         return [stream.request_id for stream in streams]
 
@@ -120,3 +120,13 @@ class Reader:
         except queue.Empty:
             return
         self._arrived.put(stream)
+
+
+def _both(put: Callable[[Stream], None], on_arrival: Callable[[], object]) -> Callable[[Stream], None]:
+    """Put a stream, then tell. A stream holds this, so it must not hold the reader."""
+
+    def wake(stream: Stream) -> None:
+        put(stream)
+        on_arrival()
+
+    return wake

@@ -10,8 +10,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from rollout_engine.engine import verbs
+from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import allowed, held
+from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.threads import run_in_thread
@@ -33,20 +35,25 @@ def blocking(function: Callable[Concatenate[EngineDriver, P], R]) -> Callable[Co
 
     def method(self: HasFrontend, *args: Any, **kwargs: Any) -> Any:
         arguments = verb.bind(args, kwargs)
-        with self.frontend.span(verb, arguments), held():
-            result = self.frontend.client.call(verb.name, arguments)
-            try:
-                with allowed():
-                    return result.result(verb.patience(arguments))
-            except TimeoutError:
-                if result.done():  # it is the result
-                    raise
-                result.cancel()
-                raise verb.too_late(arguments, begun=result.begun) from None
-            finally:
-                result.cancel()  # interrupted, or too late: nobody waits for it any more
+        return wait_for(self.frontend, verb, arguments, lambda: self.frontend.client.call(verb.name, arguments))
 
     return _documented(method, function)
+
+
+def wait_for(frontend: Frontend, verb: Verb, arguments: Arguments, call: Callable[[], CallFuture]) -> Any:
+    """Make a call of a verb and wait for its result, as long as the verb's own timeout says."""
+    with frontend.span(verb, arguments), held():
+        result = call()
+        try:
+            with allowed():
+                return result.result(verb.patience(arguments))
+        except TimeoutError:
+            if result.done():  # it is the result
+                raise
+            result.cancel()
+            raise verb.too_late(arguments, begun=result.begun) from None
+        finally:
+            result.cancel()  # interrupted, or too late: nobody waits for it any more
 
 
 def awaitable(

@@ -100,6 +100,12 @@ class Balancer:
             self._sessions.settle(session_id, replica)
         return replica
 
+    def set_load(self, replica: int, num_requests: int, num_kv_tokens: int) -> None:
+        """Take a replica's load as another one counts it; then call neither `began` nor `ended`."""
+        for loads, load in ((self._requests, num_requests), (self._kv_tokens, num_kv_tokens)):
+            if load != loads[replica]:  # else it stays the one of equals that changed longest ago
+                loads.change(replica, load - loads[replica])
+
     def began(self, replica: int, num_kv_tokens: int) -> None:
         """Count a request that was sent: of n samples, those of the prompt and n times the tokens expected of each."""
         self._requests.change(replica, 1)

@@ -95,9 +95,11 @@ class Brain:
         """Whether no replica is left, and none will come."""
         return all(replica.state is ReplicaState.DEAD for replica in self.replicas.values())
 
-    def added(self, request: EngineCoreRequest, session_id: str | None = None) -> list[Action]:
-        """Take a request. It waits where no replica serves at the moment."""
-        return self._placed(self.ledger.add(request, session_id))
+    def added(
+        self, request: EngineCoreRequest, session_id: str | None = None, replica: int | None = None
+    ) -> list[Action]:
+        """Take a request. It waits where no replica serves. `replica`: one that serves, and is to have it."""
+        return self._placed(self.ledger.add(request, session_id), replica)
 
     def aborted(self, sequence_ids: Iterable[int]) -> list[Action]:
         """End sequences. Ids that are unknown, or have ended, are a no-op."""
@@ -216,8 +218,8 @@ class Brain:
             if replica.state is ReplicaState.SYNCED:
                 assert replica.policy_version == self.policy_version, f"replica {replica.index} serves stale weights"
 
-    def _placed(self, entry: Entry) -> list[Action]:
-        """Send what is left of a request to the replica that the balancer names, or let it wait."""
+    def _placed(self, entry: Entry, replica: int | None = None) -> list[Action]:
+        """Send what is left of a request to this replica, or the one that the balancer names, or let it wait."""
         requests, ends = self.ledger.rest(entry)
         actions: list[Action] = [Tell(ends)] if ends else []
         self.ledger.end(end.sequence_id for end in ends)
@@ -226,7 +228,8 @@ class Brain:
         if self.is_dead:
             return [*actions, Fail(self._problems())]
         try:
-            replica = self.balancer.choose(entry.request.prompt_token_ids, session_id=entry.session_id)
+            if replica is None:
+                replica = self.balancer.choose(entry.request.prompt_token_ids, session_id=entry.session_id)
         except LookupError:
             self._waiting.append(entry)
             return actions

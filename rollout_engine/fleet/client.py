@@ -15,27 +15,24 @@ from typing import Any, Self
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.engine.client import Listener
-from rollout_engine.engine.verbs import VERBS
+from rollout_engine.engine.client import ANYWHERE, Listener, Route
 from rollout_engine.errors import EngineDeadError, LifecycleError, RolloutEngineError
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
-from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.balancer import Balancer, BalancerStats
 from rollout_engine.fleet.brain import Brain
+from rollout_engine.fleet.fleet_calls import FleetCalls
 from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
 from rollout_engine.fleet.supervisor import Supervisor, started
-from rollout_engine.fleet.together import call_all, call_one, is_refused
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
 
 logger = logging.getLogger("rollout_engine")
-
-_WEIGHT_METHODS = ("begin_weight_update", "init_weight_update_group", "load_weights_from_storage")
 
 
 class FleetClient:
@@ -55,6 +52,7 @@ class FleetClient:
         self._listener: Listener | None = None
         self._updates = FleetUpdates()
         self._supervisor = Supervisor(provider, config, self._updates)
+        self._calls = FleetCalls(self._brain, self._members, self._supervisor, self._lock, self._is_over)
         with self._lock:
             for member in members:
                 self.started(member, lambda: True)
@@ -88,12 +86,27 @@ class FleetClient:
         """Set the listener for outputs. Call it before the first request is added."""
         self._listener = listener
 
-    def add_request(self, request: EngineCoreRequest, session_id: str | None = None) -> None:
-        """Send a request to a replica; those of a session go to the same one as long as it serves."""
+    @property
+    def calls(self) -> FleetCalls:
+        """Calls on one replica, or on each by itself. Raises as `require_usable`."""
         self.require_usable()
+        return self._calls
+
+    @property
+    def balancer_stats(self) -> BalancerStats:
+        """How requests were routed so far, and what is in flight."""
         with self._lock:
+            return self._brain.balancer.stats
+
+    def add_request(self, request: EngineCoreRequest, route: Route = ANYWHERE) -> None:
+        """Send a request to a replica. Raises `RequestError` and `RetryableError` for one that cannot take it now."""
+        self.require_usable()
+        session_id, replica = route
+        with self._lock:
+            if replica is not None:
+                self._calls.require_serving(replica)
             try:
-                self._do(self._brain.added(request, session_id), raises=True)
+                self._do(self._brain.added(request, session_id, replica), raises=True)
             except BaseException:
                 self._brain.refused(request.first_sequence_id)
                 raise
@@ -105,28 +118,8 @@ class FleetClient:
             self._do(self._brain.aborted(sequence_ids))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`.
-
-        A call on one that is lost meanwhile goes to another one.
-        """
-        self.require_usable()
-        verb = VERBS[name]
-        if arguments.get("method") in _WEIGHT_METHODS:
-            what = f"collective_rpc: {arguments['method']} would change weights past the fleet"
-            raise LifecycleError(f"{what}, and a replica that starts later would not have them: use update_weights.")
-        with self._lock:
-            take_back = self._supervisor.note_order(name, arguments)
-            clients = [member.client for _, member in sorted(self._members.items())]
-            serving = [self._members[index].client for index in self._brain.serving if index in self._members]
-        if verb.combine is None:
-            return call_one(verb, arguments, serving or clients)
-        try:
-            future = call_all(verb, arguments, clients, self._is_over)
-        except BaseException:
-            take_back()
-            raise
-        future.add_done_callback(lambda done: take_back() if is_refused(done) else None)
-        return future
+        """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`."""
+        return self.calls.on_all(name, arguments)
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Give all replicas new weights: published once, staged by each, committed by each between two of its steps.

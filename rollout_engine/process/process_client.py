@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.calls import CallFuture
-from rollout_engine.engine.client import EngineInfo, Listener
+from rollout_engine.engine.client import ANYWHERE, EngineInfo, Listener, Route
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import EngineDeadError, LifecycleError, RequestError, RPCError
@@ -110,7 +110,7 @@ class ProcessClient:
         """Set the listener for outputs. Call it before the first request is added."""
         self._listener = listener
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, route: Route = ANYWHERE) -> None:
         """Queue a request. If the core refuses it, the listener gets the error. Raises `EngineDeadError`."""
         self.require_usable()
         self._socket.send(with_columns(request))

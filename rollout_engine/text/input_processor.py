@@ -127,6 +127,10 @@ class InputProcessor:
         self._log_clamped([checked])
         return checked
 
+    def token_ids_of(self, prompt: Any) -> list[int]:
+        """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
+        return self._encode(as_fields(prompt))[1]
+
     def admit(self, checked: CheckedPrompt, *, priority: int = 0) -> EngineCoreRequest:
         """Make the request to the core. Without a seed of its own it gets one from the engine's seed and its number."""
         priority = plain(priority)

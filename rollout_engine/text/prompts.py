@@ -60,6 +60,25 @@ def as_batch(prompts: Any) -> list[Any] | None:
     return None if listed and _is_id(listed[0]) or is_conversation(listed) else listed
 
 
+def chosen_prompts(prompts: Any, token_ids: Any) -> Any:
+    """Return the prompts of a call that takes them in two ways, `prompts` or `token_ids`. Raises `RequestError`."""
+    if prompts is not None and token_ids is not None:
+        raise RequestError(
+            "prompts and prompt_token_ids are both given: give one of them.",
+            field="prompt_token_ids",
+            value=token_ids,
+        )
+    if token_ids is None:
+        if prompts is None:
+            raise RequestError.for_field("prompts", None, "one prompt or a list of them, or use prompt_token_ids")
+        return prompts
+    batch = as_batch(token_ids)
+    for each in [token_ids] if batch is None else batch:
+        if isinstance(each, str | Mapping):
+            raise RequestError.for_field("prompt_token_ids", each, "token ids, or a list of such", "Texts are prompts.")
+    return token_ids
+
+
 def as_fields(prompt: Any) -> dict[str, Any]:
     """Return any prompt as a dictionary. Raises `RequestError` for unknown keys and values of the wrong form."""
     fields = _keyed(prompt)

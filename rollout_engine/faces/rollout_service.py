@@ -1,0 +1,288 @@
+"""The blocking engine over replicas, with the names of TorchRL's AsyncVLLM where it has them."""
+
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self, Unpack
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.engine.verbs import VERBS
+from rollout_engine.errors import ConfigError, LifecycleError, refused
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.generate_run import agenerate, generate
+from rollout_engine.faces.load_balancer import LoadBalancer
+from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
+from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
+from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.provider import Provider
+from rollout_engine.fleet.replica_health import ReplicaHealth
+from rollout_engine.metrics import StatLogger
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.prompts import Prompt, check_chat_arguments, chosen_prompts, with_chat_options
+
+Strategies = StrategyName | Sequence[StrategyName]
+
+
+class RolloutService(BlockingVerbs):
+    """Replicas of one model behind one object: what `LLM` does, over many engines.
+
+    >>> with RolloutService.from_pretrained("path/or/hub-id", num_replicas=2) as service:
+    ...     outputs = service.generate(["Once upon a time"], SamplingParams(max_tokens=16))
+    ...     service.update_weights(trainer)
+
+    Any thread may call any method, and several may generate at once; several services may live in one process. A
+    replica that is lost is started again, and its requests go on at others, to the same tokens. Verbs not described
+    here are those of `LLM`, and concern all replicas. docs/fleet.md has a table for users of AsyncVLLM.
+    """
+
+    def __init__(self, frontend: Frontend) -> None:
+        """Stand on a front end over a `FleetClient`; `launch` and `from_pretrained` make both. Raises `ConfigError`."""
+        client = frontend.client
+        if not isinstance(client, FleetClient):
+            raise ConfigError(refused("frontend", frontend, "over a FleetClient", "RolloutService.launch makes one."))
+        self.frontend, self._fleet = frontend, client
+
+    @classmethod
+    def launch(
+        cls,
+        config: EngineConfig,
+        num_replicas: int = 1,
+        *,
+        balancer: Strategies = ("prefix-aware", "requests"),
+        prefix_length: int = 8,
+        overload_threshold: float = 1.5,
+        provider: Provider | None = None,
+        stat_loggers: Sequence[StatLogger] = (),
+    ) -> Self:
+        """Start replicas and wait until all are loaded.
+
+        Args:
+            config: of each replica.
+            balancer: how requests find their replica, in fallback order, with `prefix_length` and
+                `overload_threshold`: see `LoadBalancer`.
+            provider: where replicas run. None: they are processes of this machine.
+            stat_loggers: as in `LLMEngine.from_config`.
+
+        Raises `ConfigError` where there is no room for them, or the model cannot be served; nothing is left then.
+        """
+        if not isinstance(config, EngineConfig):
+            hint = "RolloutService.from_pretrained takes a path and options."
+            raise ConfigError(refused("config", config, "an EngineConfig", hint))
+        routing = Balancer(balancer, prefix_length=prefix_length, overload_threshold=overload_threshold)
+        start = partial(FleetClient.start, num_replicas=num_replicas, provider=provider, balancer=routing)
+        return cls(Frontend.start(config, start, stat_loggers))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        num_devices: int | None = None,
+        num_replicas: int = 1,
+        verbose: bool = True,
+        *,
+        balancer: Strategies = ("prefix-aware", "requests"),
+        prefix_length: int = 8,
+        overload_threshold: float = 1.5,
+        provider: Provider | None = None,
+        stat_loggers: Sequence[StatLogger] = (),
+        **engine_kwargs: Any,
+    ) -> Self:
+        """Start replicas of a checkpoint directory or hub id; `engine_kwargs` are `EngineConfig`'s.
+
+        `num_devices`: of each replica: 1, or None. `verbose`: log a line of statistics now and then (`log_stats`). The
+        other options as for `launch`. Raises `ConfigError`.
+        """
+        if num_devices not in (None, 1) or isinstance(num_devices, bool):
+            hint = "A model runs on one device: ask for more replicas instead."
+            raise ConfigError(refused("num_devices", num_devices, "1 or None", hint))
+        return cls.launch(
+            EngineConfig.from_kwargs(model=model, **{"log_stats": verbose, **engine_kwargs}),
+            num_replicas,
+            balancer=balancer,
+            prefix_length=prefix_length,
+            overload_threshold=overload_threshold,
+            provider=provider,
+            stat_loggers=stat_loggers,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+        timeout_seconds: float | None = None,
+        replica_index: int | None = None,
+        priority: int | Sequence[int] = 0,
+        session_id: str | Sequence[str | None] | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """One finished `RequestOutput` per prompt, in order, as `LLM.generate` gives them.
+
+        Args:
+            prompts: one prompt or a list of them, of any kind that `LLM` takes.
+            sampling_params: one for all prompts, or a list with one each.
+            prompt_token_ids: token ids of one prompt, or a list of such, instead of `prompts`.
+            use_tqdm: show a progress bar.
+            timeout_seconds: how long each request may take. What has not ended then is aborted on its replica, and
+                `GenerateTimeoutError` says how far it came; it has the outputs that were complete.
+            replica_index: the replica that is to begin with these requests; if it is lost, they go on at others. None:
+                the balancer chooses for each prompt.
+            priority, session_id, chat: as for `LLM.generate`.
+
+        Raises `RequestError`, nothing queued; `RetryableError` where the replica of that index takes no requests now;
+        `LifecycleError` while paused or asleep.
+        """
+        given = chosen_prompts(prompts, prompt_token_ids)
+        check_chat_arguments(chat, self.generate)
+        self.frontend.require_running("generate")
+        self._check(replica_index)
+        return generate(
+            self.frontend,
+            with_chat_options(given, chat),
+            sampling_params,
+            use_tqdm=use_tqdm,
+            timeout_seconds=timeout_seconds,
+            replica_index=replica_index,
+            priority=priority,
+            session_id=session_id,
+        )
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingLike | Sequence[SamplingLike] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        timeout_seconds: float | None = None,
+        replica_index: int | None = None,
+        priority: int | Sequence[int] = 0,
+        session_id: str | Sequence[str | None] | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """`generate` for an event loop, which stays free; cancelling it aborts the requests.
+
+        While the service is paused or asleep it waits for another task to resume it, or is turned away, by
+        `EngineConfig.admission`.
+        """
+        given = chosen_prompts(prompts, prompt_token_ids)
+        check_chat_arguments(chat, self.agenerate)
+        self._check(replica_index)
+        return await agenerate(
+            self.frontend,
+            with_chat_options(given, chat),
+            sampling_params,
+            timeout_seconds=timeout_seconds,
+            replica_index=replica_index,
+            priority=priority,
+            session_id=session_id,
+        )
+
+    def create_load_balancer(
+        self, strategy: Strategies | None = None, prefix_length: int = 8, overload_threshold: float = 1.5
+    ) -> LoadBalancer:
+        """Make a `LoadBalancer` over these replicas, for `generate(..., replica_index=...)`.
+
+        `strategy=None`: ("prefix-aware", "requests"). What comes without `replica_index` goes where `launch` has said.
+        """
+        chosen = ("prefix-aware", "requests") if strategy is None else strategy
+        options: Any = dict(prefix_length=prefix_length, overload_threshold=overload_threshold)
+        return LoadBalancer(self, chosen, **options)
+
+    def get_balancer_stats(self) -> BalancerStats:
+        """How the service itself has routed requests so far, and what is in flight per replica."""
+        return self._fleet.balancer_stats
+
+    def get_num_unfinished_requests(self, replica_index: int | None = None) -> int:
+        """Requests that the core of a replica has not ended; None: of all replicas together."""
+        return int(self._read("get_num_unfinished_requests", replica_index))
+
+    def get_cache_usage(self, replica_index: int | None = None) -> float:
+        """KV blocks referenced by live requests / all blocks of a replica; None: the mean over replicas."""
+        return float(self._read("get_cache_usage", replica_index))
+
+    def collective_rpc(  # type: ignore[override]  # results by replica
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        replica_index: int | None = None,
+    ) -> dict[int, list[Any]]:
+        """Call a method of a worker extension on every rank of every replica, or of one; results by replica and rank.
+
+        Otherwise as `LLM.collective_rpc`. Raises `RetryableError` where a replica is lost before it has answered, and
+        `LifecycleError` for methods that would change weights past the fleet: use `update_weights`.
+        """
+        verb = VERBS["collective_rpc"]
+        arguments = verb.bind((method, timeout, args, kwargs), {})
+        calls = self._fleet.calls
+        if replica_index is None:
+            return dict(wait_for(self.frontend, verb, arguments, lambda: calls.on_each(verb.name, arguments)))
+        call = partial(calls.on_one, replica_index, verb.name, arguments)
+        return {replica_index: wait_for(self.frontend, verb, arguments, call)}
+
+    def init_weight_update_group(self, master_address: str, master_port: int) -> None:
+        """Not possible over replicas, and not needed: raises `LifecycleError`. Call `update_weights` alone.
+
+        `update_weights` publishes the weights once, every replica reads them there, and one that starts later does too;
+        in a process group that a trainer has formed, a replica that is started again would have no place.
+        """
+        raise LifecycleError(
+            "init_weight_update_group: the replicas of a fleet form no process group with the trainer, since one that "
+            "is started again could not join it. Leave this call out: update_weights(model) needs no group, and "
+            "reaches every replica."
+        )
+
+    def get_tp_size(self) -> int:
+        """Ranks of each replica: 1, a model runs on one device."""
+        return 1
+
+    def get_master_address(self) -> str:
+        """Address at which replicas reach this process: "127.0.0.1" where all run on this machine."""
+        here = platform.node()
+        if all(each.node in ("", here) for each in self.health()):
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # an address of no machine (RFC 5737); nothing is sent
+            except OSError:  # a machine without a network
+                return "127.0.0.1"
+            return str(probe.getsockname()[0])
+
+    def get_master_port(self) -> int:
+        """A TCP port of this machine that is free now; each call may return another one."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def scale(self, num_replicas: int) -> None:
+        """Have so many replicas. New ones serve once they are loaded; requests of those that go end first.
+
+        Returns at once: `health` shows them come and go. Raises `ConfigError` for more than there is room for, and
+        `LifecycleError` during an update.
+        """
+        self._fleet.scale(num_replicas)
+
+    def health(self) -> list[ReplicaHealth]:
+        """How each replica is, in the order of their indexes; those that were scaled away are DEAD."""
+        return self._fleet.replicas()
+
+    def _check(self, replica_index: int | None) -> None:
+        if replica_index is not None:
+            self._fleet.calls.require_serving(replica_index)
+
+    def _read(self, name: str, replica_index: int | None) -> Any:
+        verb, fleet = VERBS[name], self._fleet
+        if replica_index is None:
+            return wait_for(self.frontend, verb, {}, lambda: fleet.call(name, {}))
+        return wait_for(self.frontend, verb, {}, lambda: fleet.calls.on_one(replica_index, name, {}))
+
+
+make_rollout_service = RolloutService.from_pretrained

@@ -1,0 +1,80 @@
+"""The weight update that every face offers."""
+
+from typing import Protocol
+
+from rollout_engine._structs import plain
+from rollout_engine.engine.client import EngineClient
+from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.telemetry.spans import Spans
+from sync.base import WeightSource
+
+
+class HasUpdates(Protocol):
+    """A front end, as an update sees it."""
+
+    @property
+    def client(self) -> EngineClient: ...
+    @property
+    def spans(self) -> Spans: ...
+
+
+def update_weights(
+    frontend: HasUpdates,
+    source: WeightSource,
+    *,
+    version: int | None = None,
+    mode: UpdateMode = "keep",
+    kv: KvMode = "keep",
+    staging: Staging = "auto",
+    transport: str | None = None,
+    reset_version: bool = False,
+    allow_nonfinite: bool = False,
+    timeout: float = 300,
+    partial: bool = False,
+) -> UpdateReport:
+    """Replace the live weights between two steps, wholly or not at all.
+
+    Args:
+        source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
+            checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
+            may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`); of a `PeftModel`
+            the active adapters are merged into what is sent, and its own weights are not touched. A checkpoint
+            that is rewritten meanwhile is refused.
+        version: of the new weights, higher than the live one; None: a published store's own, else one more than
+            the live version.
+        mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the
+            old ones (an engine in this process is stepped by this call, as others may). "abort": they end with the
+            tokens they have, and go on when resubmitted with these and their seed. New requests wait in the last
+            two.
+        kv: "keep": requests in flight go on over their old KV, and say so in `kv_min_version`. "recompute": they
+            compute it again under the new weights.
+        staging: "shadow": a copy beside the live weights, which serve until the commit. "inplace": over them, with
+            no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
+            "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
+        transport: how the weights reach the engine. In process there is one way, "inproc"; to an engine in a
+            process of its own "shm" (shared memory, the default), "store", "gloo", or "ipc" where both use one CUDA
+            device. A path needs none.
+        reset_version: allow any `version`, for a trainer that restarted.
+        allow_nonfinite: take NaN and infinities, which are refused otherwise.
+        timeout: seconds that the weights may take to arrive, and requests in flight to finish.
+        partial: `source` may hold some of the weights only; the others keep their values. It is as transactional as
+            a whole update, takes the same memory, gives all live weights the new version, and the report's digest
+            is of all of them. Otherwise a weight that is missing is refused. After `DirtyWeightsError`, and after
+            a sleep that forgot the weights, only a whole update helps.
+
+    Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
+    nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
+    when requests do not finish in time.
+    """
+    options = UpdateOptions.checked(
+        mode=mode,
+        kv=kv,
+        staging=staging,
+        transport=transport,
+        reset_version=reset_version,
+        allow_nonfinite=allow_nonfinite,
+        timeout=timeout,
+        partial=partial,
+    )
+    return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
