@@ -86,8 +86,6 @@ ENGINE_PEERS: Peers = {
     },
     "TorchRL's": {
         "enable_fp32_output": "give fp32_head",
-        "engine_args": "give an EngineConfig to RolloutService.launch",
-        "model_name": "give model",
         "num_devices": _NO_PARALLEL,
     },
     "SGLang's": {

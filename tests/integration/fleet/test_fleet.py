@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import sync
-from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, SamplingParams
+from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, RolloutService, SamplingParams
 from rollout_engine.errors import WeightUpdateError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.threads import raise_if_cancelled
@@ -135,6 +135,25 @@ async def update_when_free(fleet):
     except LifecycleError as problem:
         assert "another update" in str(problem) or "an update is" in str(problem), problem
         return None
+
+
+def test_a_service_over_the_fleet_gives_what_an_llm_gives_and_pins_scores_and_updates(fleet, checkpoint):
+    service = RolloutService(fleet.frontend)
+    asyncio.run(all_serve(fleet))
+    service.update_weights(checkpoint, version=service.policy_version + 1)
+    params = SamplingParams(n=2, seed=3, max_tokens=20, logprobs=0, detokenize=False)
+    with LLM(checkpoint, **OPTIONS) as llm:
+        alone = [said(output.outputs) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    found = service.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False, session_id="s")
+    assert [said(output.outputs) for output in found] == alone
+    balancer = service.create_load_balancer()
+    for prompt, expected in zip(PROMPTS, alone, strict=True):
+        (output,) = service.generate([prompt], params, use_tqdm=False, replica_index=balancer.select_replica(prompt))
+        assert said(output.outputs) == expected
+    digests = service.collective_rpc("get_weight_digest")
+    assert list(digests) == [0, 1] and digests[0] == digests[1] != []
+    assert service.collective_rpc("get_weight_digest", replica_index=1) == {1: digests[1]}
+    assert [service.get_num_unfinished_requests(index) for index in (0, 1, None)] == [0, 0, 0]
 
 
 @pytest.mark.slow

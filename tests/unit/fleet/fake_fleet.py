@@ -1,0 +1,100 @@
+"""A fleet over fake models: everything but the models and the processes is real."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.local_client import LocalClient
+from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.rollout_service import RolloutService
+from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.client import FleetClient
+from tests.unit.fake_engine import BLOCK_SIZE, CODEC, VOCAB_SIZE, FakeModel
+
+_PIDS = itertools.count(1)
+
+
+class FakeClient(LocalClient):
+    """The client of a replica, an engine of this process; as over a socket, what is sent waits for no step."""
+
+    def __init__(self, *args):
+        self._sent, self._came = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        super().__init__(*args, own_thread=True)
+        self.pid = next(_PIDS)
+
+    def add_request(self, request):
+        self._sent.submit(self._add, request)
+
+    def abort(self, sequence_ids):
+        self._sent.submit(super().abort, sequence_ids)
+
+    def shutdown(self):
+        super().shutdown()
+        self._sent.shutdown(wait=False)
+
+    def _add(self, request):
+        try:
+            super().add_request(request)
+        except RolloutEngineError as error:
+            self._came.submit(self._listener.refuse, request.first_sequence_id, error)
+
+    def _deliver(self, outputs):
+        self._came.submit(super()._deliver, outputs)
+
+    def _fail_all(self, error):
+        self._came.submit(super()._fail_all, error)
+
+
+class FakeReplica:
+    """An engine that can be killed."""
+
+    node = "fake"
+
+    def __init__(self, max_model_len):
+        executor = FakeModel(max_model_len)
+        config = CoreConfig(
+            num_blocks=1024,
+            block_size=BLOCK_SIZE,
+            max_model_len=max_model_len,
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.executor = executor
+        self.client = FakeClient(EngineCore(executor, config), executor, executor.info)
+
+    def kill(self):
+        self.client._give_up("was killed")
+        self.client.shutdown()
+
+    def end(self, *, kill=False):
+        self.client.shutdown()
+
+
+class FakeProvider:
+    """Starts fake replicas; `starts` says whether it can, and `replicas` are those it has started, by index."""
+
+    def __init__(self, max_model_len):
+        self.max_model_len, self.replicas, self.starts = max_model_len, {}, True
+
+    def check(self, num_replicas, config):
+        pass
+
+    def start(self, index, config):
+        if not self.starts:
+            raise EngineDeadError("there is no room")
+        replica = self.replicas[index] = FakeReplica(self.max_model_len)
+        return replica
+
+    def shutdown(self):
+        pass
+
+
+def make_service(num_replicas=2, *, max_model_len=4000, **balancer):
+    """A `RolloutService` and its `FakeProvider`."""
+    provider = FakeProvider(max_model_len)
+    config = FakeModel().info.config
+    client = FleetClient.start(config, num_replicas=num_replicas, provider=provider, balancer=Balancer(**balancer))
+    return RolloutService(Frontend(client, CODEC)), provider
