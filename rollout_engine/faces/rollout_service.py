@@ -16,7 +16,7 @@ from rollout_engine.faces.load_balancer import LoadBalancer
 from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
 from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
 from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.provider import Provider
+from rollout_engine.fleet.placements import start_fleet
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
@@ -55,7 +55,8 @@ class RolloutService(BlockingVerbs):
         balancer: Strategies = ("prefix-aware", "requests"),
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
-        provider: Provider | None = None,
+        placement: str = "processes",
+        ray_address: str | None = None,
         stat_loggers: Sequence[StatLogger] = (),
     ) -> Self:
         """Start replicas and wait until all are loaded.
@@ -64,7 +65,7 @@ class RolloutService(BlockingVerbs):
             config: of each replica.
             balancer: how requests find their replica, in fallback order, with `prefix_length` and
                 `overload_threshold`: see `LoadBalancer`.
-            provider: where replicas run. None: they are processes of this machine.
+            placement: "processes" of this machine or actors of a "ray" cluster, with `ray_address`: see `AsyncLLM`.
             stat_loggers: as in `LLMEngine.from_config`.
 
         Raises `ConfigError` where there is no room for them, or the model cannot be served; nothing is left then.
@@ -73,7 +74,8 @@ class RolloutService(BlockingVerbs):
             hint = "RolloutService.from_pretrained takes a path and options."
             raise ConfigError(refused("config", config, "an EngineConfig", hint))
         routing = Balancer(balancer, prefix_length=prefix_length, overload_threshold=overload_threshold)
-        start = partial(FleetClient.start, num_replicas=num_replicas, provider=provider, balancer=routing)
+        where: Any = dict(placement=placement, ray_address=ray_address)
+        start = partial(start_fleet, num_replicas=num_replicas, balancer=routing, **where)
         return cls(Frontend.start(config, start, stat_loggers))
 
     @classmethod
@@ -87,7 +89,8 @@ class RolloutService(BlockingVerbs):
         balancer: Strategies = ("prefix-aware", "requests"),
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
-        provider: Provider | None = None,
+        placement: str = "processes",
+        ray_address: str | None = None,
         stat_loggers: Sequence[StatLogger] = (),
         **engine_kwargs: Any,
     ) -> Self:
@@ -105,7 +108,8 @@ class RolloutService(BlockingVerbs):
             balancer=balancer,
             prefix_length=prefix_length,
             overload_threshold=overload_threshold,
-            provider=provider,
+            placement=placement,
+            ray_address=ray_address,
             stat_loggers=stat_loggers,
         )
 

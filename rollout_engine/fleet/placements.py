@@ -5,6 +5,7 @@ from collections.abc import Callable
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.errors import ConfigError, unknown_name
+from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
@@ -28,6 +29,24 @@ def make_provider(placement: str, ray_address: str | None = None) -> Provider:
         what = f"ray_address={ray_address!r:.80} is given with placement={placement!r}, which uses no Ray cluster"
         raise ConfigError(f"{what}: add placement='ray', or leave the address out.")
     return ProcessProvider()
+
+
+def start_fleet(
+    config: EngineConfig,
+    meanwhile: Callable[[], object] = lambda: None,
+    *,
+    num_replicas: int = 1,
+    placement: str = "processes",
+    ray_address: str | None = None,
+    balancer: Balancer | None = None,
+) -> FleetClient:
+    """Start a fleet, of one replica too, and wait until all are loaded.
+
+    Raises as `make_provider` and `FleetClient.start`.
+    """
+    check_count(num_replicas)
+    provider = make_provider(placement, ray_address)
+    return FleetClient.start(config, meanwhile, num_replicas=num_replicas, provider=provider, balancer=balancer)
 
 
 def start_client(

@@ -79,6 +79,9 @@ class FakeProvider:
     def __init__(self, max_model_len):
         self.max_model_len, self.replicas, self.starts = max_model_len, {}, True
 
+    def share(self, config, num_replicas):
+        return config
+
     def check(self, num_replicas, config):
         pass
 

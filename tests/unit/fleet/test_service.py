@@ -348,6 +348,8 @@ def test_bad_options_are_refused_before_anything_starts(service):
         RolloutService.launch("fake", 2)
     with pytest.raises(ConfigError, match="num_replicas=0"):
         RolloutService.from_pretrained("fake", num_replicas=0)
+    with pytest.raises(ConfigError, match="Did you mean 'processes'"):
+        RolloutService.from_pretrained("fake", placement="process")
     with pytest.raises(ConfigError, match="give fp32_head"):
         RolloutService.from_pretrained("fake", enable_fp32_output=True)
     with pytest.raises(ConfigError, match="over a FleetClient"):
