@@ -11,11 +11,11 @@ A replica whose weights are not the fleet's newest serves nothing. Time comes in
 
 from collections import deque
 from collections.abc import Iterable
-from enum import StrEnum
 
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.ledger import Entry, Ledger
+from rollout_engine.fleet.replica_state import Replica, ReplicaState
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 
 MAX_FAILURES = 6
@@ -24,43 +24,6 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second of them, doubled before each later one."""
 _PROVEN_SECONDS = 60.0
 """Seconds of service after which a replica's earlier failures count no more."""
-
-
-class ReplicaState(StrEnum):
-    """State of a replica: whether it has an engine, and may serve."""
-
-    STARTING = "STARTING"
-    """Its engine loads, or waits for its turn to."""
-    STALE = "STALE"
-    """It lives, but its weights are not the newest: it serves nothing until it has caught up."""
-    SYNCED = "SYNCED"
-    """It serves."""
-    DRAINING = "DRAINING"
-    """It gets no more requests, and ends when it has none."""
-    DEAD = "DEAD"
-
-
-class Replica:
-    """One replica, as the brain knows it."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.state = ReplicaState.STARTING
-        self.policy_version = -1
-        """Version of its weights; -1 before it has told."""
-        self.synced_at = 0.0
-        """When it began to serve."""
-        self.num_failures = 0
-        """Failed starts, and deaths before it had served for a minute, in a row."""
-        self.num_missed = 0
-        """Catch-ups in a row that came to nothing."""
-        self.problem = ""
-        """Why it failed last."""
-
-    @property
-    def lives(self) -> bool:
-        """Whether it has an engine."""
-        return self.state in (ReplicaState.STALE, ReplicaState.SYNCED, ReplicaState.DRAINING)
 
 
 class Brain:
@@ -185,6 +148,16 @@ class Brain:
             again = self._restart(found, now)
         self.ledger.lost(replica)
         return [*again, *self._moved(found)]
+
+    def restarted(self, replica: int, now: float) -> list[Action]:
+        """Start the engine of a replica that lives anew; its requests go on elsewhere. That is no failure of it."""
+        found = self.replicas[replica]
+        if found.state not in (ReplicaState.STALE, ReplicaState.SYNCED):
+            return []
+        moved = self._stale(found, now)
+        found.state, found.policy_version, found.num_missed = ReplicaState.STARTING, -1, 0
+        self.ledger.lost(replica)
+        return [*moved, Stop(replica), Start(replica, now)]
 
     def scaled(self, num_replicas: int, now: float) -> list[Action]:
         """Have so many replicas: new ones start; of those with the highest indexes the requests end first."""

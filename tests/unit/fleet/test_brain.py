@@ -8,7 +8,8 @@ import pytest
 from rollout_engine import SamplingParams
 from rollout_engine.fleet.actions import Abort, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.brain import Brain, ReplicaState
+from rollout_engine.fleet.brain import Brain
+from rollout_engine.fleet.replica_state import ReplicaState
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.seeds import child_seed, mix
 
@@ -157,6 +158,9 @@ class SimulatedFleet:
     def scale(self):
         self.do(self.brain.scaled(self.choose.randint(1, 4), self.now))
 
+    def restart(self):
+        self.do(self.brain.restarted(self.choose.choice(list(self.brain.replicas)), self.now))
+
     def turn(self):
         self.now += self.choose.choice((0.1, 1.0, 70.0))
         self.run_later()
@@ -167,7 +171,7 @@ class SimulatedFleet:
                 self.deliver(*self.on_their_way.pop(0))
 
     def run(self, num_turns=60):
-        faults = [self.add] * 8 + [self.abort, self.kill, self.update, self.scale]
+        faults = [self.add] * 8 + [self.abort, self.kill, self.update, self.scale, self.restart]
         for _ in range(num_turns):
             self.choose.choice(faults)()
             self.turn()

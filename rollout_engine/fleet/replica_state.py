@@ -1,0 +1,40 @@
+"""One replica of a fleet, as the fleet's brain knows it."""
+
+from enum import StrEnum
+
+
+class ReplicaState(StrEnum):
+    """State of a replica: whether it has an engine, and may serve."""
+
+    STARTING = "STARTING"
+    """Its engine loads, or waits for its turn to."""
+    STALE = "STALE"
+    """It lives, but its weights are not the newest: it serves nothing until it has caught up."""
+    SYNCED = "SYNCED"
+    """It serves."""
+    DRAINING = "DRAINING"
+    """It gets no more requests, and ends when it has none."""
+    DEAD = "DEAD"
+
+
+class Replica:
+    """One replica, as the brain knows it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = ReplicaState.STARTING
+        self.policy_version = -1
+        """Version of its weights; -1 before it has told."""
+        self.synced_at = 0.0
+        """When it began to serve."""
+        self.num_failures = 0
+        """Failed starts, and deaths before it had served for a minute, in a row."""
+        self.num_missed = 0
+        """Catch-ups in a row that came to nothing."""
+        self.problem = ""
+        """Why it failed last."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has an engine."""
+        return self.state in (ReplicaState.STALE, ReplicaState.SYNCED, ReplicaState.DRAINING)
