@@ -16,11 +16,14 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
+from sync.lazy_tensor import LazyTensor
 from sync.manifest import Form, WeightManifest
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
-WeightSource: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | PathLike[str]
+WeightSource: TypeAlias = (
+    nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor | LazyTensor]] | str | PathLike[str]
+)
 """Where weights come from; a path is a published store or a safetensors checkpoint directory. Tensors must keep their
 values until the update has ended."""
 

@@ -201,6 +201,13 @@ class AsyncLLM(AsyncVerbs):
         """
         self._fleet.scale(num_replicas)
 
+    async def restart_replicas(self) -> None:
+        """Start every replica anew, one after the other, once the one before it serves; requests go on at the others.
+
+        Raises `RetryableError` where one does not come back.
+        """
+        await run_in_thread(self._fleet.restart)
+
     @property
     def _fleet(self) -> FleetClient:
         self.frontend.require_own_process()

@@ -274,6 +274,13 @@ class RolloutService(BlockingVerbs):
         """
         self._fleet.scale(num_replicas)
 
+    def restart_replicas(self) -> None:
+        """Start every replica anew, one after the other, once the one before it serves; requests go on at the others.
+
+        Raises `RetryableError` where one does not come back.
+        """
+        self._fleet.restart()
+
     def health(self) -> list[ReplicaHealth]:
         """How each replica is, in the order of their indexes; those that were scaled away are DEAD."""
         return self._fleet.replicas()

@@ -9,6 +9,7 @@
 A replica whose weights are not the fleet's newest serves nothing. Time comes in as an argument, in seconds.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 
@@ -17,6 +18,8 @@ from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.ledger import Entry, Ledger
 from rollout_engine.fleet.replica_state import Replica, ReplicaState
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+
+logger = logging.getLogger("rollout_engine")
 
 MAX_FAILURES = 6
 """Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it starts anew."""
@@ -148,6 +151,19 @@ class Brain:
             again = self._restart(found, now)
         self.ledger.lost(replica)
         return [*again, *self._moved(found)]
+
+    def computed(self, replica: int, policy_version: int, now: float) -> list[Action]:
+        """A replica has computed with weights of this version, and no update is under way.
+
+        Something else than an update has changed them where that is not the fleet's: it is started anew.
+        """
+        found = self.replicas[replica]
+        if policy_version == found.policy_version or found.state is not ReplicaState.SYNCED:
+            return []
+        what = f"it computes with weights of version {policy_version}, which no update of the fleet has given it"
+        found.problem = f"{what} (version {self.policy_version} is the newest): a worker extension, perhaps"
+        logger.error("replica %d is started anew: %s", replica, found.problem)
+        return self.restarted(replica, now)
 
     def restarted(self, replica: int, now: float) -> list[Action]:
         """Start the engine of a replica that lives anew; its requests go on elsewhere. That is no failure of it."""

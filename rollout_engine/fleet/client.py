@@ -26,6 +26,7 @@ from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
+from rollout_engine.fleet.replica_state import wait_until_settled
 from rollout_engine.fleet.supervisor import Supervisor, started
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
@@ -132,13 +133,7 @@ class FleetClient:
             with self._lock:
                 members = dict(self._members)
             with drained(self, options) as options:
-                live = self.policy_version
-                reports, errors = self._updates.push(members, source, version, options, live, self._committed)
-            if not reports:
-                raise next(iter(errors.values()))
-            for index, error in errors.items():
-                logger.warning("replica %d has missed version %d: %s", index, self.policy_version, error)
-        return self._updates.whole_report(reports)
+                return self._updates.push(members, source, version, options, self.policy_version, self._committed)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Return False: steps are computed by the replicas."""
@@ -161,6 +156,17 @@ class FleetClient:
                 self._supervisor.check(num_more)  # it may take seconds: outputs go on
             with self._lock:
                 self._do(self._brain.scaled(num_replicas, time.monotonic()))
+
+    def restart(self) -> None:
+        """Start the engine of every replica anew, one after the other; the others serve meanwhile. Blocks.
+
+        Raises `RetryableError` where one does not come back; those behind it have not been restarted then.
+        """
+        for index in list(self._brain.wanted):
+            self.require_usable()
+            with self._lock:
+                self._do(self._brain.restarted(index, time.monotonic()))
+            wait_until_settled(self._brain.replicas[index], self.require_usable)
 
     def check_integrity(self) -> None:
         """Recount requests, tokens and replicas; AssertionError says what is off."""
@@ -226,6 +232,8 @@ class FleetClient:
                 actions = self._brain.received(member.index, outputs)
                 self._deliver(outputs)
                 self._do(actions)
+                if not self._updates.is_updating:
+                    self._do(self._brain.computed(member.index, outputs.policy_version, time.monotonic()))
 
     def refused(self, member: Member, sequence_id: int, error: RolloutEngineError) -> None:
         """Tell the user of a request that a replica did not take."""

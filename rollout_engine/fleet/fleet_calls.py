@@ -10,8 +10,9 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import LifecycleError, RequestError, RetryableError
-from rollout_engine.fleet.brain import Brain, ReplicaState
+from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.replica_state import ReplicaState
 from rollout_engine.fleet.supervisor import Supervisor
 from rollout_engine.fleet.together import call_all, call_one, is_refused
 

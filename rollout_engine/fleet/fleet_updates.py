@@ -4,6 +4,7 @@ publish ── every replica: stage, verify ── the same version and digest? 
            steps go on                     no: all drop what is staged      who fails: missed, and has to catch up
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from rollout_engine.errors import (
     DrainTimeoutError,
     EngineDeadError,
     LifecycleError,
+    RetryableError,
     WeightUpdateError,
     as_weight_errors,
 )
@@ -34,6 +36,8 @@ from sync.offer import check_source
 from sync.published import is_store
 from sync.source import read_source
 from sync.transports import make_sender
+
+logger = logging.getLogger("rollout_engine")
 
 R = TypeVar("R")
 
@@ -64,6 +68,11 @@ class FleetUpdates:
         """Whether there was an update: then a checkpoint's weights are not the newest, whatever their version."""
         return self._newest is not None
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update is under way, or the fleet scales."""
+        return self._updating.locked()
+
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """Hold off other updates. Raises `LifecycleError` where one is under way."""
@@ -82,12 +91,12 @@ class FleetUpdates:
         options: UpdateOptions,
         live_version: int,
         committed: Callable[[Iterable[int], int], None],
-    ) -> tuple[dict[int, UpdateReport], dict[int, Exception]]:
-        """Have all members stage the weights, then commit them; returns the reports, and the errors of those that fail.
+    ) -> UpdateReport:
+        """Have all members stage the weights, then commit them.
 
         `committed` is called with those that have committed, and the version, whatever is raised. Raises
         `LifecycleError` and `WeightUpdateError`, nothing changed, for what no replica can take, or where replicas have
-        read different weights.
+        read different weights; where none commits, the error of one of them.
         """
         if options.transport not in (None, "store"):
             what = f"update_weights: transport={options.transport!r} leads to one engine"
@@ -96,7 +105,8 @@ class FleetUpdates:
             what = "update_weights: partial=True is not possible over a fleet: a replica that starts later"
             raise WeightUpdateError(f"{what} would have only a part of the weights. Send all of them.")
         if not members:
-            raise EngineDeadError("update_weights: no replica of the fleet lives at the moment.")
+            what = "update_weights: no replica of the fleet lives at the moment"
+            raise RetryableError(f"{what}; they are started again: update again a little later.")
         path, version = self._published(next(iter(members.values())), source, version, live_version)
         options = msgspec.structs.replace(options, transport=None)
         staged: dict[int, tuple[int, str]] = {}
@@ -113,7 +123,16 @@ class FleetUpdates:
             if reports:
                 self._newest = Published(path, *next(iter(staged.values())))
                 committed(reports, self._newest.version)
-        return reports, errors
+        if not reports:
+            error = next(iter(errors.values()))
+            if isinstance(error, EngineDeadError):
+                what = "update_weights: every replica was lost before it had committed"
+                raise RetryableError(f"{what}; they are started again with the weights from before: update again.")
+            raise error
+        first = next(iter(reports.values()))
+        for index, error in errors.items():
+            logger.warning("replica %d has missed version %d: %s", index, first.version, error)
+        return _whole_report(reports)
 
     def catch_up(self, member: Member) -> int:
         """Give a replica the newest weights; returns their version. Raises as `EngineClient.update_weights`."""
@@ -123,17 +142,6 @@ class FleetUpdates:
         if report.digest != newest.digest:
             raise _changed(newest)
         return newest.version
-
-    def whole_report(self, reports: Mapping[int, UpdateReport]) -> UpdateReport:
-        """The report of all replicas: the longest times, all requests, and each replica's own report."""
-        return msgspec.structs.replace(
-            next(iter(reports.values())),
-            seconds=max(report.seconds for report in reports.values()),
-            stall_seconds=max(report.stall_seconds for report in reports.values()),
-            pack_seconds=max(report.pack_seconds for report in reports.values()),
-            num_in_flight=sum(report.num_in_flight for report in reports.values()),
-            replicas=dict(sorted(reports.items())),
-        )
 
     def close(self) -> None:
         """Remove what is published."""
@@ -204,6 +212,18 @@ def _check_same(path: str, staged: Mapping[int, tuple[int, str]]) -> None:
         read = [f"replica {index}: version {version}, {digest}" for index, (version, digest) in staged.items()]
         what = f"update_weights: the replicas have read different weights at {path} ({', '.join(read)})"
         raise WeightUpdateError(f"{what}; nothing is changed. Let nobody write there meanwhile, and update again.")
+
+
+def _whole_report(reports: Mapping[int, UpdateReport]) -> UpdateReport:
+    """The report of all replicas: the longest times, all requests, and each replica's own report."""
+    return msgspec.structs.replace(
+        next(iter(reports.values())),
+        seconds=max(report.seconds for report in reports.values()),
+        stall_seconds=max(report.stall_seconds for report in reports.values()),
+        pack_seconds=max(report.pack_seconds for report in reports.values()),
+        num_in_flight=sum(report.num_in_flight for report in reports.values()),
+        replicas=dict(sorted(reports.items())),
+    )
 
 
 def _changed(published: Published) -> WeightUpdateError:

@@ -1,6 +1,13 @@
 """One replica of a fleet, as the fleet's brain knows it."""
 
+import time
+from collections.abc import Callable
 from enum import StrEnum
+
+from rollout_engine.errors import RetryableError
+from rollout_engine.threads import raise_if_cancelled
+
+_LOOK_SECONDS = 0.05
 
 
 class ReplicaState(StrEnum):
@@ -38,3 +45,17 @@ class Replica:
     def lives(self) -> bool:
         """Whether it has an engine."""
         return self.state in (ReplicaState.STALE, ReplicaState.SYNCED, ReplicaState.DRAINING)
+
+
+def wait_until_settled(replica: Replica, check: Callable[[], object]) -> None:
+    """Wait until a replica that starts serves, or goes. `check` is called meanwhile; what it raises ends the wait.
+
+    Raises `RetryableError` where it is given up.
+    """
+    while replica.state in (ReplicaState.STARTING, ReplicaState.STALE):
+        check()
+        raise_if_cancelled()
+        time.sleep(_LOOK_SECONDS)
+    if replica.state is ReplicaState.DEAD:
+        what = f"restart: replica {replica.index} did not come back ({replica.problem or 'it was scaled away'})"
+        raise RetryableError(f"{what}; the others serve on. Scale the fleet, or call again to go on with the rest.")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sync.manifest import WeightManifest, describe_all
 from worker_ext.base import WorkerExtension, rpc
 
 
@@ -35,6 +36,17 @@ class Sample(WorkerExtension):
     def __init__(self, worker):
         super().__init__(worker)
         self.calls = 0
+
+    @rpc
+    def double_weights(self) -> None:
+        """An update past every engine's and fleet's `update_weights`."""
+        update, live = self.worker.update, self.worker.live_weights()
+        doubled = {name: tensor * 2 for name, tensor in live.items()}
+        version = self._driver.core.policy_version + 1
+        update.begin(WeightManifest.of(version, describe_all(doubled.items())), reset_version=False)
+        update.stage(doubled.items())
+        update.verify()
+        update.commit(version, "keep")
 
     @rpc
     def count(self) -> int:

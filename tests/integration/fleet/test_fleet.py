@@ -13,7 +13,7 @@ from rollout_engine.errors import WeightUpdateError
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.threads import raise_if_cancelled
 from tests.faults.clean import Leftovers
-from tests.faults.replica_deaths import PARAMS, PROMPTS, ReplicaDeaths, all_serve, said
+from tests.faults.replica_deaths import PARAMS, PROMPTS, ReplicaDeaths, all_serve, read, said
 
 OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True, log_stats=False)
 
@@ -205,6 +205,44 @@ def test_a_policy_over_a_fleet_rolls_out_the_same(checkpoint):
         found = many.rollout(PROMPTS, params, num_samples=4, seed=2, use_tqdm=False)
     assert (found["tokens", "full"] == alone["tokens", "full"]).all()
     assert (found["log_probs", "full"] == alone["log_probs", "full"]).all()
+
+
+@pytest.mark.slow
+def test_replicas_start_anew_one_after_the_other_while_requests_go_on(fleet, expected):
+    async def run():
+        report = await fleet.update_weights(tiny_model().state_dict())
+        before = [replica.pid for replica in await all_serve(fleet)]
+        restart = asyncio.create_task(fleet.restart_replicas())
+        while not restart.done():
+            assert "SYNCED" in {replica.state for replica in await fleet.replicas()}
+            assert await asyncio.gather(*(read(fleet, i) for i in range(len(PROMPTS)))) == expected
+        await restart
+        found = await all_serve(fleet)
+        assert not set(before) & {replica.pid for replica in found}
+        assert [replica.policy_version for replica in found] == [report.version] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_replica_whose_weights_were_changed_by_something_else_starts_anew(checkpoint, caplog):
+    extension = "tests.integration.sample_extensions:Sample"
+
+    async def run(engine):
+        before, digests = await all_serve(engine), await engine.collective_rpc("get_weight_digest")
+        await engine.collective_rpc("double_weights")
+        assert await engine.collective_rpc("get_weight_digest") != digests
+        one = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False, seed=1, output_kind="final_only")
+        for i in range(8):
+            assert len((await anext(engine.generate([5 + i], one))).outputs[0].token_ids) == 300
+        found = await all_serve(engine)
+        assert not {replica.pid for replica in before} & {replica.pid for replica in found}
+        assert all("which no update of the fleet has given it" in replica.problem for replica in found)
+        assert await engine.collective_rpc("get_weight_digest") == digests
+
+    with AsyncLLM(checkpoint, num_replicas=2, worker_extensions=[extension], **OPTIONS) as engine:
+        asyncio.run(run(engine))
+    assert "is started anew: it computes with weights of version 1" in caplog.text
 
 
 @pytest.mark.parametrize(
