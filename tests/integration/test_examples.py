@@ -55,6 +55,16 @@ def test_update_weights_reaches_the_engine_in_every_way(capsys):
     assert "tokens: [0, " in printed
 
 
+@pytest.mark.slow
+def test_replicas_loses_no_token_when_one_is_killed(capsys):
+    load("replicas").main([])
+    printed = capsys.readouterr().out
+    assert "the tokens are others than before: True\n" in printed
+    assert re.search(r"killed process \d+ of replica 0 while it had [1-9]\d* requests\n", printed)
+    assert "24 samples of 24 came, their tokens the same: True\n" in printed
+    assert re.search(r"replica 0 is back as process \d+, with version 1\n", printed)
+
+
 def test_grpo_colocated_learns_in_turns(capsys):
     rewards = load("grpo_colocated").main(["--steps", "12"])
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1
