@@ -6,7 +6,7 @@ prompts ── InputProcessor ──> EngineClient.add_request        steps     
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Self
 
 from transformers import PreTrainedTokenizerBase
@@ -141,6 +141,8 @@ class Frontend:
         begin with them.
         """
         self.client.require_usable()
+        if not isinstance(session_id, list | tuple):
+            Route.checked(session_id, replica_index)
         streams: list[Stream] = []
         with held():
             try:
@@ -218,10 +220,16 @@ class Frontend:
         if not self._process.is_current:
             raise LifecycleError(self._process.error_message("The engine"))
 
-    def require_running(self, verb: str) -> None:
-        """Raise, naming `verb`, unless a request that is added now is computed without another call."""
+    def require_running(self, verb: str, seconds: float | None = None) -> None:
+        """Raise, naming `verb`, unless a request that is added now is computed without another call.
+
+        An engine that does not answer within `seconds` is taken to run.
+        """
         self.client.require_usable()
-        self.client.call("require_running", {"verb": verb}).result()
+        answer = self.client.call("require_running", {"verb": verb})
+        with suppress(TimeoutError):
+            answer.result(seconds)
+        answer.cancel()
 
     def span(self, verb: Verb, arguments: Arguments) -> AbstractContextManager[object]:
         """The tracing span around a call of a verb, if the verb has one."""

@@ -26,8 +26,8 @@ _SHOWN_REQUESTS = 4
 class GenerateRun:
     """The requests of one call, and their outputs. After an error call `close`.
 
-    `timeout_seconds`: how long each request may take from `add` on; None: as long as it takes. `on_arrival` is called,
-    on any thread, when there is something to `read`.
+    `timeout_seconds`: how long each request may take from now on; None: as long as it takes. `on_arrival` is called, on
+    any thread, when there is something to `read`.
     """
 
     def __init__(
@@ -41,14 +41,12 @@ class GenerateRun:
         self._frontend, self._reader = frontend, Reader(frontend, on_arrival)
         self._request_ids: list[str] = []
         self._outputs: dict[str, RequestOutput] = {}
-        self._deadline = math.inf
+        self._deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._is_closed = False
 
     def add(self, prompts: Any, params: Any, **options: Any) -> None:
         """Queue the requests; `options` of `Frontend.add_requests`. Raises `RequestError`, nothing queued."""
         self._request_ids = self._reader.add_all(prompts, _final_only(params), **options)
-        if self._timeout_seconds is not None:
-            self._deadline = time.monotonic() + self._timeout_seconds
         if self._is_closed:  # meanwhile, by another thread
             self.close()
 
@@ -112,17 +110,8 @@ class GenerateRun:
         )
 
 
-def generate(
-    frontend: Frontend,
-    prompts: Any,
-    params: Any,
-    *,
-    use_tqdm: bool,
-    timeout_seconds: float | None = None,
-    **options: Any,
-) -> list[RequestOutput]:
+def generate(run: GenerateRun, prompts: Any, params: Any, *, use_tqdm: bool, **options: Any) -> list[RequestOutput]:
     """One finished output per prompt, in order. Whatever is raised ends the requests first."""
-    run = GenerateRun(frontend, timeout_seconds=timeout_seconds)
     with held():
         try:
             run.add(prompts, params, **options)

@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError
-from rollout_engine.faces.generate_run import generate
+from rollout_engine.faces.generate_run import GenerateRun, generate
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.metrics import StatLogger
@@ -73,7 +73,7 @@ class LLM(BlockingVerbs):
         self.frontend.require_running("generate")
         with self._generating:
             return generate(
-                self.frontend,
+                GenerateRun(self.frontend),
                 prompts,
                 sampling_params,
                 use_tqdm=use_tqdm,

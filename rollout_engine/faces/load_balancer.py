@@ -11,6 +11,7 @@ from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.fleet_calls import Load
 from rollout_engine.text.prompts import Prompt
 
+_KINDS = "a RolloutService, an engine with num_replicas=2 or more, or a list of engines"
 _SECONDS = 5.0
 """How long an engine may take to tell its cache usage."""
 
@@ -106,7 +107,7 @@ def _checked(given: Any) -> tuple[list[Face], FleetClient | None]:
         client = given.frontend.client
         if isinstance(client, FleetClient):
             return [given], client
-    elif isinstance(given, list | tuple) and given and all(isinstance(each, Face) for each in given):
+        raise ConfigError(f"LoadBalancer: this {type(given).__name__} has no replicas: give {_KINDS}.")
+    if isinstance(given, list | tuple) and given and all(isinstance(each, Face) for each in given):
         return list(given), None
-    kinds = "a RolloutService, an engine with num_replicas=2 or more, or a list of engines"
-    raise ConfigError(refused("service_or_replicas", given, kinds))
+    raise ConfigError(refused("service_or_replicas", given, _KINDS))

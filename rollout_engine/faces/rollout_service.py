@@ -11,7 +11,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import ConfigError, LifecycleError, refused
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.faces.generate_run import agenerate, generate
+from rollout_engine.faces.generate_run import GenerateRun, agenerate, generate
 from rollout_engine.faces.load_balancer import LoadBalancer
 from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
 from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
@@ -144,14 +144,14 @@ class RolloutService(BlockingVerbs):
         """
         given = chosen_prompts(prompts, prompt_token_ids)
         check_chat_arguments(chat, self.generate)
-        self.frontend.require_running("generate")
+        run = GenerateRun(self.frontend, timeout_seconds=timeout_seconds)
         self._check(replica_index)
+        self.frontend.require_running("generate", run.seconds_left)
         return generate(
-            self.frontend,
+            run,
             with_chat_options(given, chat),
             sampling_params,
             use_tqdm=use_tqdm,
-            timeout_seconds=timeout_seconds,
             replica_index=replica_index,
             priority=priority,
             session_id=session_id,

@@ -79,10 +79,16 @@ def test_prompts_of_any_kind_are_read(service):
         balancer.select_replica(["a", "b"])
 
 
-@pytest.mark.parametrize("given", [[], "path", [1, 2], None, make_engine(), LLM.from_engine(make_engine())])
-def test_what_has_no_replicas_is_refused(given):
-    with pytest.raises(ConfigError, match="service_or_replicas="):
+@pytest.mark.parametrize("given", [[], "path", [1, 2], None, {0: "a"}])
+def test_what_is_no_engine_is_refused(given):
+    with pytest.raises(ConfigError, match="service_or_replicas=.*a list of engines"):
         LoadBalancer(given)
+
+
+def test_an_engine_without_replicas_is_refused(engines):
+    for face in (engines[0], LLM.from_engine(engines[0])):
+        with pytest.raises(ConfigError, match=f"this {type(face).__name__} has no replicas: give a RolloutService"):
+            LoadBalancer(face)
 
 
 def test_bad_options_are_refused(service):
