@@ -5,6 +5,7 @@ from tests.mistakes.table import Mistake
 OPTIONS, SAMPLING, PROMPTS, BATCHES = "Engine options", "Sampling parameters", "Prompts", "Rollouts and batches"
 EXACT, REWARDS, UPDATES = "The exact trainer", "Rewards", "Weight updates"
 LIFECYCLE, EXTENSIONS, COMMANDS = "Pausing, sleeping, shutting down", "Classes of your own", "Command line, environment"
+REPLICAS = "Replicas"
 
 MISTAKES = [
     Mistake(OPTIONS, "LLM(folder + '/no/such/model')"),
@@ -190,6 +191,21 @@ MISTAKES = [
         "llm.shutdown()\nllm.generate('a')",
         before="llm = LLM(path, num_kv_blocks=64, log_stats=False)",
     ),
+    Mistake(REPLICAS, "RolloutService.from_pretrained(path, num_devices=2)"),
+    Mistake(REPLICAS, "RolloutService.from_pretrained(path, num_replicas=0)"),
+    Mistake(REPLICAS, "RolloutService.from_pretrained(path, balancer='prefix_aware')"),
+    Mistake(REPLICAS, "RolloutService.from_pretrained(path, enable_fp32_output=True)"),
+    Mistake(REPLICAS, "service.generate('a', replica_index=7)"),
+    Mistake(REPLICAS, "service.generate('a', actor_index=1)"),
+    Mistake(REPLICAS, "service.generate('a', timeout_seconds=0)"),
+    Mistake(REPLICAS, "service.generate('a', prompt_token_ids=[5])"),
+    Mistake(REPLICAS, "service.generate('a', session_id=5)"),
+    Mistake(REPLICAS, "service.generate('a', session_id='s', replica_index=0)"),
+    Mistake(REPLICAS, "service.get_cache_usage(2)"),
+    Mistake(REPLICAS, "service.scale(0)"),
+    Mistake(REPLICAS, "service.init_weight_update_group('127.0.0.1', 29500)"),
+    Mistake(REPLICAS, "service.create_load_balancer('kvcache')"),
+    Mistake(REPLICAS, "LoadBalancer(llm)"),
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norm')"),
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norms', args=[1])"),
     Mistake(EXTENSIONS, "policy.collective_rpc('get_weight_norms', kwargs={'name': ['a']})"),

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import rollout_engine
 from rollout_engine.cli.main import main
 from rollout_engine.testing import tiny_checkpoint
+from tests.unit.fleet.fake_fleet import make_service
 
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
 FOLDER = "/path/to"
@@ -30,9 +31,9 @@ _HEAD = """# What it says when something is wrong
 
 Every line was run: `python -m tests.mistakes --write` writes this page, and a test compares it with today's.
 
-`path` is a checkpoint in `folder`, `llm = LLM(path)`, `policy = RolloutPolicy(llm)`, `trainer` is transformers' model
-of that checkpoint and `batch` a rollout. `/path/to` stands for a folder, N for a number that varies. What begins with
-`$` was typed at a shell. A warning is logged, and the call goes on.
+`path` is a checkpoint in `folder`, `llm = LLM(path)`, `policy = RolloutPolicy(llm)`, `service` a `RolloutService` of
+two replicas, `trainer` is transformers' model of that checkpoint and `batch` a rollout. `/path/to` stands for a folder,
+N for a number that varies. What begins with `$` was typed at a shell. A warning is logged, and the call goes on.
 """
 
 
@@ -63,7 +64,8 @@ def scene(folder: Path) -> Iterator[dict[str, Any]]:
     """The names that mistakes use: one engine, one trainer, one batch."""
     path = str(tiny_checkpoint(folder / "tiny"))
     torch.set_num_threads(1)
-    with rollout_engine.LLM(path, num_kv_blocks=256, log_stats=False) as llm:
+    service, _ = make_service()
+    with service, rollout_engine.LLM(path, num_kv_blocks=256, log_stats=False) as llm:
         names = {name: getattr(rollout_engine, name) for name in rollout_engine.__all__}
         policy = rollout_engine.RolloutPolicy(llm)
         trainer = AutoModelForCausalLM.from_pretrained(path)
@@ -82,6 +84,7 @@ def scene(folder: Path) -> Iterator[dict[str, Any]]:
             "write": lambda name, text: (folder / name).write_text(text),
             "remove": lambda name: (folder / name).unlink(),
             "rollout_engine": rollout_engine,
+            "service": service,
         }
 
 
