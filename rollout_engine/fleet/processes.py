@@ -16,6 +16,10 @@ class ProcessReplica:
     def __init__(self, client: ProcessClient) -> None:
         self.client, self.node = client, platform.node()
 
+    def near(self, store: str, seconds: float) -> str:
+        """The same path: it is on the same machine."""
+        return store
+
     def end(self, *, kill: bool = False) -> None:
         """End the core."""
         self.client.shutdown()

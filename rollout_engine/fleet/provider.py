@@ -26,6 +26,13 @@ class Replica(Protocol):
         """Name of the machine or cluster node that it runs on."""
         ...
 
+    def near(self, store: str, seconds: float) -> str:
+        """Path at which the replica can read what is current in a published store of this machine.
+
+        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` where it is not there within `seconds`.
+        """
+        ...
+
     def end(self, *, kill: bool = False) -> None:
         """Leave the engine and end it; calling it again is a no-op. `kill`: do not let its requests end first."""
 

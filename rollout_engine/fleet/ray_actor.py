@@ -13,11 +13,13 @@ import logging
 import sys
 import threading
 import traceback
+from typing import TypeVar
 
 import msgspec
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.fleet.ray_answers import SAME_VERSION
 from rollout_engine.fleet.ray_cluster import import_ray
 from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.keys import Keys
@@ -25,14 +27,22 @@ from rollout_engine.process.wire import PROTOCOL, failure_of
 
 logger = logging.getLogger("rollout_engine")
 
-SAME_VERSION = "install the same version of rollout-engine on every node of the cluster."
-"""Advice where the two ends do not understand one another."""
+ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "false"}
+"""Of an actor's process. Ray kills the children of an actor that ends; ours end by themselves then, and remove files."""
 
 
-class CoreOrder(msgspec.Struct, frozen=True, kw_only=True, tag="order", forbid_unknown_fields=True):
-    """Order to an actor: the core that it is to start."""
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of orders to actors."""
 
     protocol: int
+
+
+_Order = TypeVar("_Order", bound=Order)
+
+
+class CoreOrder(Order, frozen=True, kw_only=True, tag="core", forbid_unknown_fields=True):
+    """Order to an actor: the core that it is to start."""
+
     config: EngineConfig
     import_path: list[str]
     """`sys.path` of the driver, where the user's modules are found."""
@@ -74,7 +84,7 @@ class ReplicaActor:
     def start(self, order: bytes) -> bytes:
         """Start the core; return once it is ready. An error comes back as a `Failure`."""
         try:
-            return msgspec.msgpack.encode(self._start(_read_order(order)))
+            return msgspec.msgpack.encode(self._start(read_order(order, CoreOrder)))
         except Exception as error:
             return msgspec.msgpack.encode(failure_of(error, "".join(traceback.format_exception(error))))
 
@@ -121,11 +131,12 @@ def _any_port(ip_address: str) -> str:
     return f"tcp://{host}:0"
 
 
-def _read_order(order: bytes) -> CoreOrder:
+def read_order(order: bytes, kind: type[_Order]) -> _Order:
+    """Decode an order to an actor. Raises `ConfigError` for that of a driver of another version."""
     try:
-        read = msgspec.msgpack.decode(order, type=CoreOrder)
+        read = msgspec.msgpack.decode(order, type=kind)
     except msgspec.MsgspecError as problem:
-        raise ConfigError(f"The replica's node cannot read its configuration ({problem}): {SAME_VERSION}") from None
-    if read.protocol != PROTOCOL:
-        raise ConfigError(f"Protocol {PROTOCOL} on the replica's node, {read.protocol} here: {SAME_VERSION}")
+        raise ConfigError(f"The replica's node cannot read its orders ({problem}): {SAME_VERSION}") from None
+    if (sent := read.protocol) != PROTOCOL:
+        raise ConfigError(f"Protocol {PROTOCOL} on the replica's node, {sent} here: {SAME_VERSION}")
     return read

@@ -13,8 +13,9 @@ import msgspec
 
 from rollout_engine.class_names import import_path
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import ConfigError, EngineDeadError, RetryableError
-from rollout_engine.fleet.ray_actor import SAME_VERSION, Beat, CoreOrder, CorePlace, ReplicaActor
+from rollout_engine.errors import EngineDeadError
+from rollout_engine.fleet.ray_actor import ENVIRONMENT, Beat, CoreOrder, CorePlace, ReplicaActor
+from rollout_engine.fleet.ray_answers import cause, read_answer
 from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
 from rollout_engine.process.core_remains import remove_core
 from rollout_engine.process.keys import Keys
@@ -25,15 +26,12 @@ logger = logging.getLogger("rollout_engine")
 
 _HEARTBEAT, _CONTROL = "heartbeat", "control"
 """Concurrency groups of the actor: a thread each, so that these calls overtake a start."""
-_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""Ray kills the children of an actor that ends; a core ends by itself then, and removes its files."""
 _PLACE_SECONDS = 60.0
 """How long a replica waits for others to free resources."""
 _ANSWER_SECONDS = 15.0
 """How long an actor may take to answer a call that is quick: the core has 5 s to end before it is killed."""
 _REMOVE_SECONDS = 60.0
 """How long a node may take to remove what a dead actor's core has left."""
-_SHOWN_CHARS = 200
 
 
 class RemoteCore:
@@ -77,7 +75,10 @@ class RemoteCore:
             keys=keys,
         )
         answer = self._actor.start.remote(msgspec.msgpack.encode(order))
-        place: CorePlace | Failure = self._read(answer, seconds + _ANSWER_SECONDS, CorePlace | Failure)
+        try:
+            place: CorePlace | Failure = self._read(answer, seconds + _ANSWER_SECONDS, CorePlace | Failure)
+        except TimeoutError as problem:
+            raise EngineDeadError(f"{problem} It is ended.") from None
         if isinstance(place, Failure):
             raise place.as_error("start-up")
         self._place = place
@@ -104,6 +105,9 @@ class RemoteCore:
                 self._is_ended = True
                 self._end(kill)
 
+    def _read(self, reference: Any, seconds: float, kind: Any) -> Any:
+        return read_answer(self._cluster.ray, reference, seconds, kind, self.name)
+
     def _require_connection(self) -> None:
         """Raise `EngineDeadError` if the connection to the cluster was closed, and every actor ended with it."""
         if not self._cluster.is_connected:
@@ -119,7 +123,7 @@ class RemoteCore:
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={_HEARTBEAT: 1, _CONTROL: 1},
-            runtime_env={"env_vars": _ENVIRONMENT},
+            runtime_env={"env_vars": ENVIRONMENT},
             scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group),
         )
         return ray.remote(**options)(ReplicaActor).remote()
@@ -149,7 +153,7 @@ class RemoteCore:
             logger.warning("%s: its actor has not answered for %g s and is killed", self.name, _ANSWER_SECONDS)
             return False
         except ray.exceptions.RayError as problem:  # the actor is gone
-            logger.debug("%s: %s", self.name, _cause(problem))
+            logger.debug("%s: %s", self.name, cause(problem))
             return False
         return True
 
@@ -166,27 +170,4 @@ class RemoteCore:
         try:
             ray.get(remove.remote(place.directory, place.pid), timeout=_REMOVE_SECONDS)
         except ray.exceptions.RayError as problem:  # the node itself is gone
-            logger.debug("%s: %s", self.name, _cause(problem))
-
-    def _read(self, reference: Any, seconds: float, kind: Any) -> Any:
-        """Wait for an actor's answer and decode it. Ray's errors become ours."""
-        errors = self._cluster.ray.exceptions
-        try:
-            return msgspec.msgpack.decode(self._cluster.ray.get(reference, timeout=seconds), type=kind)
-        except errors.GetTimeoutError:
-            raise EngineDeadError(f"{self.name} was not ready within {seconds:g} s and is ended.") from None
-        except errors.ActorUnavailableError as problem:
-            raise RetryableError(f"{self.name} cannot be reached just now: {_cause(problem)}.") from problem
-        except errors.RayError as problem:
-            is_set_up = not isinstance(problem, errors.RayTaskError | errors.RuntimeEnvSetupError)
-            if is_set_up and not getattr(problem, "actor_init_failed", False):
-                raise EngineDeadError(f"{self.name}: its actor is gone: {_cause(problem)}.") from problem
-            raise ConfigError(f"{self.name} cannot run on its node: {_cause(problem)}. {SAME_VERSION}") from problem
-        except msgspec.MsgspecError as problem:
-            raise ConfigError(f"{self.name} sent an answer that cannot be read ({problem}): {SAME_VERSION}") from None
-
-
-def _cause(problem: BaseException) -> str:
-    """The last line of an error's text: Ray puts tracebacks before it."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return (lines or [type(problem).__name__])[-1][:_SHOWN_CHARS].rstrip(".")
+            logger.debug("%s: %s", self.name, cause(problem))

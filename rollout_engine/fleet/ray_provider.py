@@ -9,9 +9,11 @@ import threading
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, LifecycleError
 from rollout_engine.fleet.processes import with_threads
-from rollout_engine.fleet.ray_actor import SAME_VERSION, CorePlace
+from rollout_engine.fleet.ray_actor import CorePlace
+from rollout_engine.fleet.ray_answers import SAME_VERSION
 from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
 from rollout_engine.fleet.ray_core import RemoteCore
+from rollout_engine.fleet.ray_stores import NodeStores
 from rollout_engine.fleet.ray_watch import ActorWatch
 from rollout_engine.process.core_launcher import config_digest, named_elsewhere
 from rollout_engine.process.keys import Keys
@@ -24,9 +26,18 @@ logger = logging.getLogger("rollout_engine")
 class RayReplica:
     """A `Replica` whose core was started by an actor."""
 
-    def __init__(self, client: ProcessClient, node: str, core: RemoteCore, provider: "RayProvider") -> None:
+    def __init__(
+        self, client: ProcessClient, node: str, node_id: str, core: RemoteCore, provider: "RayProvider"
+    ) -> None:
         self.client, self.node = client, node
-        self._core, self._provider, self._owner = core, provider, OwnerProcess()
+        self._node_id, self._core, self._provider, self._owner = node_id, core, provider, OwnerProcess()
+
+    def near(self, store: str, seconds: float) -> str:
+        """Path of the store itself, or of a copy of its current version on the replica's node, made at most once there.
+
+        Raises `WeightUpdateError`, `EngineDeadError` or `RetryableError` where it cannot be copied within `seconds`.
+        """
+        return self._provider.near(self._node_id, store, seconds)
 
     def end(self, *, kill: bool = False) -> None:
         """Leave the core, end it and its actor, and free what they reserved. `kill`: without waiting for the core.
@@ -66,6 +77,7 @@ class RayProvider:
         self._namespace = namespace
         self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
         self._cluster = RayCluster(address, namespace)
+        self._stores = NodeStores(self._cluster)
         self._service = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._cores: dict[RemoteCore, int] = {}
@@ -111,7 +123,7 @@ class RayProvider:
             keys = Keys.make()
             place = core.start(config, keys, self._start_seconds)
             node = self._cluster.node_name(place.node_id)
-            replica = RayReplica(self._connect(place, keys), node, core, self)
+            replica = RayReplica(self._connect(place, keys), node, place.node_id, core, self)
             _require_same(config, replica)
         except BaseException:
             self.end_core(core, kill=True)
@@ -119,6 +131,11 @@ class RayProvider:
         self._watch.add(core)
         logger.info("%s: %s, core process %d on %s", name, replica.client.info.choices, place.pid, node)
         return replica
+
+    def near(self, node_id: str, store: str, seconds: float) -> str:
+        """`RayReplica.near`, for the node of that id."""
+        self._require_open()
+        return store if node_id == self._cluster.node_id else self._stores.near(node_id, store, seconds)
 
     def end_core(self, core: RemoteCore, *, kill: bool) -> None:
         """End a core and its actor, and free what they reserved."""
@@ -141,6 +158,7 @@ class RayProvider:
         self._watch.close()
         for core in list(self._cores):
             self.end_core(core, kill=True)
+        self._stores.close()
         self._cluster.leave()
 
     def _connect(self, place: CorePlace, keys: Keys) -> ProcessClient:
