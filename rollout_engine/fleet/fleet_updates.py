@@ -6,8 +6,6 @@ publish ── every replica: stage, verify ── the same version and digest? 
 
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from rollout_engine.errors import (
     as_weight_errors,
 )
 from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.store_directory import StoreDirectory
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.threads import run_together
@@ -40,8 +39,6 @@ from sync.transports import make_sender
 logger = logging.getLogger("rollout_engine")
 
 R = TypeVar("R")
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Published(NamedTuple):
@@ -59,7 +56,7 @@ class FleetUpdates:
     def __init__(self) -> None:
         self._updating = threading.Lock()
         self._cast_notice = CastNotice()
-        self._directory: Path | None = None
+        self._directory: StoreDirectory | None = None
         self._sender: WeightSender | None = None
         self._newest: Published | None = None
 
@@ -113,7 +110,7 @@ class FleetUpdates:
         reports: dict[int, UpdateReport] = {}
         errors: dict[int, Exception] = {}
         try:
-            _at_all(members, lambda member: member.client.stage_weights(path, version, options), staged, errors)
+            _at_all(members, lambda member: self._stage(member, path, version, options), staged, errors)
             _check_same(path, staged)
             ready = {index: members[index] for index in staged}
             _at_all(ready, lambda member: member.client.commit_weights(options.timeout), reports, errors)
@@ -138,7 +135,9 @@ class FleetUpdates:
         """Give a replica the newest weights; returns their version. Raises as `EngineClient.update_weights`."""
         assert self._newest is not None, "a replica lags only behind an update"
         newest = self._newest
-        report = member.client.update_weights(newest.path, newest.version, UpdateOptions(reset_version=True))
+        options = UpdateOptions(reset_version=True)
+        with self._near(member, newest.path, options.timeout) as path:
+            report = member.client.update_weights(path, newest.version, options)
         if report.digest != newest.digest:
             raise _changed(newest)
         return newest.version
@@ -147,7 +146,25 @@ class FleetUpdates:
         """Remove what is published."""
         if self._sender is not None and self._directory is not None:
             self._sender.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
+
+    def _stage(self, member: Member, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
+        with self._near(member, path, options.timeout) as path:
+            return member.client.stage_weights(path, version, options)
+
+    @contextmanager
+    def _near(self, member: Member, path: str, seconds: float) -> Iterator[str]:
+        """Where a replica reads the weights: our publication near it, a user's path on its own node.
+
+        Errors of a user's path say on which node it was read.
+        """
+        if self._directory is not None and path == str(self._directory.path):
+            yield member.replica.near(path, seconds)
+            return
+        try:
+            yield path
+        except WeightUpdateError as problem:
+            raise type(problem)(f"On node {member.replica.node}: {problem}") from problem
 
     def _published(
         self, member: Member, source: WeightSource, version: int | None, live_version: int
@@ -162,13 +179,13 @@ class FleetUpdates:
         version = live_version + 1 if version is None else version
         with as_weight_errors():
             if self._sender is None:
-                self._directory = _make_directory()
-                self._sender = make_sender("store", directory=self._directory, reset_version=True)
+                self._directory = StoreDirectory()
+                self._sender = make_sender("store", directory=self._directory.path, reset_version=True)
             pairs = read_source(source)
             check_source(pairs, metadata)
             self._cast_notice.warn_if_cast(pairs, metadata)
             self._sender.offer(pairs, version, metadata)
-        return str(self._directory), version
+        return str(self._directory.path), version
 
 
 @contextmanager
@@ -229,8 +246,3 @@ def _whole_report(reports: Mapping[int, UpdateReport]) -> UpdateReport:
 def _changed(published: Published) -> WeightUpdateError:
     what = f"{published.path} holds other weights than those of version {published.version} that another replica read"
     return WeightUpdateError(f"{what}: leave them there as long as the fleet serves them, or update it again.")
-
-
-def _make_directory() -> Path:
-    place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="rollout-engine-fleet-", dir=place))

@@ -16,7 +16,8 @@ _REMOVER = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ign
 class StoreDirectory:
     """A directory of a random name, mode 0700, until `remove`.
 
-    If its process is killed, the next engine on this machine removes it, or with `outlived=True` a small process at once.
+    If its process is killed, the next engine on this machine removes it; with `outlived=True` a small process does, at
+    once.
     """
 
     def __init__(self, *, outlived: bool = False) -> None:
