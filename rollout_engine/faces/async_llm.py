@@ -199,7 +199,7 @@ class AsyncLLM(AsyncVerbs):
 
         Raises `ConfigError` for more than there is room for, and `LifecycleError` during an update.
         """
-        self._fleet.scale(num_replicas)
+        await run_in_thread(self._fleet.scale, num_replicas)
 
     async def restart_replicas(self) -> None:
         """Start every replica anew, one after the other, once the one before it serves; requests go on at the others.

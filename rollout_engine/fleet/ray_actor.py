@@ -79,10 +79,14 @@ class ReplicaActor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: CoreProcess | None = None
+        self._place: CorePlace | None = None
         self._is_ready = self._is_ended = False
 
     def start(self, order: bytes) -> bytes:
-        """Start the core; return once it is ready. An error comes back as a `Failure`."""
+        """Start the core; return once it is ready. An error comes back as a `Failure`.
+
+        A driver that has lost the answer may call it again: an actor starts one core.
+        """
         try:
             return msgspec.msgpack.encode(self._start(read_order(order, CoreOrder)))
         except Exception as error:
@@ -104,6 +108,8 @@ class ReplicaActor:
         logger.setLevel(order.log_level)
         sys.path.extend(entry for entry in order.import_path if entry not in sys.path)
         ray = import_ray()
+        if self._place is not None:
+            return self._place
         node_id = ray.get_runtime_context().get_node_id()
         is_far = node_id != order.driver_node_id
         with self._lock:
@@ -118,12 +124,9 @@ class ReplicaActor:
             )
         ready = self._process.wait_ready(order.start_seconds)
         self._is_ready = True
-        return CorePlace(
-            directory=self._process.directory,
-            address=ready.address,
-            pid=ready.pid,
-            node_id=node_id,
-        )
+        directory = self._process.directory
+        self._place = CorePlace(directory=directory, address=ready.address, pid=ready.pid, node_id=node_id)
+        return self._place
 
 
 def _any_port(ip_address: str) -> str:

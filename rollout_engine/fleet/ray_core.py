@@ -13,7 +13,7 @@ import msgspec
 
 from rollout_engine.class_names import import_path
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.errors import EngineDeadError, RetryableError
 from rollout_engine.fleet.ray_actor import ENVIRONMENT, Beat, CoreOrder, CorePlace, ReplicaActor
 from rollout_engine.fleet.ray_answers import cause, read_answer
 from rollout_engine.fleet.ray_cluster import Bundle, RayCluster
@@ -30,6 +30,7 @@ _PLACE_SECONDS = 60.0
 """How long a replica waits for others to free resources."""
 _ANSWER_SECONDS = 15.0
 """How long an actor may take to answer a call that is quick: the core has 5 s to end before it is killed."""
+_RETRY_SECONDS = 0.1
 _REMOVE_SECONDS = 60.0
 """How long a node may take to remove what a dead actor's core has left."""
 
@@ -74,11 +75,7 @@ class RemoteCore:
             driver_node_id=self._cluster.node_id,
             keys=keys,
         )
-        answer = self._actor.start.remote(msgspec.msgpack.encode(order))
-        try:
-            place: CorePlace | Failure = self._read(answer, seconds + _ANSWER_SECONDS, CorePlace | Failure)
-        except TimeoutError as problem:
-            raise EngineDeadError(f"{problem} It is ended.") from None
+        place = self._ask_start(msgspec.msgpack.encode(order), deadline + _ANSWER_SECONDS)
         if isinstance(place, Failure):
             raise place.as_error("start-up")
         self._place = place
@@ -96,7 +93,7 @@ class RemoteCore:
         """
         self._require_connection()
         ready, _ = self._cluster.ray.wait([reference], timeout=0)
-        return self._read(reference, 0, Beat) if ready else None
+        return self._read(reference, _ANSWER_SECONDS, Beat) if ready else None
 
     def end(self, *, kill: bool = False) -> None:
         """End the core and its actor, and free their placement group. Calling it again is a no-op; it never raises."""
@@ -104,6 +101,23 @@ class RemoteCore:
             if not self._is_ended:
                 self._is_ended = True
                 self._end(kill)
+
+    def _ask_start(self, order: bytes, deadline: float) -> CorePlace | Failure:
+        """Have the actor start its core; ask again where the answer is lost, and nobody knows whether it has."""
+        while True:
+            answer = self._actor.start.remote(order)
+            left = max(deadline - time.monotonic(), 0.0)
+            try:
+                found: CorePlace | Failure = self._read(answer, left, CorePlace | Failure)
+            except TimeoutError as problem:
+                raise EngineDeadError(f"{problem} It is ended.") from None
+            except RetryableError as problem:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("%s It is asked again.", problem)
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return found
 
     def _read(self, reference: Any, seconds: float, kind: Any) -> Any:
         return read_answer(self._cluster.ray, reference, seconds, kind, self.name)

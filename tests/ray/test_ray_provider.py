@@ -1,4 +1,7 @@
-"""Replicas on Ray: they start, die and end, and nothing of them is left. Each test is a program of `scenarios.py`."""
+"""Replicas of a `RayProvider`: they start, die and end, and nothing of them is left.
+
+Each test is a program of `scenarios.py`.
+"""
 
 import os
 import signal
@@ -19,6 +22,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch):
         RayProvider()
 
 
+@pytest.mark.slow
 def test_two_replicas_start_at_once_and_compute_the_same(run_scenarios):
     run_scenarios("two_replicas_start_at_once_and_compute_the_same")
 
