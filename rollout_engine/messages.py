@@ -58,6 +58,8 @@ class SequenceEnd(msgspec.Struct):
     stop_reason: int | None = None
     """The stop id; None for the checkpoint's end token."""
     error: str | None = None
+    is_given_up: bool = False
+    """Whether the engine itself ends, and aborts it for that alone: another engine may go on with it."""
 
 
 class PromptLogprobs(msgspec.Struct):

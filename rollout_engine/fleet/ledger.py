@@ -74,10 +74,13 @@ class Ledger:
     def received(self, replica: int, outputs: EngineCoreOutputs) -> list[Entry]:
         """Note what a replica has said of sequences that it has; returns the entries that have ended with it.
 
-        `outputs` loses what is not the replica's to say: rows and ends of sequences that were taken from it.
+        `outputs` loses what is not the replica's to say: rows and ends of sequences that were taken from it, and the
+        ends of those that it gives up because it ends itself: others go on with them.
         """
         if self._foreign.get(replica):
             self._drop_foreign(replica, outputs)
+        if outputs.ended:
+            outputs.ended = [end for end in outputs.ended if not end.is_given_up]
         if outputs.num_cached_tokens or outputs.prompt_logprobs:
             self._drop_repeated(outputs)
         if outputs.sequence_ids:

@@ -95,7 +95,10 @@ class EngineCoreProc:
             self.on_step()
             self._end_draining()
         with self.driver.lock:
-            self._deliver(self._core.abort_sequences(self._core.unfinished_sequences))
+            outputs = self._core.abort_sequences(self._core.unfinished_sequences)
+            for end in outputs.ended:
+                end.is_given_up = True
+            self._deliver(outputs)
             self._batcher.flush()
         return self._stop_reason
 

@@ -2,18 +2,16 @@
 
 import asyncio
 import os
-import random
 import signal
-import time
 
 import psutil
 import ray
 from ray.cluster_utils import Cluster
 
 from rollout_engine.testing import tiny_model
-from tests.faults.fleet_requests import all_serve, read_all, truth
+from tests.faults.replica_deaths import ReplicaDeaths
 from tests.ray.running import SMALL, actor_pid, scenario, small_cluster
-from tests.ray.service import at_output, noted_losses, service, signalled, timed_starts
+from tests.ray.service import all_serve, at_output, noted, noted_losses, read_all, service, signalled, truth
 
 _NUM_KILLS = 20
 _LOST_ANSWERS = '{"CoreWorkerService.grpc_client.PushTask": {"num_failures": 2, "resp_failure_prob": 100}}'
@@ -24,30 +22,16 @@ _LOST_ANSWERS = '{"CoreWorkerService.grpc_client.PushTask": {"num_failures": 2, 
 def twenty_kills_under_load_lose_and_repeat_nothing(config):
     weights = tiny_model(seed=3).state_dict()
     expected = truth(config.model, weights)
-    rng = random.Random(0)
-    detected, served = [], []
 
     async def run(engine):
         await engine.update_weights(weights)
-        client = engine.frontend.client
-        with timed_starts(client) as started, noted_losses(client) as losses:
-            for number in range(_NUM_KILLS):
-                pid, times = (await all_serve(engine))[number % 2].pid, []
-                kill = signalled(pid, signal.SIGKILL, times)
-                assert await read_all(engine, at_output(rng.randrange(50, 1500), kill)) == expected, number
-                index, at = losses.pop()
-                assert index == number % 2 and not losses
-                detected.append(at - times[0])
-                found = await all_serve(engine)
-                served.append(time.monotonic() - times[0])
-                assert {replica.state for replica in found} == {"SYNCED"} and found[index].pid != pid
-                client.check_integrity()
-        assert await read_all(engine) == expected
-        later = [caught_up - start for caught_up, start in zip(served, started, strict=True)]
-        print(f"{_NUM_KILLS} kills: 0 lost, 0 repeated, all tokens and log-prob bits as undisturbed")
-        print("detected after", shown(detected, 1000, "ms"))
-        print("serves again after", shown(served, 1, "s"), "of which its start took", shown(started, 1, "s"))
-        print("serves again after its start and", shown(later, 1, "s"), flush=True)
+        deaths = ReplicaDeaths(engine, seed=0)
+        await deaths.run([signal.SIGKILL] * _NUM_KILLS, expected)
+        assert deaths.num_continued, "replicas had requests when they were killed"
+        print(f"{_NUM_KILLS} kills, {deaths.num_requests} requests, {deaths.num_tokens} tokens: as undisturbed")
+        print(f"{deaths.num_continued} samples went on at another replica")
+        print("noticed after", shown(deaths.noticed_seconds["SIGKILL"], 1000, "ms"))
+        print("caught up after its start and", shown(deaths.caught_up_seconds, 1, "s"), flush=True)
 
     small_cluster()
     with service(config, num_replicas=2) as engine:
@@ -61,8 +45,8 @@ def a_core_that_hangs_costs_no_token(config):
     async def run(engine):
         with noted_losses(engine.frontend.client) as losses:
             pid, times = (await all_serve(engine))[0].pid, []
-            found = await read_all(engine, at_output(400, signalled(pid, signal.SIGSTOP, times)))
-        assert found == expected and [index for index, _ in losses] == [0]
+            assert await read_all(engine, at_output(400, signalled(pid, signal.SIGSTOP, times))) == expected
+            await noted(losses, 0)
         assert (await all_serve(engine))[0].pid != pid
         print("a hang is detected after", shown([losses[0][1] - times[0]], 1, "s"))
 
@@ -79,8 +63,9 @@ def an_actor_that_is_killed_costs_no_token(config):
         client = engine.frontend.client
         with noted_losses(client) as losses:
             replica, times = client._members[1].replica, []
-            found = await read_all(engine, at_output(400, signalled(actor_pid(replica), signal.SIGKILL, times)))
-        assert found == expected and [index for index, _ in losses] == [1]
+            kill = signalled(actor_pid(replica), signal.SIGKILL, times)
+            assert await read_all(engine, at_output(400, kill)) == expected
+            await noted(losses, 1)
         await all_serve(engine)
         assert await read_all(engine) == expected
         print("an actor's death is detected after", shown([losses[0][1] - times[0]], 1000, "ms"))

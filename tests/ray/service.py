@@ -1,5 +1,6 @@
 """A real service on Ray, as its users make it, and what is measured when a part of it dies."""
 
+import asyncio
 import contextlib
 import os
 import time
@@ -7,9 +8,37 @@ from pathlib import Path
 
 import ray
 
-from rollout_engine import AsyncLLM
-from tests.faults.fleet_requests import OPTIONS
+from rollout_engine import LLM, AsyncLLM
+from tests.faults.replica_deaths import PARAMS, PROMPTS, read, said
 from tests.ray.running import actors, groups, lives, settle
+
+OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True, log_stats=False)
+_PATIENCE = 180
+
+
+def truth(checkpoint, weights=None):
+    """What one engine alone says to all requests, under the checkpoint's weights or others."""
+    params = [each.clone(output_kind="final_only", detokenize=False) for each in PARAMS]
+    with LLM(checkpoint, **OPTIONS) as llm:
+        if weights is not None:
+            llm.update_weights(weights)
+        return [said(output.outputs) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+async def read_all(engine, at_output=lambda: None):
+    """All requests at once, each to its end."""
+    return await asyncio.gather(*(read(engine, i, at_output) for i in range(len(PROMPTS))))
+
+
+async def all_serve(engine):
+    """Wait until every replica that was not scaled away serves."""
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        found = await engine.replicas()
+        if all(replica.state in ("SYNCED", "DEAD") for replica in found):
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError(found)
 
 
 @contextlib.contextmanager
@@ -57,6 +86,13 @@ def noted_losses(client):
         client.lost = lost
 
 
+async def noted(losses, index):
+    """Wait for the loss of this replica; no other one is lost."""
+    while not losses:
+        await asyncio.sleep(0.005)
+    assert [lost for lost, _ in losses] == [index]
+
+
 def at_output(number, act):
     """A function that calls `act` when it is called for the `number`th time."""
     left = number
@@ -78,22 +114,3 @@ def signalled(pid, number, times):
         os.kill(pid, number)
 
     return act
-
-
-@contextlib.contextmanager
-def timed_starts(client):
-    """Yields a list of the seconds that each start of a replica takes in the block."""
-    provider, seconds = client._supervisor._provider, []
-    start = provider.start
-
-    def timed(index, config):
-        begun = time.monotonic()
-        replica = start(index, config)
-        seconds.append(time.monotonic() - begun)
-        return replica
-
-    provider.start = timed
-    try:
-        yield seconds
-    finally:
-        provider.start = start

@@ -38,6 +38,9 @@ class Engine:
     def abort(self, ids):
         return [SequenceEnd(id, "abort") for id in ids if self.sequences.pop(id, None)]
 
+    def give_up(self):
+        return [SequenceEnd(id, "abort", is_given_up=True) for id in self.sequences]
+
     def step(self, choose):
         outputs = EngineCoreOutputs(self.version)
         for id in [id for id in self.sequences if choose.random() < 0.7]:
@@ -136,11 +139,14 @@ class SimulatedFleet:
     def kill(self):
         if self.engines:
             index = self.choose.choice(list(self.engines))
-            del self.engines[index]
+            engine = self.engines.pop(index)
             # some of what it has said is still read; all of the rest is lost
             said = [each for each in self.on_their_way if each[0] == index]
             self.on_their_way = [each for each in self.on_their_way if each[0] != index]
-            for _, outputs in said[: self.choose.randint(0, len(said))]:
+            read = said[: self.choose.randint(0, len(said))]
+            if read == said:  # it was told to end, and has done so in order
+                read = [*said, (index, EngineCoreOutputs(0, ended=engine.give_up()))]
+            for _, outputs in read:
                 actions = self.brain.received(index, outputs)
                 self.take(outputs)
                 self.do([action for action in actions if not isinstance(action, Stop)])

@@ -229,7 +229,7 @@ def test_a_drain_has_a_deadline(core, monkeypatch, paused):
     core.io.on_send = drain
     assert "1 requests were still in flight after 0.1 s" in core.proc.run()
     (outputs,) = core.io.answers(Outputs)[-1:]
-    assert [end.finish_reason for end in outputs.steps[-1].ended] == ["abort"]
+    assert [(end.finish_reason, end.is_given_up) for end in outputs.steps[-1].ended] == [("abort", True)]
 
 
 def test_health_is_answered_during_a_step_and_before_what_the_client_has_sent(core):
