@@ -178,7 +178,7 @@ class FleetUpdates:
         _, metadata = member.client.call("get_live_weights", {}).result()
         version = live_version + 1 if version is None else version
         with as_weight_errors():
-            if self._sender is None:
+            if self._directory is None or self._sender is None:
                 self._directory = StoreDirectory()
                 self._sender = make_sender("store", directory=self._directory.path, reset_version=True)
             pairs = read_source(source)

@@ -20,9 +20,10 @@ from rollout_engine.fleet.ray_actor import Order, read_order
 from rollout_engine.fleet.ray_cluster import import_ray
 from rollout_engine.fleet.store_directory import StoreDirectory
 from rollout_engine.process.wire import failure_of
+from sync.base import WeightSender
 from sync.lazy_tensor import Fetch, FileTensor
 from sync.manifest import WeightManifest, torch_dtype
-from sync.store import StoreSender
+from sync.transports import make_sender
 
 _NUM_THREADS = 4
 """Threads that fetch pieces and write them."""
@@ -47,7 +48,7 @@ class StoreActor:
 
     def __init__(self) -> None:
         self._directory: StoreDirectory | None = None
-        self._sender: StoreSender | None = None
+        self._sender: WeightSender | None = None
 
     def copy(self, order: bytes, pieces: Sequence[Any]) -> bytes:
         """Publish a copy in place of the last one. An error comes back as a `Failure`."""
@@ -69,23 +70,24 @@ class StoreActor:
     def _copy(self, manifest: WeightManifest, pieces: Sequence[Any], piece_bytes: int) -> str:
         if self._directory is None or self._sender is None:
             self._directory = StoreDirectory(outlived=True)
-            self._sender = StoreSender(self._directory.path, reset_version=True, num_threads=_NUM_THREADS)
-        source = _tensors(manifest, pieces, piece_bytes)
-        copied = self._sender.offer(source, manifest.version, {})
+            options = dict(directory=self._directory.path, reset_version=True, num_threads=_NUM_THREADS)
+            self._sender = make_sender("store", **options)
+        copied = self._sender.offer(_tensors(manifest, pieces, piece_bytes), manifest.version, {})
         if copied != manifest:
             what = f"The copy of version {manifest.version} has digest {copied.digest}, the original {manifest.digest}"
             raise ChecksumError(f"{what}: it was damaged on its way. Update again.")
         return str(self._directory.path)
 
 
-def _tensors(manifest: WeightManifest, pieces: Sequence[Any], piece_bytes: int) -> dict[str, FileTensor]:
-    """The tensors of a publication by every name, each fetched when it is asked for."""
+def _tensors(manifest: WeightManifest, pieces: Sequence[Any], piece_bytes: int) -> list[tuple[str, FileTensor]]:
+    """The names and tensors of a publication, also tied names; each tensor is fetched when it is asked for."""
     starts = accumulate((spec.num_bytes for spec in manifest.tensors), initial=0)
     tensors = {
         spec.name: FileTensor(spec.shape, torch_dtype(spec.dtype), _fetch_from(pieces, piece_bytes, start))
         for spec, start in zip(manifest.tensors, starts, strict=False)
     }
-    return tensors | {name: tensors[first] for first, *others in manifest.aliases for name in others}
+    tied = [(name, tensors[first]) for first, *others in manifest.aliases for name in others]
+    return [*tensors.items(), *tied]
 
 
 def _fetch_from(pieces: Sequence[Any], piece_bytes: int, first: int) -> Fetch:

@@ -163,7 +163,7 @@ def _pieces(lease: Lease, manifest: WeightManifest) -> Iterator[np.ndarray]:
             start = 0
             while start < spec.num_bytes:
                 count = min(spec.num_bytes - start, len(piece) - filled)
-                fetch(memoryview(piece)[filled : filled + count], start)
+                fetch(piece.data[filled : filled + count], start)
                 start, filled = start + count, filled + count
                 if filled == len(piece):
                     yield piece
