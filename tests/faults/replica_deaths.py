@@ -91,7 +91,7 @@ class ReplicaDeaths:
     async def _strike(self, number: signal.Signals, expected: list[Said]) -> None:
         engine = self._engine
         replicas = await all_serve(engine)
-        victim, at_output, outputs = self._random.choice(replicas), self._random.randint(1, 3000), 0
+        victim, at_output, outputs = self._random.choice(replicas), self._random.randint(1, 600), 0
         self._events.clear()
 
         def strike() -> None:
