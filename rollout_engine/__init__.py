@@ -53,6 +53,8 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.faces.load_balancer import LoadBalancer as LoadBalancer
     from rollout_engine.faces.rollout_service import RolloutService as RolloutService
     from rollout_engine.faces.rollout_service import make_rollout_service as make_rollout_service
+    from rollout_engine.fleet.balancer import BalancerStats as BalancerStats
+    from rollout_engine.fleet.replica_health import ReplicaHealth as ReplicaHealth
     from rollout_engine.metrics import EngineMetrics as EngineMetrics
     from rollout_engine.metrics import StatLogger as StatLogger
     from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
@@ -103,6 +105,8 @@ _NAMES = {
     "rollout_engine.faces.llm_engine": ("LLMEngine",),
     "rollout_engine.faces.load_balancer": ("LoadBalancer",),
     "rollout_engine.faces.rollout_service": ("RolloutService", "make_rollout_service"),
+    "rollout_engine.fleet.balancer": ("BalancerStats",),
+    "rollout_engine.fleet.replica_health": ("ReplicaHealth",),
     "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
     "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),

@@ -57,8 +57,8 @@ class LoadBalancer:
         The same prompts under the same loads lead to the same choices in every process. Raises `RequestError`, and
         `EngineDeadError` where no replica serves.
         """
-        token_ids = [] if prompt is None else self._faces[0].frontend.inputs.token_ids_of(prompt)
         loads = self._loads()
+        token_ids = [] if prompt is None else self._faces[0].frontend.inputs.token_ids_of(prompt)
         with self._lock:
             self._follow(loads)
             try:

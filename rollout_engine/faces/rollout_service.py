@@ -200,7 +200,7 @@ class RolloutService(BlockingVerbs):
 
     def get_balancer_stats(self) -> BalancerStats:
         """How the service itself has routed requests so far, and what is in flight per replica."""
-        return self._fleet.balancer_stats
+        return self._fleet.calls.balancer_stats()
 
     def get_num_unfinished_requests(self, replica_index: int | None = None) -> int:
         """Requests that the core of a replica has not ended; None: of all replicas together."""

@@ -18,7 +18,7 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, Listener, Route
 from rollout_engine.errors import EngineDeadError, LifecycleError, RolloutEngineError
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
-from rollout_engine.fleet.balancer import Balancer, BalancerStats
+from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.fleet_calls import FleetCalls
 from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
@@ -92,12 +92,6 @@ class FleetClient:
         """Calls on one replica, or on each by itself. Raises as `require_usable`."""
         self.require_usable()
         return self._calls
-
-    @property
-    def balancer_stats(self) -> BalancerStats:
-        """How requests were routed so far, and what is in flight."""
-        with self._lock:
-            return self._brain.balancer.stats
 
     def add_request(self, request: EngineCoreRequest, route: Route = ANYWHERE) -> None:
         """Send a request to a replica. Raises `RequestError` and `RetryableError` for one that cannot take it now."""

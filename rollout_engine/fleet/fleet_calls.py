@@ -10,6 +10,7 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import LifecycleError, RequestError, RetryableError
+from rollout_engine.fleet.balancer import BalancerStats
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.replica_state import ReplicaState
@@ -100,10 +101,15 @@ class FleetCalls:
             if self._brain.replicas[replica].state is not ReplicaState.SYNCED:
                 raise RetryableError(self._not_now(replica, "takes no requests"))
 
+    def balancer_stats(self) -> BalancerStats:
+        """How requests were routed so far, and what is in flight."""
+        with self._lock:
+            return self._brain.balancer.stats
+
     def loads(self) -> dict[int, Load]:
         """What each replica that serves has in flight, as the fleet has counted it."""
         with self._lock:
-            stats, serving = self._brain.balancer.stats, self._brain.serving
+            stats, serving = self.balancer_stats(), self._brain.serving
         return {index: Load(stats.num_requests[index], stats.num_kv_tokens[index]) for index in serving}
 
     def _refuse_all(self, name: str) -> None:

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rollout_engine import LLM, AsyncLLM, LifecycleError, RolloutPolicy, SamplingParams
+from rollout_engine import LLM, AsyncLLM, LifecycleError, RolloutPolicy, RolloutService, SamplingParams
+from rollout_engine.fleet.client import FleetClient
 from tests.conformance.clients import CLIENTS
 from tests.conformance.running import plain, told_of_sample
 
@@ -35,6 +36,10 @@ def test_generate_gives_what_stepping_gives(engine, same, expected):
     llm = LLM.from_engine(engine)
     assert samples_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
     assert samples_of(llm.chat(PROMPTS[2]["messages"], PARAMS, use_tqdm=False)) == expected[2:]
+    if isinstance(engine.frontend.client, FleetClient):
+        service = RolloutService(engine.frontend)
+        assert samples_of(service.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        assert samples_of(asyncio.run(service.agenerate(PROMPTS, PARAMS))) == expected
     same(expected)
 
 

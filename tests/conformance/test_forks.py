@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from rollout_engine import LLM, AsyncLLM, RolloutPolicy, SamplingParams
+from rollout_engine import LLM, AsyncLLM, RolloutPolicy, RolloutService, SamplingParams
 from rollout_engine.errors import LifecycleError
+from rollout_engine.fleet.client import FleetClient
 from rollout_engine.messages import UpdateOptions
 from tests.conformance.running import ENDLESS, step_further, weights
 from tests.conformance.scenarios import SCENARIOS
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 ARGUMENTS = {
     "add_request": ("r", "hello"),
     "add_requests": (["hello"],),
+    "agenerate": ("hello",),
     "abort": ("endless",),
     "abort_request": ("endless",),
     "arollout": (["hello"],),
@@ -31,9 +33,17 @@ ARGUMENTS = {
     "score": ([[5]], [[6]]),
     "update_weights": (weights(1),),
 }
-ELSEWHERE = {"get_tokenizer", "get_default_sampling_params", "shutdown"}
+ELSEWHERE = {
+    "create_load_balancer",
+    "get_default_sampling_params",
+    "get_master_port",
+    "get_tokenizer",
+    "get_tp_size",
+    "init_weight_update_group",
+    "shutdown",
+}
 """Methods that touch nothing of the engine, or do nothing there."""
-MAKES = {"from_config", "from_client", "from_engine", "from_pretrained", "connect"}
+MAKES = {"from_config", "from_client", "from_engine", "from_pretrained", "connect", "launch"}
 
 
 def methods_of(face, batch):
@@ -64,6 +74,8 @@ async def _drain(generator):
 def faces_of(engine):
     """Every face that can stand on the engine's client."""
     faces = [engine, LLM.from_engine(engine), RolloutPolicy(engine)]
+    if isinstance(engine.frontend.client, FleetClient):
+        faces.append(RolloutService(engine.frontend))
     return faces if engine.frontend.client.needs_turns else [*faces, AsyncLLM._standing_on(engine.frontend)]
 
 

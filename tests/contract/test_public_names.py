@@ -98,6 +98,8 @@ FIELDS = {
     "CompletionOutput": "index text token_ids logprobs top_logprobs cumulative_logprob kept_logprob_mass finish_reason "
     "stop_reason version_spans seed error sampled_ranks token_id_logprobs",
     "VersionSpan": "start end policy_version kv_min_version",
+    "ReplicaHealth": "index state policy_version pid node num_unfinished_requests cache_usage",
+    "BalancerStats": "decisions num_fallbacks num_requests num_kv_tokens",
     "UpdateReport": "version digest num_tensors num_bytes seconds stall_seconds num_in_flight",
 }
 

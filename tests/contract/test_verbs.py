@@ -4,18 +4,19 @@ import inspect
 
 import pytest
 
-from rollout_engine import LLM, AsyncLLM, LLMEngine, RolloutPolicy
+from rollout_engine import LLM, AsyncLLM, LLMEngine, RolloutPolicy, RolloutService
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.process.weight_server import WEIGHT_VERBS
 
-FACES = (LLM, LLMEngine, AsyncLLM, RolloutPolicy)
+FACES = (LLM, LLMEngine, AsyncLLM, RolloutPolicy, RolloutService)
 PUBLIC = [name for name, verb in VERBS.items() if verb.public]
 OVERRIDDEN = {
     (LLM, "get_num_unfinished_requests"),
     (LLMEngine, "get_num_unfinished_requests"),
     (RolloutPolicy, "score"),
+    *((RolloutService, name) for name in ("get_num_unfinished_requests", "get_cache_usage", "collective_rpc")),
 }
-"""Methods that say of a face's own requests, or batches, what the verb says of the engine's."""
+"""Methods that say of a face's own requests, batches or replicas what the verb says of the engine's."""
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -1,9 +1,12 @@
 """`LoadBalancer` over a service and over engines, with fake models."""
 
+from functools import partial
+
 import pytest
 
-from rollout_engine import LLM, ConfigError, EngineDeadError, LoadBalancer, RequestError
+from rollout_engine import LLM, ConfigError, EngineDeadError, LifecycleError, LoadBalancer, RequestError
 from rollout_engine.sampling_params import SamplingParams
+from tests.forking import in_fork
 from tests.unit.fake_engine import make_engine
 from tests.unit.fleet.fake_fleet import make_service
 
@@ -60,6 +63,19 @@ def test_an_engine_that_is_gone_is_not_chosen(engines):
     engines[1].shutdown()
     with pytest.raises(EngineDeadError, match="none serves"):
         balancer.select_replica()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_in_a_forked_child_it_raises(service, engines):
+    balancers = [service.create_load_balancer(), LoadBalancer(engines)]
+
+    def child():
+        for balancer in balancers:
+            for call in (balancer.select_replica, partial(balancer.select_replica, "a"), balancer.get_stats):
+                with pytest.raises(LifecycleError, match="belongs to process"):
+                    call()
+
+    in_fork(child)
 
 
 def test_a_service_that_scales_is_followed():
