@@ -145,6 +145,10 @@ class RequestStats(msgspec.Struct):
     """Per sample with tokens, at its end."""
     rollout_staleness: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_VERSIONS))
     """The same when `RolloutPolicy` returns the sample: the staleness that the trainer sees."""
+    dropped_samples: int = 0
+    """Samples that are not returned because enough others of their prompt had ended (`oversample`)."""
+    regenerated_groups: int = 0
+    """Groups that a collector started again: they had become too stale, or an abort had cut them short."""
 
 
 class CoreMetrics(msgspec.Struct):

@@ -98,6 +98,8 @@ class RequestOutput(msgspec.Struct):
     metrics: RequestMetrics | None = None
     prompt_top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     """(int32 [P, k] ids, float32 [P, k] log-probs), most likely first; -1 and NaN in the first row."""
+    num_dropped: int = 0
+    """Samples that were started and are not in `outputs`: others had ended first (`oversample` of a rollout)."""
 
     def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
         """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token.

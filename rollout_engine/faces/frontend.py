@@ -114,16 +114,19 @@ class Frontend:
         priority: int = 0,
         session_id: str | None = None,
         trace_headers: TraceHeaders | None = None,
+        num_kept: int | None = None,
     ) -> Stream:
         """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
 
+        `num_kept`: of its samples, return the first so many to end, and abort the others then. None: return all.
         Raises `RequestError`, nothing queued, and `EngineDeadError`.
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
         route = Route.checked(session_id)
         with held(), self._admitting:
-            return self._queue(self.inputs.check(prompt, params), request_id, wake, priority, route, trace_headers)
+            checked = self.inputs.check(prompt, params)
+            return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept)
 
     def add_requests(
         self,
@@ -134,11 +137,12 @@ class Frontend:
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         replica_index: int | None = None,
+        num_kept: Sequence[int | None] | None = None,
     ) -> list[Stream]:
         """Queue one prompt or a list of them, all checked before any is queued: `RequestError` names the index.
 
         `params`, `priority`, `session_id`: one for all or one each. `replica_index`: the replica of a fleet that is to
-        begin with them.
+        begin with them. `num_kept`: one each, as in `add_request`.
         """
         self.client.require_usable()
         if not isinstance(session_id, list | tuple):
@@ -154,7 +158,8 @@ class Frontend:
                     for index, each in enumerate(checked):
                         try:
                             route = Route.checked(sessions[index], replica_index)
-                            streams.append(self._queue(each, None, wake, priorities[index], route))
+                            kept = num_kept[index] if num_kept else None
+                            streams.append(self._queue(each, None, wake, priorities[index], route, num_kept=kept))
                         except RequestError as error:  # the core's own checks
                             raise at_index("prompts", index, error) from error
             except BaseException:
@@ -245,10 +250,12 @@ class Frontend:
         priority: int,
         route: Route,
         trace_headers: Mapping[str, str] | None = None,
+        num_kept: int | None = None,
     ) -> Stream:
         name = self._ids.make() if request_id is None else self._ids.check(request_id)
         request = self.inputs.admit(checked, priority=priority)
-        stream = self.streams.add(name, request, checked.text, wake, trace_headers)  # before the core hears of it
+        # Before the core hears of it.
+        stream = self.streams.add(name, request, checked.text, wake, trace_headers, num_kept)
         try:
             self.client.add_request(request, route)
         except BaseException as error:

@@ -98,6 +98,10 @@ class Reader:
             forgotten = set(ended)
             self._put_back = [output for output in self._put_back if output.request_id not in forgotten]
 
+    def seed_of(self, request_id: str) -> int:
+        """Sequence seed of sample 0 of an open request."""
+        return self._open[request_id].request.seed
+
     def num_tokens(self) -> int:
         """Tokens so far of the requests whose finished output has not been read."""
         return self._frontend.streams.num_tokens(self._open)

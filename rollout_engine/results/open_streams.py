@@ -16,7 +16,8 @@ from rollout_engine.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.metrics import RequestStats
 from rollout_engine.outputs import RequestOutput
-from rollout_engine.results.output_processor import OpenRequest, OutputProcessor
+from rollout_engine.results.open_request import OpenRequest
+from rollout_engine.results.output_processor import OutputProcessor
 from rollout_engine.text.tokenizer import TextCodec
 
 
@@ -95,10 +96,14 @@ class OpenStreams:
         text: str | None,
         wake: Callable[[Stream], None],
         trace_headers: Mapping[str, str] | None = None,
+        num_kept: int | None = None,
     ) -> Stream:
-        """Open a request; call it before the core gets it. `wake` is called when there is something to take."""
+        """Open a request; call it before the core gets it. `wake` is called when there is something to take.
+
+        `num_kept`: as in `OutputProcessor.add`.
+        """
         with self._lock:
-            opened = self._processor.add(request_id, request, text, trace_headers)
+            opened = self._processor.add(request_id, request, text, trace_headers, num_kept)
             stream = Stream(opened, wake)
             self._streams[request.first_sequence_id] = weakref.KeyedRef(stream, self._dropped.append, opened)
             return stream

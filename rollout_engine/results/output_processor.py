@@ -1,17 +1,14 @@
 """Gathers the outputs of the core's steps into `RequestOutput`s: n samples a request, streamed or at the end."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
-from copy import copy
 
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.metrics import RequestStats
-from rollout_engine.outputs import RequestMetrics, RequestOutput
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.results.open_request import OpenRequest
 from rollout_engine.results.request_timer import RequestTimer
 from rollout_engine.results.sample import Sample
-from rollout_engine.seeds import child_seed
-from rollout_engine.text.detokenizer import Detokenizer
 from rollout_engine.text.tokenizer import TextCodec
 
 logger = logging.getLogger("rollout_engine")
@@ -33,7 +30,7 @@ class OutputProcessor:
         codec: TextCodec | None,
         *,
         stream_interval: int = 1,
-        on_closed: "Callable[[OpenRequest, BaseException | None], None]" = lambda request, error: None,
+        on_closed: Callable[[OpenRequest, BaseException | None], None] = lambda request, error: None,
     ) -> None:
         """`on_closed` is called once per request: when its last sample has ended, or when it is discarded before."""
         self._codec = codec
@@ -66,10 +63,15 @@ class OutputProcessor:
         request: EngineCoreRequest,
         prompt: str | None,
         trace_headers: Mapping[str, str] | None = None,
-    ) -> "OpenRequest":
-        """Open a request; call it before the core gets it. `prompt` is its text, if it had one."""
+        num_kept: int | None = None,
+    ) -> OpenRequest:
+        """Open a request; call it before the core gets it. `prompt` is its text, if it had one.
+
+        `num_kept`: once so many samples have ended, the others are ended too and not returned. Ties within a step go to
+        the lowest index; samples that failed or were aborted do not count. None: all are returned.
+        """
         assert request_id not in self._requests, "the caller has checked the id"
-        opened = OpenRequest(request_id, request, prompt, self._codec, trace_headers)
+        opened = OpenRequest(request_id, request, prompt, self._codec, trace_headers, num_kept)
         self._requests[request_id] = opened
         for sequence_id, sample in zip(opened.sequence_ids, opened.samples, strict=True):
             self._owners[sequence_id], self._live[sequence_id] = opened, sample
@@ -95,8 +97,11 @@ class OutputProcessor:
                 del self._owners[sequence_id]
                 self._live.pop(sequence_id, None)
 
-    def update(self, outputs: EngineCoreOutputs) -> tuple[list["OpenRequest"], list[int]]:
-        """Add a step. Returns (requests with something to `take`, ids of sequences that their text ended, to abort)."""
+    def update(self, outputs: EngineCoreOutputs) -> tuple[list[OpenRequest], list[int]]:
+        """Add a step. Returns (requests with something to `take`, sequences that ended here and not in the core).
+
+        Those were ended by their text, or because enough others of their request had ended; the caller aborts them.
+        """
         for sequence_id, num_cached_tokens in outputs.num_cached_tokens.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].num_cached_tokens = num_cached_tokens
@@ -117,9 +122,10 @@ class OutputProcessor:
                 self._live[end.sequence_id].finish(end)
                 self._end(end.sequence_id, outputs.policy_version)
                 changed.append(end.sequence_id)
-        return self._mark(changed), stopped
+        requests = self._mark(changed)
+        return requests, stopped + self._end_surplus(requests, outputs.policy_version)
 
-    def take(self, request: "OpenRequest") -> RequestOutput | None:
+    def take(self, request: OpenRequest) -> RequestOutput | None:
         """Return what is new of a request since the last call, if anything; a finished request is closed."""
         result = request.render()
         if result is not None and result.finished:
@@ -174,6 +180,16 @@ class OutputProcessor:
             self._timer.finished(request.metrics, request.num_prompt_tokens, request.num_tokens)
             self._on_closed(request, None)
 
+    def _end_surplus(self, requests: Iterable[OpenRequest], live_version: int) -> list[int]:
+        """End the samples that are not needed any more. Returns the sequence ids of those that had not ended."""
+        surplus = [sequence_id for request in requests for sequence_id in request.keep()]
+        live = list(filter(self._live.__contains__, surplus))
+        for sequence_id in live:
+            self._live[sequence_id].finish(SequenceEnd(sequence_id, "abort"))
+            self._end(sequence_id, live_version)
+        self.stats.dropped_samples += len(surplus)
+        return live
+
     def _log_errors(self, ended: list[SequenceEnd]) -> None:
         """Log which requests failed, by their ids: the core's own log has only sequence ids."""
         failed: dict[str | None, list[int]] = {}
@@ -190,7 +206,7 @@ class OutputProcessor:
         request = self._owners[sequence_id]
         return f"sample {sequence_id - request.sequence_ids.start} of {request.request_id!r} (sequence {sequence_id})"
 
-    def _mark(self, sequence_ids: list[int]) -> list["OpenRequest"]:
+    def _mark(self, sequence_ids: list[int]) -> list[OpenRequest]:
         """Mark these samples as changed. Returns their requests, each once."""
         requests: dict[OpenRequest, None] = {}
         for sequence_id in sequence_ids:
@@ -198,82 +214,3 @@ class OutputProcessor:
             request.changed.add(sequence_id - request.sequence_ids.start)
             requests[request] = None
         return list(requests)
-
-
-class OpenRequest:
-    """A prompt and its n samples while they grow."""
-
-    def __init__(
-        self,
-        request_id: str,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        codec: TextCodec | None,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> None:
-        params = request.params
-        self.trace_headers = trace_headers
-        """W3C trace context of the caller."""
-        self.request_id = request_id
-        """Id that the user gave the request, or the engine made."""
-        self.sequence_ids = range(request.first_sequence_id, request.first_sequence_id + params.n)
-        """Ids of its sequences in the core, one per sample."""
-        self.changed: set[int] = set()
-        """Indexes of samples that changed since the last `render`."""
-        self.num_cached_tokens = 0
-        self.prompt_logprobs: PromptLogprobs | None = None
-        """Log-probs of the prompt that have not been returned yet, if asked for."""
-        self._kind = params.output_kind
-        self._prompt = prompt
-        self._prompt_token_ids = (
-            request.prompt_token_ids.copy()
-        )  # for the user, who may change it; the core reads the other
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_live = params.n
-        """Number of samples that have not ended."""
-        self.metrics = RequestMetrics(time.monotonic())
-        self.samples = [
-            Sample(index, child_seed(request.seed, index), params, _detokenizer(codec, request), self.metrics)
-            for index in range(params.n)
-        ]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples so far."""
-        return sum(sample.num_tokens for sample in self.samples)
-
-    def render(self) -> RequestOutput | None:
-        """Return what is new since the last call, if anything."""
-        finished = self.num_live == 0
-        if not self.changed or (self._kind == "final_only" and not finished):
-            return None
-        whole = finished and self._kind != "delta"
-        shown = self.samples if whole else [self.samples[index] for index in sorted(self.changed)]
-        self.changed.clear()
-        prompt = self.prompt_logprobs
-        if self._kind == "delta":
-            self.prompt_logprobs = None
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None if prompt is None else prompt.logprobs,
-            prompt_top_logprobs=None if prompt is None else prompt.top_logprobs,
-            outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
-            finished=finished,
-            num_cached_tokens=self.num_cached_tokens,
-            metrics=copy(self.metrics),
-        )
-
-
-def _detokenizer(codec: TextCodec | None, request: EngineCoreRequest) -> Detokenizer | None:
-    """Make the detokenizer of one sample; None where its text is not asked for."""
-    params = request.params
-    if codec is None or not params.detokenize:
-        return None
-    stream = codec.new_stream(
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
-        prompt_token_ids=request.prompt_token_ids,
-    )
-    return Detokenizer(stream, params, {*request.eos_token_ids, *(params.stop_token_ids or ())})

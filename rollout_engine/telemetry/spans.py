@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout_engine.errors import ConfigError, RequestError
 from rollout_engine.outputs import UpdateReport
-from rollout_engine.results.output_processor import OpenRequest
+from rollout_engine.results.open_request import OpenRequest
 
 logger = logging.getLogger("rollout_engine")
 

@@ -151,7 +151,7 @@ def _gauges(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
 
 
 def _counters(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
-    core = metrics.core.counters
+    core, requests = metrics.core.counters, metrics.requests
     return [
         ("steps", "Steps of the engine.", core.num_steps),
         ("steps_failed", "Steps in which the executor raised.", core.num_failed_steps),
@@ -164,6 +164,8 @@ def _counters(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
         ("tokens_surplus", "Tokens computed past an end that was not known yet.", core.num_surplus_tokens),
         ("preemptions", "Running sequences that lost their blocks.", core.num_preemptions),
         ("update_bytes", "Bytes of the weights that complete updates brought.", core.updates.num_bytes),
+        ("samples_dropped", "Samples not returned because enough others had ended.", requests.dropped_samples),
+        ("groups_regenerated", "Groups that a collector started again.", requests.regenerated_groups),
     ]
 
 

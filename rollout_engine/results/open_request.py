@@ -1,0 +1,116 @@
+"""One open request: a prompt and its n samples, and what of them is returned."""
+
+import time
+from collections.abc import Iterable, Mapping
+from copy import copy
+
+from rollout_engine.messages import EngineCoreRequest, PromptLogprobs
+from rollout_engine.outputs import RequestMetrics, RequestOutput
+from rollout_engine.results.sample import Sample
+from rollout_engine.seeds import child_seed
+from rollout_engine.text.detokenizer import Detokenizer
+from rollout_engine.text.tokenizer import TextCodec
+
+
+class OpenRequest:
+    """A prompt and its n samples while they grow."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        codec: TextCodec | None,
+        trace_headers: Mapping[str, str] | None = None,
+        num_kept: int | None = None,
+    ) -> None:
+        params = request.params
+        self.trace_headers = trace_headers
+        """W3C trace context of the caller."""
+        self.request_id = request_id
+        """Id that the user gave the request, or the engine made."""
+        self.sequence_ids = range(request.first_sequence_id, request.first_sequence_id + params.n)
+        """Ids of its sequences in the core, one per sample."""
+        self.changed: set[int] = set()
+        """Indexes of samples that changed since the last `render`."""
+        self.seed = request.seed
+        """Sequence seed of sample 0."""
+        self._num_kept = num_kept
+        self._kept: set[int] = set()
+        """Indexes of the samples to return, where not all are."""
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Log-probs of the prompt that have not been returned yet, if asked for."""
+        self._kind = params.output_kind
+        self._prompt = prompt
+        self._prompt_token_ids = (
+            request.prompt_token_ids.copy()
+        )  # for the user, who may change it; the core reads the other
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_live = params.n
+        """Number of samples that have not ended."""
+        self.metrics = RequestMetrics(time.monotonic())
+        self.samples = [
+            Sample(index, child_seed(request.seed, index), params, _detokenizer(codec, request), self.metrics)
+            for index in range(params.n)
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    def keep(self) -> Iterable[int]:
+        """Keep the samples that ended in this step, where not all are kept.
+
+        Returns the sequence ids of the others, once there are enough.
+        """
+        if self._num_kept is None:
+            return ()
+        ended = [i for i in sorted(self.changed - self._kept) if self.samples[i].finish_reason in ("stop", "length")]
+        self._kept.update(ended[: self._num_kept - len(self._kept)])
+        if not self._has_enough:
+            return ()
+        return [self.sequence_ids[i] for i in range(len(self.samples)) if i not in self._kept]
+
+    @property
+    def _has_enough(self) -> bool:
+        return len(self._kept) == self._num_kept
+
+    def render(self) -> RequestOutput | None:
+        """Return what is new since the last call, if anything."""
+        finished = self.num_live == 0
+        if not self.changed or (self._kind == "final_only" and not finished):
+            return None
+        whole = finished and self._kind != "delta"
+        indexes = range(len(self.samples)) if whole else sorted(self.changed)
+        shown = [self.samples[i] for i in indexes if not self._has_enough or i in self._kept]
+        self.changed.clear()
+        prompt = self.prompt_logprobs
+        if self._kind == "delta":
+            self.prompt_logprobs = None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=None if prompt is None else prompt.logprobs,
+            prompt_top_logprobs=None if prompt is None else prompt.top_logprobs,
+            outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
+            finished=finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=copy(self.metrics),
+            num_dropped=len(self.samples) - len(self._kept) if self._has_enough else 0,
+        )
+
+
+def _detokenizer(codec: TextCodec | None, request: EngineCoreRequest) -> Detokenizer | None:
+    """Make the detokenizer of one sample; None where its text is not asked for."""
+    params = request.params
+    if codec is None or not params.detokenize:
+        return None
+    stream = codec.new_stream(
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        prompt_token_ids=request.prompt_token_ids,
+    )
+    return Detokenizer(stream, params, {*request.eos_token_ids, *(params.stop_token_ids or ())})
