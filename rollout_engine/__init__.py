@@ -65,6 +65,8 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.outputs import UpdateReport as UpdateReport
     from rollout_engine.outputs import VersionSpan as VersionSpan
     from rollout_engine.policy import RolloutPolicy as RolloutPolicy
+    from rollout_engine.rollout_collector import CollectorStats as CollectorStats
+    from rollout_engine.rollout_collector import RolloutCollector as RolloutCollector
     from rollout_engine.sampling_params import SamplingParams as SamplingParams
     from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
 
@@ -112,6 +114,7 @@ _NAMES = {
     "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),
     "rollout_engine.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "UpdateReport", "VersionSpan"),
     "rollout_engine.policy": ("RolloutPolicy",),
+    "rollout_engine.rollout_collector": ("CollectorStats", "RolloutCollector"),
     "rollout_engine.sampling_params": ("SamplingParams",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -1,12 +1,9 @@
 """The policy as a trainer sees it: it rolls out, scores, and takes new weights."""
 
 import asyncio
-import logging
 import os
-import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any, Self, Unpack
 
@@ -18,26 +15,23 @@ from torch import Tensor
 from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.interrupts import deliver, held
-from rollout_engine.errors import ConfigError, LifecycleError
+from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
-from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
-from rollout_engine.metrics import StatLogger, staleness
-from rollout_engine.provenance import RolloutNote, attach
+from rollout_engine.metrics import StatLogger
 from rollout_engine.reward_functions import RewardFunctions
-from rollout_engine.rewards import Rewards
-from rollout_engine.rollout_batch import Layout, check_layout, rollout_batch
-from rollout_engine.rollout_plan import Columns, RolloutPlan
+from rollout_engine.rollout_batch import Layout, check_layout
+from rollout_engine.rollout_collector import RolloutCollector, staleness_control
+from rollout_engine.rollout_groups import GroupBatcher, OnGroup, log_rollout
+from rollout_engine.rollout_plan import Columns, RolloutPlan, dataset_tasks
 from rollout_engine.rollout_run import Group, RolloutRun
-from rollout_engine.sampling_params import SamplingLike, SamplingParams
+from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.prompts import check_chat_arguments
 from rollout_engine.threads import no_thread
-
-logger = logging.getLogger("rollout_engine")
 
 _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
@@ -69,11 +63,7 @@ class RolloutPolicy(BlockingVerbs):
                 "RolloutPolicy.from_pretrained(path) makes both."
             )
         self.engine, self.frontend = engine, engine.frontend
-        info = self.frontend.client.info
-        self._dtype = info.dtype
-        self._fp32_head = info.dtype != "float32" and info.config.fp32_head
-        self._pad_token_id = _pad_token_id(self.frontend)
-        self._counting = threading.Lock()
+        self._batcher = GroupBatcher(self.frontend)
 
     @classmethod
     def from_pretrained(
@@ -115,6 +105,8 @@ class RolloutPolicy(BlockingVerbs):
         reward_weights: Sequence[float] | None = None,
         seed: int | None = None,
         layout: Layout = "padded",
+        oversample: int | None = None,
+        on_group: OnGroup | None = None,
         use_tqdm: bool = True,
         **chat: Unpack[ChatOptions],
     ) -> TensorDict:
@@ -134,6 +126,10 @@ class RolloutPolicy(BlockingVerbs):
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
                 `rollout_engine.seeds`; None leaves seeds to the sampling params and the engine.
             layout: "padded" or "packed".
+            oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others are
+                aborted at once ("num_dropped" counts them). This is biased: short answers end first, long ones are
+                missing, and a policy trained on the rest learns to be brief. `collect` is not biased. None: off.
+            on_group: called with the TensorDict of each group as soon as it is complete, while others run.
             use_tqdm: show a progress bar; without it nothing is printed.
             chat: for conversations: `tools`, `chat_template`, `chat_template_kwargs` (for example
                 {"enable_thinking": False}), `add_generation_prompt`, `continue_final_message`.
@@ -147,20 +143,14 @@ class RolloutPolicy(BlockingVerbs):
         check_layout(layout)
         check_chat_arguments(chat, self.rollout)
         self.frontend.require_running("rollout")
-        start, groups, num_tokens = time.perf_counter(), [], 0
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
+        start = time.perf_counter()
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample)
         bar = ProgressBar(len(plan.prompts), desc="rollout", unit="group", shown=use_tqdm)
-        with held(), closing(RolloutRun(self.frontend, plan, reward_fn, reward_weights=reward_weights)) as run, bar:
-            while run.unfinished:
-                deliver()
-                for group in run.advance():
-                    groups.append(group)
-                    num_tokens += group.num_tokens
-                    bar.update(group.num_tokens)
-                bar.count(lambda: run.num_open_tokens)
-        groups.sort(key=lambda group: group.index)
-        _log(groups, num_tokens, time.perf_counter() - start, self.policy_version)
-        return self._batch(groups, plan, layout)
+        run = RolloutRun(self.frontend, plan.tasks(), reward_fn, reward_weights=reward_weights)
+        groups = _run_all(run, bar, lambda group: self._batcher.tell(on_group, group, layout))
+        log_rollout(groups, time.perf_counter() - start, self.policy_version)
+        self._batcher.count_staleness(groups)
+        return self._batcher.batch(groups, layout)
 
     async def arollout(
         self,
@@ -173,6 +163,7 @@ class RolloutPolicy(BlockingVerbs):
         reward_weights: Sequence[float] | None = None,
         seed: int | None = None,
         layout: Layout = "padded",
+        oversample: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncIterator[TensorDict]:
         """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
@@ -184,9 +175,9 @@ class RolloutPolicy(BlockingVerbs):
         """
         check_layout(layout)
         check_chat_arguments(chat, self.arollout)
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat)
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample)
         loop = asyncio.get_running_loop()
-        run, step = RolloutRun(self.frontend, plan, reward_fn, loop, reward_weights=reward_weights), None
+        run, step = RolloutRun(self.frontend, plan.tasks(), reward_fn, loop, reward_weights=reward_weights), None
         try:
             while run.unfinished:
                 self.frontend.require_own_process()  # the loop's threads are not in a forked child
@@ -195,13 +186,74 @@ class RolloutPolicy(BlockingVerbs):
                 except RuntimeError as problem:
                     raise no_thread("rollout", problem) from problem
                 for group in await asyncio.shield(step):
-                    yield self._batch([group], plan, layout)
+                    self._batcher.count_staleness([group])
+                    yield self._batcher.batch([group], layout)
         finally:
             if step is not None and not step.done():  # cancelled in mid-step: let that step end
                 run.cancel_rewards()
                 await asyncio.wait([step])
                 step.exception()
             run.close()
+
+    def collect(
+        self,
+        dataset: Iterable[Any],
+        sampling_params: SamplingLike | None = None,
+        *,
+        num_samples: int | None = None,
+        groups_per_batch: int = 32,
+        max_staleness: int | None = 1,
+        max_in_flight: int | None = None,
+        oversample: int | None = None,
+        reward_fn: RewardFunctions | None = None,
+        reward_weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        on_group: OnGroup | None = None,
+        layout: Layout = "padded",
+        **chat: Unpack[ChatOptions],
+    ) -> RolloutCollector:
+        """Return an iterator over batches of finished groups, which keeps unfinished ones in flight between batches.
+
+            with policy.collect(dataset, params, num_samples=8, reward_fn=reward) as collector:
+                for batch in collector:
+                    train(batch), policy.update_weights(trainer)
+
+        A batch is ready when enough groups are complete. The others are carried over: they go on while the trainer
+        works (where the engine has a process of its own) and over its weight update (`mode="keep"`), and come with a
+        later batch, their versions recorded per token. Nothing is dropped for its length, so nothing is biased towards
+        short answers. Without an update in between, a group holds what `rollout` with the same `seed` returns for its
+        row.
+
+        Args:
+            dataset: prompts as for `rollout`, or rows: dictionaries with a prompt (`prompt`, `prompt_token_ids` or
+                `messages`) whose other keys are columns. Any iterable, read one row at a time as groups start;
+                `itertools.cycle` repeats one. "group_id" is the number of the row.
+            groups_per_batch: groups in every batch; fewer in the last one.
+            max_staleness: no sampled token of a batch is more versions behind the live weights than this, when the
+                batch is returned. Push the weights before asking for the next batch, once per batch; then a prompt
+                starts only if its batch is sure to be in time, and a batch waits for a group that no later one could
+                take. A group that is too old all the same, after several updates at once, is aborted and started again
+                with the same seeds (`stats.num_regenerated`). 0: every token is of the live weights, and nothing runs
+                while the trainer works. None: no bound.
+            max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
+                `groups_per_batch`.
+            on_group: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
+
+        The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; what `next`
+        raises is what `rollout` does, except that groups cut short by an abort are started again.
+        """
+        check_layout(layout)
+        check_chat_arguments(chat, self.collect)
+        return RolloutCollector(
+            self.frontend,
+            self._batcher,
+            dataset_tasks(dataset, sampling_params, num_samples, seed, chat, oversample),
+            staleness_control(groups_per_batch, max_staleness, max_in_flight),
+            reward_fn=reward_fn,
+            reward_weights=reward_weights,
+            on_group=on_group,
+            layout=layout,
+        )
 
     def score(self, batch: TensorDict, temperature: float = 1.0) -> Tensor:  # type: ignore[override]
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
@@ -230,56 +282,16 @@ class RolloutPolicy(BlockingVerbs):
         """The engine's Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
         return self.frontend.get_tokenizer()
 
-    def _batch(self, groups: list[Group], plan: RolloutPlan, layout: Layout) -> TensorDict:
-        self._count_staleness(groups)
-        rewards = [group.rewards for group in groups if group.rewards is not None]
-        batch = rollout_batch(
-            [group.output for group in groups],
-            pad_token_id=self._pad_token_id,
-            group_ids=[group.index for group in groups],
-            columns={name: [values[group.index] for group in groups] for name, values in plan.columns.items()},
-            rewards=[each.total for each in rewards] or None,
-            function_rewards=_by_function(rewards),
-            layout=layout,
-        )
-        temperature = _logprob_temperature(plan.params)
-        note = RolloutNote(self._dtype, temperature, layout == "packed", self._fp32_head)
-        attach(batch["tokens", "full"], note)
-        return batch
 
-    def _count_staleness(self, groups: list[Group]) -> None:
-        live, histogram = self.policy_version, self.frontend.streams.stats.rollout_staleness
-        samples = [sample for group in groups for sample in group.output.outputs if sample.version_spans]
-        ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in samples)
-        with held(), self._counting:
-            for age, times in ages.items():
-                histogram.observe(age, times)
-
-
-def _logprob_temperature(params: Sequence[SamplingParams]) -> float | None:
-    """Temperature of a rollout's log-probs; None if its prompts do not share one."""
-    given = {p.temperature if p.logprobs_mode == "tempered" else 1.0 for p in params}
-    if len(given) > 1 or any(p.logprobs_mode == "processed" for p in params):
-        return None
-    return given.pop() or 1.0
-
-
-def _by_function(rewards: Sequence[Rewards]) -> dict[str, list[list[float | None]]]:
-    """Name -> per group, one reward per sample."""
-    return {name: [each.by_function[name] for each in rewards] for name in rewards[0].by_function} if rewards else {}
-
-
-def _pad_token_id(frontend: Frontend) -> int:
-    """The tokenizer's pad token, else its end token, else 0."""
-    try:
-        tokenizer = frontend.get_tokenizer()
-    except LifecycleError:
-        return 0
-    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-
-
-def _log(groups: list[Group], num_tokens: int, seconds: float, policy_version: int) -> None:
-    rewards = [reward for group in groups if group.rewards for reward in group.rewards.total]
-    mean = f", mean reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
-    numbers = (len(groups), num_tokens, seconds, num_tokens / seconds, policy_version, mean)
-    logger.info("rollout of %d prompts: %d tokens in %.2f s (%.0f tokens/s), policy version %d%s", *numbers)
+def _run_all(run: RolloutRun, bar: ProgressBar, tell: Callable[[Group], None]) -> list[Group]:
+    """Run all groups to their end. Returns them in the order of their prompts."""
+    groups = []
+    with held(), closing(run), bar:
+        while run.unfinished:
+            deliver()
+            for group in run.advance():
+                groups.append(group)
+                bar.update(group.num_tokens)
+                tell(group)
+            bar.count(lambda: run.num_open_tokens)
+    return sorted(groups, key=lambda group: group.index)

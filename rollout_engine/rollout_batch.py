@@ -15,6 +15,8 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
     "group_id", "sample_index", "seed"        [B]                   int64
     "num_prompt_tokens"                       [B]                   int64; where the response begins in full
+    "num_dropped"                             [B]                   int64; samples of its group that were started and
+                                                                    dropped; only with oversample
     "truncated"                               [B, 1]                bool; cut off, by max_tokens or an abort
     "finish_reason", ("text", "prompt"), ("text", "response"), columns   [B]   one Python object per sequence
     ("next", "reward"), ("next", "done")      [B, 1]                float32, bool; only with rewards. done: the sample
@@ -28,7 +30,7 @@ Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the 
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -43,7 +45,7 @@ from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
 Layout = Literal["padded", "packed"]
 RESERVED_KEYS = frozenset(
     "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
-    "num_prompt_tokens truncated finish_reason text next rewards cu_seqlens".split()
+    "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens".split()
 )
 """Top-level keys that no column may take."""
 
@@ -56,6 +58,7 @@ def rollout_batch(
     columns: Mapping[str, Sequence[Any]] | None = None,
     rewards: Sequence[Sequence[float]] | None = None,
     function_rewards: Mapping[str, Sequence[Sequence[float | None]]] | None = None,
+    oversampled: bool = False,
     layout: Layout = "padded",
 ) -> RolloutBatch:
     """Build one TensorDict from finished outputs, with the keys of the table above.
@@ -67,6 +70,7 @@ def rollout_batch(
         columns: name -> one value per prompt, repeated for its samples.
         rewards: per prompt, one number per sample.
         function_rewards: name -> the same for one reward function; None where it does not apply.
+        oversampled: add "num_dropped".
         layout: "padded", or "packed" (all sequences end to end in one row, without padding).
 
     `SamplingParams(seed=int(batch["seed"][row]), n=1)` replays a sequence. Seeds have 64 bits, so int64 holds the upper
@@ -88,8 +92,9 @@ def rollout_batch(
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
     batch["num_prompt_tokens"] = _tensor(num_prompt)
-    done = torch.tensor([sample.finish_reason == "stop" for sample in samples], dtype=torch.bool).unsqueeze(-1)
-    batch["truncated"] = ~done
+    if oversampled:
+        batch["num_dropped"] = torch.tensor([outputs[row].num_dropped for row in rows], dtype=torch.int64)
+    batch["truncated"] = ~(done := _done(samples))
     batch["finish_reason"] = NonTensorStack(*(sample.finish_reason for sample in samples))
     batch["text", "prompt"] = NonTensorStack(*(outputs[row].prompt for row in rows))
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
@@ -99,8 +104,7 @@ def rollout_batch(
         batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
         batch["next", "done"] = done
     for name, each in (function_rewards or {}).items():
-        values = [math.nan if value is None else value for value in itertools.chain(*each)]
-        batch["rewards", name] = torch.tensor(values, dtype=torch.float32).unsqueeze(-1)
+        batch["rewards", name] = _nan_for_none(itertools.chain(*each))
     if layout == "packed":
         ends = np.cumsum(num_prompt + num_response, dtype=np.int32)
         batch["cu_seqlens"] = _tensor(np.concatenate([np.zeros(1, np.int32), ends]))
@@ -188,6 +192,14 @@ def _versions(samples: list[CompletionOutput]) -> tuple[np.ndarray, np.ndarray]:
     columns = np.array([(span.policy_version, span.kv_min_version) for span in spans], np.int64).reshape(-1, 2)
     policy_version, kv_min_version = np.repeat(columns, lengths, axis=0).T
     return policy_version, kv_min_version
+
+
+def _done(samples: list[CompletionOutput]) -> Tensor:
+    return torch.tensor([sample.finish_reason == "stop" for sample in samples], dtype=torch.bool).unsqueeze(-1)
+
+
+def _nan_for_none(values: Iterable[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32).unsqueeze(-1)
 
 
 def _repeated(values: Sequence[Any], outputs: Sequence[RequestOutput]) -> list[Any]:

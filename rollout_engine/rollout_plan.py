@@ -1,7 +1,9 @@
-"""Checks the arguments of one rollout: prompts, sampling parameters and columns."""
+"""Checks the arguments of rollouts: prompts or a dataset's rows, sampling parameters and columns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from rollout_engine._structs import plain
 from rollout_engine.errors import RequestError
@@ -9,12 +11,34 @@ from rollout_engine.reward_functions import ARGUMENTS
 from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
-from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.conversations import PROMPT_KINDS, ChatOptions
 from rollout_engine.text.input_processor import at_index
-from rollout_engine.text.prompts import as_batch, with_chat_options
+from rollout_engine.text.prompts import PROMPT_KEYS, as_batch, with_chat_options
 
 Columns = Mapping[str, Sequence[Any]]
 """Name -> one value per prompt."""
+
+
+class GroupTask(msgspec.Struct, frozen=True):
+    """One prompt to sample: all that its group needs."""
+
+    index: int
+    prompt: Any
+    """The prompt as given, for reward functions."""
+    input: Any
+    """The prompt for the engine; a conversation includes its chat options."""
+    params: SamplingParams
+    """`n`: samples to start."""
+    num_kept: int | None = None
+    """Samples to return, the first to end; None: all."""
+    columns: Mapping[str, Any] = {}
+    """Each column's value."""
+
+    def with_seed(self, seed: int) -> "GroupTask":
+        """Return the task of the same samples with their seeds fixed: `seed` is that of sample 0."""
+        if self.params.seed is not None:
+            return self
+        return msgspec.structs.replace(self, params=self.params.clone(seed=seed))
 
 
 class RolloutPlan(NamedTuple):
@@ -26,6 +50,8 @@ class RolloutPlan(NamedTuple):
     columns: Columns
     inputs: list[Any]
     """The prompts for the engine; conversations include their chat options."""
+    num_kept: list[int | None]
+    """Samples to return of each prompt, the first to end; None: all."""
 
     @classmethod
     def of(
@@ -36,11 +62,13 @@ class RolloutPlan(NamedTuple):
         columns: Columns | None = None,
         seed: int | None = None,
         chat: ChatOptions | None = None,
+        oversample: int | None = None,
     ) -> "RolloutPlan":
         """Check the arguments of `RolloutPolicy.rollout`. Raises `RequestError` where they do not fit together."""
         listed = _as_list(prompts)
-        seed = _as_int("seed", seed, MIN_SEED, MAX_SEED)
-        num_samples = _as_int("num_samples", num_samples, 1, MAX_N)
+        seed = as_int("seed", seed, MIN_SEED, MAX_SEED)
+        num_samples = as_int("num_samples", num_samples, 1, MAX_N)
+        oversample = as_int("oversample", oversample, 1, MAX_N)
         if not isinstance(params, list | tuple):
             params = [as_sampling_params(params)] * len(listed)
         _same_length("sampling_params", params, listed)
@@ -49,11 +77,71 @@ class RolloutPlan(NamedTuple):
             each_params = [_for_rollout(params[0], num_samples, None, 0)] * len(listed)
         else:
             each_params = [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)]
-        return cls(listed, each_params, columns or {}, with_chat_options(listed, chat or {}))
+        num_kept: list[int | None] = [None] * len(listed)
+        if oversample is not None:
+            each_params, num_kept = map(list, zip(*(_oversampled(p, oversample) for p in each_params), strict=True))
+        return cls(listed, each_params, columns or {}, with_chat_options(listed, chat or {}), num_kept)
 
-    def row(self, index: int) -> dict[str, Any]:
-        """Return each column's value for one prompt."""
-        return {name: values[index] for name, values in self.columns.items()}
+    def tasks(self) -> list[GroupTask]:
+        """Return what to sample of each prompt."""
+        rows = [{name: values[i] for name, values in self.columns.items()} for i in range(len(self.prompts))]
+        indexes = range(len(self.prompts))
+        columns = (indexes, self.prompts, self.inputs, self.params, self.num_kept, rows)
+        return [GroupTask(*each) for each in zip(*columns, strict=True)]
+
+
+def dataset_tasks(
+    dataset: Any,
+    params: SamplingLike | None = None,
+    num_samples: int | None = None,
+    seed: int | None = None,
+    chat: ChatOptions | None = None,
+    oversample: int | None = None,
+) -> Iterator[GroupTask]:
+    """Iterate over what to sample of each row of a dataset, with the seeds that a rollout of all rows would have.
+
+    A row is a prompt, or a dictionary with a prompt (`prompt`, `prompt_token_ids` or `messages`); its other keys are
+    columns. Raises `RequestError` where the arguments do not fit together, and at a row that does not fit the first.
+    """
+    if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
+        raise RequestError.for_field("dataset", dataset, "an iterable of prompts, or of rows with a prompt")
+    if isinstance(params, list | tuple):
+        raise RequestError.for_field("sampling_params", params, "one for all rows")
+    seed = as_int("seed", seed, MIN_SEED, MAX_SEED)
+    num_samples = as_int("num_samples", num_samples, 1, MAX_N)
+    oversample = as_int("oversample", oversample, 1, MAX_N)
+    shared, num_kept = _for_rollout(as_sampling_params(params), num_samples, seed, 0), None
+    if oversample is not None:
+        shared, num_kept = _oversampled(shared, oversample)
+    return _tasks(dataset, shared, num_kept, seed, chat or {})
+
+
+def _tasks(
+    dataset: Iterable[Any], shared: SamplingParams, num_kept: int | None, seed: int | None, chat: ChatOptions
+) -> Iterator[GroupTask]:
+    first: set[str] | None = None
+    for index, row in enumerate(dataset):
+        prompt, columns = _split(row)
+        for name in columns:
+            _check_column_name(f"dataset[{index}]", name)
+        if first is not None and first != columns.keys():
+            what = f"with the columns of the first row, {sorted(first)}"
+            raise RequestError.for_field(f"dataset[{index}]", sorted(columns), what)
+        first = set(columns)
+        params = shared if seed is None else shared.clone(seed=mix(seed, index))
+        [input] = with_chat_options([prompt], chat)
+        yield GroupTask(index, prompt, input, params, num_kept, columns)
+    if first is None:
+        raise RequestError.for_field("dataset", dataset, "at least one row long")
+
+
+def _split(row: Any) -> tuple[Any, dict[str, Any]]:
+    """Divide a row of a dataset into its prompt and its columns."""
+    if not isinstance(row, Mapping) or not any(kind in row for kind in PROMPT_KINDS):
+        return row, {}
+    prompt = {key: value for key, value in row.items() if key in PROMPT_KEYS}
+    columns = {key: value for key, value in row.items() if key not in PROMPT_KEYS}
+    return (prompt["prompt"] if prompt.keys() == {"prompt"} else prompt), columns
 
 
 def _as_list(prompts: Any) -> list[Any]:
@@ -87,7 +175,15 @@ def _for_rollout(params: Any, num_samples: int | None, seed: int | None, index: 
     return changed
 
 
-def _as_int(field: str, value: Any, low: int, high: int) -> int | None:
+def _oversampled(params: SamplingParams, oversample: int) -> tuple[SamplingParams, int]:
+    """Return the params of `oversample` samples, and how many of them to return."""
+    if oversample < params.n:
+        raise RequestError.for_field("oversample", oversample, f"at least the samples to return, {params.n}")
+    return params.clone(n=oversample), params.n
+
+
+def as_int(field: str, value: Any, low: int, high: int) -> int | None:
+    """Return an int in [low, high] or None; numpy's will do. Raises `RequestError` for anything else."""
     number = plain(value)
     if number is not None and (type(number) is not int or not low <= number <= high):
         raise RequestError.for_field(field, value, f"an int in [{low}, {high}]")
@@ -98,9 +194,13 @@ def _check_columns(columns: Any, prompts: list[Any]) -> None:
     if not isinstance(columns, Mapping):
         raise RequestError.for_field("columns", columns, "a dict of lists")
     for name, values in columns.items():
-        if not isinstance(name, str) or name in RESERVED_KEYS.union(ARGUMENTS):
-            raise RequestError.for_field("columns", name, "another name: the rollout uses this one itself")
+        _check_column_name("columns", name)
         _same_length(f"columns['{name}']", values, prompts)
+
+
+def _check_column_name(field: str, name: Any) -> None:
+    if not isinstance(name, str) or name in RESERVED_KEYS.union(ARGUMENTS):
+        raise RequestError.for_field(field, name, "another name: the rollout uses this one itself")
 
 
 def _same_length(field: str, values: Any, prompts: list[Any]) -> None:

@@ -1,7 +1,7 @@
-"""Runs one rollout: adds its requests, and collects their samples and rewards by group."""
+"""Runs groups, the samples of a prompt and their rewards: starts their requests and collects what ends."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 
@@ -14,56 +14,84 @@ from rollout_engine.faces.reader import Reader
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rewards import RewardCaller, Rewards
-from rollout_engine.rollout_plan import RolloutPlan
+from rollout_engine.rollout_plan import GroupTask
+from rollout_engine.text.input_processor import at_index
 
 
 class Group(msgspec.Struct, frozen=True):
     """A prompt whose samples have all ended, and their rewards where there is a reward function."""
 
-    index: int
-    """Index of the prompt in the plan."""
+    task: GroupTask
     output: RequestOutput
     rewards: Rewards | None
+
+    @property
+    def index(self) -> int:
+        """Index of the prompt."""
+        return self.task.index
 
     @property
     def num_tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self.output.outputs)
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Lowest policy version among its tokens; None without any."""
+        spans = (span for sample in self.output.outputs for span in sample.version_spans)
+        return min((span.policy_version for span in spans), default=None)
+
 
 class RolloutRun:
-    """Runs the requests of one plan: call `advance` until not `unfinished`, and `close` in any case.
+    """Runs groups: call `advance` until not `unfinished`, and `close` in any case.
 
-    `loop` runs async rewards, as in `RewardCaller`.
+    `loop` runs async rewards, as in `RewardCaller`. `keeps_aborted`: groups that an abort cut short are put into
+    `aborted`, and nothing is raised.
     """
 
     def __init__(
         self,
         frontend: Frontend,
-        plan: RolloutPlan,
+        tasks: Iterable[GroupTask] = (),
         reward_fn: RewardFunctions | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         *,
         reward_weights: Sequence[float] | None = None,
+        keeps_aborted: bool = False,
     ) -> None:
+        """`tasks` are started by the first `advance`, all or none."""
         if reward_fn is None and reward_weights is not None:
             raise RequestError.for_field("reward_weights", reward_weights, "absent without reward_fn")
-        self._reader, self._plan = Reader(frontend), plan
+        self._reader, self._waiting = Reader(frontend), list(tasks)
         self._caller = None if reward_fn is None else RewardCaller(reward_fn, loop, reward_weights)
-        self._running: dict[str, int] = {}
-        """Index of the prompt of each unfinished request."""
-        self._rewarding: list[tuple[int, RequestOutput, Future[Rewards]]] = []
+        self._running: dict[str, GroupTask] = {}
+        """Task of each unfinished request."""
+        self._rewarding: list[tuple[GroupTask, RequestOutput, Future[Rewards]]] = []
         """Finished prompts whose rewards are still to come."""
-        self._started = self._cancelled = False
+        self.aborted: list[GroupTask] = []
+        """Groups that an abort cut short, with the seed that they had; the caller takes them out."""
+        self._keeps_aborted, self._cancelled = keeps_aborted, False
 
     @property
     def unfinished(self) -> bool:
         """Whether groups are still to come."""
-        return not self._started or bool(self._running or self._rewarding)
+        return bool(self._waiting or self._running or self._rewarding)
 
     @property
     def num_open_tokens(self) -> int:
         """Tokens sampled so far of groups whose samples have not all ended."""
         return self._reader.num_tokens()
+
+    def start(self, task: GroupTask) -> GroupTask:
+        """Queue the request of one more group. Returns the task with the seed that its request has got.
+
+        Raises `RequestError`, naming the prompt, when the engine refuses it.
+        """
+        try:
+            request_id = self._reader.add(task.input, task.params, None, num_kept=task.num_kept)
+        except RequestError as error:
+            raise at_index("prompts", task.index, error) from error
+        self._running[request_id] = seeded = task.with_seed(self._reader.seed_of(request_id))
+        return seeded
 
     def advance(self) -> list[Group]:
         """Step the engine once if requests are running. Returns the groups that became complete, rewards included.
@@ -72,21 +100,36 @@ class RolloutRun:
         Once only rewards are outstanding, waits for the next of them. Raises `EngineGenerateError` for a failed
         sequence, `RetryableError` for an aborted one, and `RewardError` for a failed reward.
         """
-        if not self._started:
-            request_ids = self._reader.add_all(self._plan.inputs, self._plan.params)
-            self._running = {request_id: i for i, request_id in enumerate(request_ids)}
-            self._started = True
+        if self._waiting:
+            inputs, params = ([getattr(task, name) for task in self._waiting] for name in ("input", "params"))
+            kept = [task.num_kept for task in self._waiting]
+            request_ids = self._reader.add_all(inputs, params, num_kept=kept)
+            self._running, self._waiting = dict(zip(request_ids, self._waiting, strict=True)), []
         complete = []
         for output in self._reader.read() if self._running else ():
-            index = self._running.pop(output.request_id)
-            _check_samples(index, output)
+            task = self._running.pop(output.request_id)
+            if self._keeps_aborted and any(sample.finish_reason == "abort" for sample in output.outputs):
+                self.aborted.append(task)
+                continue
+            _check_samples(task.index, output)
             if self._caller is None:
-                complete.append(Group(index, output, None))
+                complete.append(Group(task, output, None))
             else:
                 with allowed():
-                    rewards = self._caller.start(index, self._plan.prompts[index], output, self._plan.row(index))
-                self._rewarding.append((index, output, rewards))
+                    rewards = self._caller.start(task.index, task.prompt, output, task.columns)
+                self._rewarding.append((task, output, rewards))
         return complete + self._rewarded()
+
+    def abort(self, indexes: Collection[int]) -> None:
+        """End the unfinished groups of these prompts without a result."""
+        ended = [request_id for request_id, task in self._running.items() if task.index in indexes]
+        self._reader.abort(ended)
+        for request_id in ended:
+            del self._running[request_id]
+        for task, _, rewards in self._rewarding:
+            if task.index in indexes:
+                rewards.cancel()
+        self._rewarding = [entry for entry in self._rewarding if entry[0].index not in indexes]
 
     def cancel_rewards(self) -> None:
         """Make an `advance` that waits for rewards on another thread return at once."""
@@ -99,7 +142,7 @@ class RolloutRun:
         self.cancel_rewards()
         if self._caller is not None:
             self._caller.close()
-        unfinished, self._running, self._rewarding, self._started = list(self._running), {}, [], True
+        unfinished, self._running, self._rewarding, self._waiting = list(self._running), {}, [], []
         if unfinished:
             with suppress(LifecycleError):
                 self._reader.abort(unfinished)
@@ -110,9 +153,9 @@ class RolloutRun:
                 wait([rewards for _, _, rewards in self._rewarding], return_when=FIRST_COMPLETED)
         if self._cancelled:
             return []
-        complete = [Group(i, output, rewards.result()) for i, output, rewards in self._rewarding if rewards.done()]
+        complete = [Group(task, output, future.result()) for task, output, future in self._rewarding if future.done()]
         done = {group.index for group in complete}
-        self._rewarding = [entry for entry in self._rewarding if entry[0] not in done]
+        self._rewarding = [entry for entry in self._rewarding if entry[0].index not in done]
         return complete
 
 

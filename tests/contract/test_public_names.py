@@ -70,6 +70,7 @@ SIGNATURES = {
     "LLMEngine.update_weights": "self source * version mode kv staging reset_version timeout",
     "RolloutPolicy.rollout": "self prompts sampling_params * num_samples columns reward_fn reward_weights seed layout",
     "RolloutPolicy.arollout": "self prompts sampling_params * num_samples columns reward_fn reward_weights seed layout",
+    "RolloutPolicy.collect": "self dataset sampling_params * num_samples groups_per_batch max_staleness max_in_flight",
     "RolloutPolicy.score": "self batch temperature",
     "RolloutPolicy.update_weights": "self source",
     "RolloutPolicy.shutdown": "self",

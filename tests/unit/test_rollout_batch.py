@@ -192,6 +192,6 @@ def test_an_unknown_layout_is_refused():
 
 def test_every_key_it_writes_is_reserved():
     rewards = [[1, 0], [0, 1]]
-    options = {"rewards": rewards, "function_rewards": {"exact": rewards}, "layout": "packed"}
+    options = {"rewards": rewards, "function_rewards": {"exact": rewards}, "oversampled": True, "layout": "packed"}
     batch = rollout_batch(two_groups(), pad_token_id=PAD, **options)
     assert set(batch.keys()) | {"kept_logprob_mass"} == RESERVED_KEYS

@@ -74,10 +74,12 @@ def test_params_for_all_prompts_stay_one_object():
 
 
 def test_rows_of_columns():
-    assert RolloutPlan.of(["x", "y"], columns={"answer": (1, 2), "kind": ["a", "b"]}).row(1) == {
-        "answer": 2,
-        "kind": "b",
-    }
+    tasks = RolloutPlan.of(["x", "y"], columns={"answer": (1, 2), "kind": ["a", "b"]}).tasks()
+    assert [task.columns for task in tasks] == [{"answer": 1, "kind": "a"}, {"answer": 2, "kind": "b"}]
+    assert [(task.index, task.prompt, task.input, task.num_kept) for task in tasks] == [
+        (0, "x", "x", None),
+        (1, "y", "y", None),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -158,3 +158,22 @@ def test_adding_requests_may_be_interrupted_before_any_line(make_rig, stride):
     number = sweep(add, lambda number: assert_nothing_left(rig, number), stride)
     rig.engine.abort_request(added, discard=True)
     assert number > 100
+
+
+@pytest.mark.parametrize("stride", [pytest.param(13, marks=pytest.mark.slow), 199])
+def test_a_collector_may_be_interrupted_before_any_line(make_rig, stride):
+    rig = make_rig()
+
+    def collect():
+        options = {"reward_fn": rewards, "groups_per_batch": 1, "max_staleness": 1}
+        with rig.policy.collect(PROMPTS, PARAMS, **options) as collector:
+            return [tokens_of(batch) for batch in collector]
+
+    expected = collect()
+
+    def check(number):
+        assert len(rig.engine.frontend.streams) == 0, f"line {number}: a request was left"
+        assert_nothing_left(rig, number)
+        assert collect() == expected, f"line {number}: the next call samples other tokens"
+
+    assert sweep(collect, check, stride) > 1000

@@ -1,0 +1,100 @@
+"""Turns finished groups into the TensorDict of a rollout, and counts how stale their samples are."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout_engine.batches.summary import RolloutBatch
+from rollout_engine.engine.interrupts import allowed, held
+from rollout_engine.errors import LifecycleError
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.metrics import staleness
+from rollout_engine.provenance import RolloutNote, attach
+from rollout_engine.rewards import Rewards
+from rollout_engine.rollout_batch import Layout, rollout_batch
+from rollout_engine.rollout_run import Group
+from rollout_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger("rollout_engine")
+
+OnGroup = Callable[[RolloutBatch], Any]
+"""Called with the TensorDict of one group."""
+
+
+class GroupBatcher:
+    """Makes batches of one engine's groups. Any thread may call it."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        info = frontend.client.info
+        self._frontend = frontend
+        self._dtype = info.dtype
+        self._fp32_head = info.dtype != "float32" and info.config.fp32_head
+        self._pad_token_id = _pad_token_id(frontend)
+        self._counting = threading.Lock()
+
+    def batch(self, groups: Sequence[Group], layout: Layout) -> RolloutBatch:
+        """Make one TensorDict of groups of one rollout, in their order."""
+        rewards = [group.rewards for group in groups if group.rewards is not None]
+        batch = rollout_batch(
+            [group.output for group in groups],
+            pad_token_id=self._pad_token_id,
+            group_ids=[group.index for group in groups],
+            columns={name: [group.task.columns[name] for group in groups] for name in groups[0].task.columns},
+            rewards=[each.total for each in rewards] or None,
+            function_rewards=_by_function(rewards),
+            oversampled=groups[0].task.num_kept is not None,
+            layout=layout,
+        )
+        temperature = _logprob_temperature([group.task.params for group in groups])
+        note = RolloutNote(self._dtype, temperature, layout == "packed", self._fp32_head)
+        attach(batch["tokens", "full"], note)
+        return batch
+
+    def tell(self, on_group: OnGroup | None, group: Group, layout: Layout) -> None:
+        """Call `on_group`, where there is one, with the TensorDict of a group."""
+        if on_group is not None:
+            batch = self.batch([group], layout)
+            with allowed():
+                on_group(batch)
+
+    def count_staleness(self, groups: Sequence[Group]) -> None:
+        """Add the samples of groups that are handed out now to the engine's metrics."""
+        live, histogram = self._frontend.client.policy_version, self._frontend.streams.stats.rollout_staleness
+        samples = [sample for group in groups for sample in group.output.outputs if sample.version_spans]
+        ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in samples)
+        with held(), self._counting:
+            for age, times in ages.items():
+                histogram.observe(age, times)
+
+
+def log_rollout(groups: Sequence[Group], seconds: float, policy_version: int) -> None:
+    """Log one line on a rollout that took so many seconds."""
+    num_tokens = sum(group.num_tokens for group in groups)
+    rewards = [reward for group in groups if group.rewards for reward in group.rewards.total]
+    mean = f", mean reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
+    numbers = (len(groups), num_tokens, seconds, num_tokens / seconds, policy_version, mean)
+    logger.info("rollout of %d prompts: %d tokens in %.2f s (%.0f tokens/s), policy version %d%s", *numbers)
+
+
+def _logprob_temperature(params: Sequence[SamplingParams]) -> float | None:
+    """Temperature of a rollout's log-probs; None if its prompts do not share one."""
+    given = {p.temperature if p.logprobs_mode == "tempered" else 1.0 for p in params}
+    if len(given) > 1 or any(p.logprobs_mode == "processed" for p in params):
+        return None
+    return given.pop() or 1.0
+
+
+def _by_function(rewards: Sequence[Rewards]) -> dict[str, list[list[float | None]]]:
+    """Name -> per group, one reward per sample."""
+    return {name: [each.by_function[name] for each in rewards] for name in rewards[0].by_function} if rewards else {}
+
+
+def _pad_token_id(frontend: Frontend) -> int:
+    """The tokenizer's pad token, else its end token, else 0."""
+    try:
+        tokenizer = frontend.get_tokenizer()
+    except LifecycleError:
+        return 0
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
