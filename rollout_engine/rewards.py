@@ -11,8 +11,9 @@ import numbers
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import deepcopy
-from inspect import isawaitable, iscoroutine
+from inspect import CORO_CREATED, getcoroutinestate, isawaitable, iscoroutine
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +75,10 @@ class RewardCaller:
             for call in self._calls:
                 answers.append(self._call(call, group, prompt, output, columns))
             if any(map(isawaitable, answers)):
-                return asyncio.run_coroutine_threadsafe(self._await(answers, num, group), self._event_loop())
+                loop = self._event_loop()
+                awaited = asyncio.run_coroutine_threadsafe(self._await(answers, num, group), loop)
+                awaited.add_done_callback(lambda done: _close_unstarted(answers, loop) if done.cancelled() else None)
+                return awaited
             rewards.set_result(self._sum(answers, num, group))
         except Exception as problem:
             for answer in filter(iscoroutine, answers):
@@ -149,6 +153,18 @@ class _LoopThread:
         self.loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         started.set()
         await self._ended.wait()
+
+
+def _close_unstarted(answers: list[Any], loop: asyncio.AbstractEventLoop) -> None:
+    """Close the coroutines of a cancelled call that have not begun, on their own thread."""
+
+    def close() -> None:
+        for answer in filter(iscoroutine, answers):
+            if getcoroutinestate(answer) == CORO_CREATED:
+                answer.close()
+
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(close)
 
 
 def _copies(value: Any, num: int) -> list[Any]:
