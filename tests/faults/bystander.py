@@ -1,9 +1,12 @@
 """A client whose requests must not notice what others do to their engine."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +19,8 @@ from tests.faults.clean import assert_clean
 _ROOT = Path(__file__).parents[2]
 _PARAMS = SamplingParams(max_tokens=256, seed=9, ignore_eos=True, detokenize=False, output_kind="delta")
 _PROMPTS = [[5 + i, 6, 7] for i in range(8)]
+_PROCESSORS = sorted(os.sched_getaffinity(0))
+_THEIRS, _OURS = _PROCESSORS[-1:], _PROCESSORS[:-1] or _PROCESSORS
 
 
 class Held(NamedTuple):
@@ -39,6 +44,20 @@ class Bystander:
         """Learn what the tokens are while nobody disturbs."""
         for i, _ in enumerate(_PROMPTS):
             self._expected[i] = await self._read(i)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave the last processor to attackers, as if they were on another machine.
+
+        What is measured then is what they make the engine do, and not how processes share a processor.
+        """
+        own = os.getpid()
+        _use(own, _OURS)
+        _use(self.engine.frontend.client.pid, _OURS)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            _use(own, _PROCESSORS)
 
     async def stream(self, until: "asyncio.Future[Any]") -> list[float]:
         """Stream until `until` is done; returns the seconds between outputs. AssertionError for another token."""
@@ -87,12 +106,18 @@ class Bystander:
         return tokens
 
 
+def _use(pid: int, processors: list[int]) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), processors)
+
+
 async def attack(address: str, counts: dict[str, int]) -> None:
     """Carry attacks out, one after the other, in another process."""
     command = ["-m", "tests.faults.attacks", address, *(f"{name}={count}" for name, count in counts.items())]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
+    os.sched_setaffinity(process.pid, _THEIRS)
     try:
         _, said = await process.communicate()
     finally:

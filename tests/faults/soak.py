@@ -274,9 +274,10 @@ def attacks(checkpoint: Path, seconds: float, count: int) -> Figure:
         async def run() -> Figure:
             bystander, found = Bystander(engine), {}
             await bystander.prepare()
-            for name, (_, most) in ATTACKS.items():
-                await bystander.attacked(name, 1 + most // 100)  # what is allocated once is allocated now
-                found[name] = await bystander.attacked(name, min(most, count))
+            with bystander.apart():
+                for name, (_, most) in ATTACKS.items():
+                    await bystander.attacked(name, 1 + most // 100)  # what is allocated once is allocated now
+                    found[name] = await bystander.attacked(name, min(most, count))
             return found | dict(bystanders_requests=bystander.num_requests, wrong_tokens=0)
 
         return asyncio.run(run())
