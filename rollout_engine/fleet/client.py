@@ -51,7 +51,7 @@ class FleetClient:
         """Replicas that have an engine."""
         self._lock, self._process = threading.RLock(), OwnerProcess()
         self._listener: Listener | None = None
-        self._updates = FleetUpdates()
+        self._updates = FleetUpdates(members[0].first_digest)
         self._supervisor = Supervisor(provider, config, self._updates)
         self._calls = FleetCalls(self._brain, self._members, self._supervisor, self._lock, self._is_over)
         with self._lock:
@@ -194,9 +194,9 @@ class FleetClient:
         with self._lock:
             if not is_current() or self._supervisor.is_closed:
                 return False
+            version = self._updates.version_of(member)
             self._members[member.index] = member
             member.join(self)
-            version = -1 if self._updates.has_any else member.client.policy_version
             self._do(self._brain.started(member.index, version, time.monotonic()))
             return True
 

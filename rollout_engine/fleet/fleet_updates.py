@@ -17,6 +17,7 @@ import msgspec
 
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.errors import (
+    ConfigError,
     DrainTimeoutError,
     EngineDeadError,
     LifecycleError,
@@ -53,17 +54,27 @@ class Published(NamedTuple):
 class FleetUpdates:
     """One update at a time. The newest weights stay in shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_digest: str) -> None:
+        """`first_digest`: of the weights that the replicas start with."""
+        self._first_digest = first_digest
         self._updating = threading.Lock()
         self._cast_notice = CastNotice()
         self._directory: StoreDirectory | None = None
         self._sender: WeightSender | None = None
         self._newest: Published | None = None
 
-    @property
-    def has_any(self) -> bool:
-        """Whether there was an update: then a checkpoint's weights are not the newest, whatever their version."""
-        return self._newest is not None
+    def version_of(self, member: Member) -> int:
+        """Version of the weights that a replica has started with; -1, which is no fleet's, after an update.
+
+        Raises `ConfigError` where other replicas started with other weights, and no update has replaced them.
+        """
+        if self._newest is not None:
+            return -1
+        if member.first_digest != self._first_digest:
+            what = f"Replica {member.index} has loaded other weights ({member.first_digest}) than the first replica"
+            advice = "leave a checkpoint as it is while a fleet serves it, and send new weights by update_weights"
+            raise ConfigError(f"{what} ({self._first_digest}): {advice}.")
+        return member.client.policy_version
 
     @property
     def is_updating(self) -> bool:

@@ -4,12 +4,13 @@ The sequences of a fleet have ids of their own. A client's ids begin at `index <
 goes there, and taken from what comes.
 """
 
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
+from rollout_engine.config import EngineConfig
 from rollout_engine.errors import EngineDeadError, RolloutEngineError
-from rollout_engine.fleet.provider import Replica
+from rollout_engine.fleet.provider import Provider, Replica
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs
 from rollout_engine.process.client_routing import first_sequence_of
 
@@ -30,10 +31,22 @@ class Owner(Protocol):
 class Member:
     """A `Listener` of one replica's client."""
 
-    def __init__(self, index: int, replica: Replica) -> None:
+    def __init__(self, index: int, replica: Replica, first_digest: str) -> None:
+        """`first_digest`: of the weights that the replica started with."""
         self.index, self.replica, self.client = index, replica, replica.client
+        self.first_digest = first_digest
         self._first = first_sequence_of(self.client.index)
         self._owner: Owner | None = None
+
+    @classmethod
+    def start(cls, index: int, provider: Provider, config: EngineConfig) -> Self:
+        """Start a replica. Raises as `Provider.start`."""
+        replica = provider.start(index, config)
+        try:
+            return cls(index, replica, replica.client.call("get_live_digest", {}).result())
+        except BaseException:
+            replica.end(kill=True)
+            raise
 
     def join(self, owner: Owner) -> None:
         """Tell `owner` from now on."""

@@ -106,7 +106,7 @@ class Supervisor:
 
     def _start(self, index: int, fleet: Fleet) -> None:
         try:
-            member = Member(index, self._provider.start(index, self._config))
+            member = Member.start(index, self._provider, self._config)
         except Exception as problem:
             fleet.not_started(index, problem)
             return
@@ -178,7 +178,7 @@ def started(
 
     def start(index: int) -> None:
         try:
-            members[index] = Member(index, provider.start(index, config))
+            members[index] = Member.start(index, provider, config)
         except Exception as problem:
             problems.append(problem)
 

@@ -43,6 +43,12 @@ def get_live_weights(driver: ServingDriver) -> tuple[int, dict[str, tuple[str, t
 
 
 @WEIGHT_VERBS.add(public=False)
+def get_live_digest(driver: ServingDriver) -> str:
+    """Digest of the live weights, which are read whole."""
+    return driver.executor.updater.digest()
+
+
+@WEIGHT_VERBS.add(public=False)
 def begin_weight_update(
     driver: ServingDriver, manifest: WeightManifest, rendezvous: Rendezvous, options: UpdateOptions
 ) -> Future[bool]:
