@@ -245,6 +245,27 @@ def test_a_replica_whose_weights_were_changed_by_something_else_starts_anew(chec
     assert "is started anew: it computes with weights of version 1" in caplog.text
 
 
+@pytest.mark.slow
+def test_a_checkpoint_that_was_changed_under_a_fleet_is_not_served(tmp_path):
+    path = tiny_checkpoint(tmp_path / "model", max_position_embeddings=4096)
+
+    async def run(engine):
+        digests = await engine.collective_rpc("get_weight_digest")
+        assert digests[0] == digests[1]
+        tiny_model(seed=9).save_pretrained(path)
+        os.kill((await all_serve(engine))[1].pid, signal.SIGKILL)
+        while "has loaded other weights" not in (found := (await engine.replicas())[1]).problem:
+            await asyncio.sleep(0.02)
+        assert found.state == "STARTING"
+        await engine.update_weights(tiny_model(seed=10).state_dict())
+        await all_serve(engine)
+        digests = await engine.collective_rpc("get_weight_digest")
+        assert digests[0] == digests[1]
+
+    with AsyncLLM(path, num_replicas=2, **OPTIONS) as engine:
+        asyncio.run(run(engine))
+
+
 @pytest.mark.parametrize(
     "num_replicas, said", [(0, "num_replicas=0"), (1.5, "num_replicas=1.5"), (10**6, "processors")]
 )

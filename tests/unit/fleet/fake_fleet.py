@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.faces.frontend import Frontend
@@ -29,6 +30,13 @@ class FakeClient(LocalClient):
 
     def abort(self, sequence_ids):
         self._sent.submit(super().abort, sequence_ids)
+
+    def call(self, name, arguments):
+        if name != "get_live_digest":
+            return super().call(name, arguments)
+        answer = CallFuture()
+        answer.succeed("of a fake model")
+        return answer
 
     def shutdown(self):
         super().shutdown()
