@@ -56,7 +56,7 @@ class FleetCalls:
             take_back()
             self._refuse_all(name)
         if verb.combine is None:
-            return call_one(verb, arguments, serving or clients)
+            return call_one(verb, arguments, serving or clients, self._is_over)
         try:
             future = call_all(verb, arguments, clients, self._is_over)
         except BaseException:

@@ -24,7 +24,7 @@ def call_all(
     assert verb.combine is not None, "a verb of all replicas says how their results combine"
     gathered = _Gathered(verb, len(clients), is_over)
     if not clients:
-        gathered.future.fail(EngineDeadError(f"{verb.name}: no replica of the fleet lives at the moment."))
+        gathered.future.fail(_lost(verb, is_over))
     for index, client in enumerate(clients):
         try:
             answer = client.call(verb.name, arguments)
@@ -35,10 +35,15 @@ def call_all(
     return gathered.future
 
 
-def call_one(verb: Verb, arguments: Mapping[str, Any], clients: Sequence[EngineClient]) -> CallFuture:
-    """Call a verb on the first of these replicas; on the next one where it is lost before it has answered."""
+def call_one(
+    verb: Verb, arguments: Mapping[str, Any], clients: Sequence[EngineClient], is_over: Callable[[], bool]
+) -> CallFuture:
+    """Call a verb on the first of these replicas; on the next one where it is lost before it has answered.
+
+    `RetryableError` where all are lost and the fleet is not over.
+    """
     result = CallFuture()
-    _ask_next(verb, arguments, list(clients), result)
+    _ask_next(verb, arguments, list(clients), is_over, result)
     return result
 
 
@@ -48,24 +53,36 @@ def is_refused(call: Future[Any]) -> bool:
     return isinstance(error, LifecycleError | RequestError) and not isinstance(error, DrainTimeoutError)
 
 
-def _ask_next(verb: Verb, arguments: Mapping[str, Any], clients: list[EngineClient], result: CallFuture) -> None:
+def _ask_next(
+    verb: Verb,
+    arguments: Mapping[str, Any],
+    clients: list[EngineClient],
+    is_over: Callable[[], bool],
+    result: CallFuture,
+) -> None:
     if not clients:
-        result.fail(EngineDeadError(f"{verb.name}: no replica of the fleet lives at the moment."))
+        result.fail(_lost(verb, is_over))
         return
     first, *others = clients
     try:
         answer = first.call(verb.name, arguments)
     except EngineDeadError:
-        return _ask_next(verb, arguments, others, result)
+        return _ask_next(verb, arguments, others, is_over, result)
 
     def answered(answer: Future[Any]) -> None:
-        if not answer.cancelled() and isinstance(answer.exception(), EngineDeadError) and others:
-            _ask_next(verb, arguments, others, result)
+        if not answer.cancelled() and isinstance(answer.exception(), EngineDeadError):
+            _ask_next(verb, arguments, others, is_over, result)
         elif not answer.cancelled():
             copy_outcome(answer, result)
 
     answer.add_done_callback(answered)
     result.add_done_callback(lambda result: answer.cancel() if result.cancelled() else None)
+
+
+def _lost(verb: Verb, is_over: Callable[[], bool]) -> EngineDeadError | RetryableError:
+    if is_over():
+        return EngineDeadError(f"{verb.name}: no replica of the fleet lives.")
+    return RetryableError(f"{verb.name}: a replica was lost before it had answered; the fleet goes on: call it again.")
 
 
 class _Gathered:
@@ -95,8 +112,7 @@ class _Gathered:
         if results and not needs_all:
             errors = [error for error in errors if not isinstance(error, EngineDeadError)]
         if errors and isinstance(errors[0], EngineDeadError) and not self._is_over():
-            what = f"{self._verb.name}: a replica was lost before it had answered"
-            self.future.fail(RetryableError(f"{what}; the fleet goes on: call it again."))
+            self.future.fail(_lost(self._verb, self._is_over))
         elif errors:
             self.future.fail(errors[0])
         else:

@@ -28,6 +28,12 @@ class FakeClient(LocalClient):
     def add_request(self, request):
         self._sent.submit(self._add, request)
 
+    def call(self, name, arguments):
+        future = super().call(name, arguments)
+        if self.dead_error is not None:
+            raise EngineDeadError(*self.dead_error.args)
+        return future
+
     def abort(self, sequence_ids):
         self._sent.submit(super().abort, sequence_ids)
 

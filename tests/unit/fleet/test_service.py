@@ -11,6 +11,7 @@ from rollout_engine import (
     LLM,
     AsyncLLM,
     ConfigError,
+    EngineDeadError,
     GenerateTimeoutError,
     LifecycleError,
     LLMEngine,
@@ -323,6 +324,27 @@ def test_while_no_replica_lives_calls_may_be_tried_again(service, provider):
         service.generate("a", SHORT)
     with pytest.raises(RetryableError, match="collective_rpc: no replica"):
         service.collective_rpc("get_weight_digest")
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_call_goes_to_another_replica_where_one_is_lost_or_may_be_tried_again(
+    service, provider, monkeypatch, num_lost
+):
+    def lose(*_):
+        raise EngineDeadError("it was lost")
+
+    for index in range(num_lost):
+        monkeypatch.setattr(provider.replicas[index].client, "call", lose)
+    if num_lost == 1:
+        assert service.get_model_metadata()
+        assert service.generate("a", SHORT, use_tqdm=False)[0].finished
+        assert service.get_num_unfinished_requests() == 0
+        with pytest.raises(RetryableError, match="collective_rpc: a replica was lost before it had answered"):
+            service.collective_rpc("get_weight_digest")
+    else:
+        for call in (service.get_model_metadata, service.get_num_unfinished_requests, partial(service.generate, "a")):
+            with pytest.raises(RetryableError, match="a replica was lost before it had answered; the fleet goes on"):
+                call()
 
 
 def test_a_weight_group_is_refused_and_the_error_says_what_to_use(service):
