@@ -47,6 +47,9 @@ class ProcessProvider:
         client = ProcessClient.start(config, hang_seconds=self._hang_seconds, start_seconds=self._start_seconds)
         return ProcessReplica(client)
 
+    def close(self) -> None:
+        """Do nothing: what is starting is ended once it has started."""
+
     def shutdown(self) -> None:
         """Do nothing: all that there is belongs to replicas."""
 

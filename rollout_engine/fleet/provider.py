@@ -54,5 +54,8 @@ class Provider(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Start nothing more, and end what is starting: its `start` raises."""
+
     def shutdown(self) -> None:
         """Release what is not a replica's own."""

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,6 +18,8 @@ _PROBE_SECONDS = 5.0
 _REPORT_SECONDS = 3.0
 """Free resources are reported by the nodes, some time after they were freed."""
 _POLL_SECONDS = 0.1
+_WAIT_SECONDS = 0.5
+"""How often a replica that waits for room looks whether it still wants it."""
 _MAX_NODES_SHOWN = 8
 
 
@@ -104,11 +106,17 @@ class RayCluster:
         most = int(max((resources.get("CPU", 0.0) for resources in nodes.values()), default=0.0))
         return next((num_cpus for num_cpus in range(most, 0, -1) if _room(Bundle(num_cpus, 0), nodes) >= count), 0)
 
-    def place(self, bundle: Bundle, name: str, seconds: float) -> Any:
-        """Reserve a bundle on one node. Returns Ray's placement group; `RetryableError`: none is free in `seconds`."""
+    def place(self, bundle: Bundle, name: str, seconds: float, is_ended: Callable[[], bool]) -> Any:
+        """Reserve a bundle on one node. Returns Ray's placement group.
+
+        Raises `RetryableError` where none is free within `seconds`, or before `is_ended()`.
+        """
         group = self.ray.util.placement_group([bundle.resources], strategy="STRICT_PACK", name=name)
         try:
-            if not group.wait(seconds):
+            deadline = time.monotonic() + seconds
+            while not (is_ready := group.wait(_WAIT_SECONDS)) and time.monotonic() < deadline and not is_ended():
+                pass
+            if not is_ready:
                 outcome = f"no node had room for one within {seconds:.0f} s"
                 raise RetryableError(self._no_room(bundle, 1, self._free(), outcome))
         except BaseException:

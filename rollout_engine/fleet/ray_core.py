@@ -57,7 +57,7 @@ class RemoteCore:
         Raises what prevented it within `seconds`: `ConfigError`, `RetryableError`, `EngineDeadError`.
         """
         deadline = time.monotonic() + seconds
-        group = self._cluster.place(self._bundle, self.name, min(_PLACE_SECONDS, seconds))
+        group = self._cluster.place(self._bundle, self.name, min(_PLACE_SECONDS, seconds), lambda: self._is_ended)
         with self._lock:
             if self._is_ended:
                 self._cluster.release(group)

@@ -82,7 +82,9 @@ class RayProvider:
         self._numbers = itertools.count()
         self._cores: dict[RemoteCore, int] = {}
         """Those that are not gone, and the indexes of their replicas."""
-        self._lock, self._is_closed = threading.Lock(), False
+        self._starting: set[RemoteCore] = set()
+        self._lock = threading.Lock()
+        self._is_closed = self._is_left = False
         self._owner = OwnerProcess()
         self._watch = ActorWatch(lambda core: self.end_core(core, kill=True))
         atexit.register(self.shutdown)  # before Ray's own, which it registered when it was imported
@@ -119,6 +121,7 @@ class RayProvider:
             others = sum(not each.is_ended and its != index for each, its in self._cores.items())
             self._cluster.require_size(bundle, others + 1)  # one of the same index was lost, and is about to be ended
             self._cores[core] = index
+            self._starting.add(core)
         try:
             keys = Keys.make()
             place = core.start(config, keys, self._start_seconds)
@@ -128,6 +131,8 @@ class RayProvider:
         except BaseException:
             self.end_core(core, kill=True)
             raise
+        finally:
+            self._starting.discard(core)
         self._watch.add(core)
         logger.info("%s: %s, core process %d on %s", name, replica.client.info.choices, place.pid, node)
         return replica
@@ -143,6 +148,14 @@ class RayProvider:
         core.end(kill=kill)
         self._cores.pop(core, None)
 
+    def close(self) -> None:
+        """Start nothing more, and end what is starting: its `start` raises."""
+        with self._lock:
+            self._is_closed = True
+            starting = list(self._starting)
+        for core in starting:
+            core.end(kill=True)
+
     def shutdown(self) -> None:
         """End the replicas that are left, and leave the cluster, which ends if it was started for providers.
 
@@ -151,9 +164,9 @@ class RayProvider:
         if not self._owner.is_current:
             return
         with self._lock:
-            if self._is_closed:
+            if self._is_left:
                 return
-            self._is_closed = True
+            self._is_closed = self._is_left = True
         atexit.unregister(self.shutdown)
         self._watch.close()
         for core in list(self._cores):

@@ -100,6 +100,7 @@ class Supervisor:
         """End these replicas, and wait for every thread. Called without the lock, after `close`."""
         for member in members:
             self._end(member)
+        self._provider.close()
         for thread in list(self._threads):
             thread.join()
         self._provider.shutdown()
@@ -108,7 +109,8 @@ class Supervisor:
         try:
             member = Member.start(index, self._provider, self._config)
         except Exception as problem:
-            fleet.not_started(index, problem)
+            if not self.is_closed:
+                fleet.not_started(index, problem)
             return
         try:
             self._bring_in(member, fleet)

@@ -105,6 +105,9 @@ class FakeProvider:
         replica = self.replicas[index] = FakeReplica(self.max_model_len)
         return replica
 
+    def close(self):
+        pass
+
     def shutdown(self):
         pass
 
