@@ -3,11 +3,14 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import ray
 
 from rollout_engine import EngineDeadError, RetryableError
+from rollout_engine.fleet import ray_provider
 from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.process.core_launcher import config_digest
 from tests.faults.slow_start import BEGUN
 from tests.ray.running import (
     SMALL,
@@ -55,6 +58,17 @@ def a_start_that_fails_leaves_nothing(config):
     refused(lambda: impatient.start(0, slow), "not ready within", kind=EngineDeadError)
     settle(lambda: not actors("ALIVE") and not groups("CREATED"), "nothing is left of it")
     assert generated(provider.start(0, config).client), "the cluster is as good as before"
+    provider.shutdown()
+
+
+@scenario
+def a_core_of_another_configuration_is_refused(config):
+    small_cluster()
+    provider = RayProvider()
+    with mock.patch.object(ray_provider, "config_digest", lambda config: "a digest of this program's"):
+        refused(lambda: provider.start(0, config), "a digest of this program's", config_digest(config))
+    settle(lambda: not actors("ALIVE") and not groups("CREATED"), "nothing is left of it")
+    assert generated(provider.start(0, config).client)
     provider.shutdown()
 
 

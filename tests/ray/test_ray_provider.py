@@ -41,7 +41,10 @@ def test_what_dies_or_hangs_is_noticed_and_leaves_nothing(run_scenarios):
 @pytest.mark.slow
 def test_starts_that_are_refused_fail_or_are_given_up_leave_nothing(run_scenarios):
     run_scenarios(
-        "what_does_not_fit_is_refused", "a_start_that_fails_leaves_nothing", "a_shutdown_ends_what_is_starting"
+        "what_does_not_fit_is_refused",
+        "a_start_that_fails_leaves_nothing",
+        "a_core_of_another_configuration_is_refused",
+        "a_shutdown_ends_what_is_starting",
     )
 
 
