@@ -16,6 +16,7 @@ COMMANDS = {
     "postmortem": "the last steps of a core that died, and whether its scheduler fails alone",
     "core": "a core that listens on TCP, for front ends on other machines",
     "bench": "tokens per second of a model, and the share of what memory and arithmetic allow",
+    "simulate": "throughput, latency, staleness and failures of a fleet of thousands, from what its steps cost",
 }
 """Name -> help. A command is a module `rollout_engine.cli.<name>` with `add_arguments(parser)` and `run(arguments)`."""
 

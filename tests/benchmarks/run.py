@@ -2,7 +2,7 @@
 
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
-python tests/benchmarks/run.py costs updates memory startup host balancer fleet attention training   ours alone
+python tests/benchmarks/run.py costs updates memory startup host balancer capacity fleet attention training   ours alone
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -20,6 +20,7 @@ from typing import Any
 import arrivals
 import attention
 import balancer
+import capacity
 import costs
 import fleet
 import host
@@ -35,7 +36,9 @@ from prompts import FreshPrompts
 from workers import HERE, ROOT, Worker
 from works import SHAPES, WORKS, figure_name, write_config
 
+from rollout_engine.cli import measured_costs
 from rollout_engine.cli.ceilings import Work
+from rollout_engine.testing import tiny_checkpoint
 
 PEERS = ("vllm", "generate", "generate_batch")
 _BUSY_PERCENT = 6.0
@@ -135,6 +138,17 @@ def measure_balancer(run: Run) -> None:
         run.keep(f"balancer, {num_replicas} replicas", lambda n=num_replicas: balancer.measure(n, run.rounds))
 
 
+def measure_capacity(run: Run) -> None:
+    options = dict(load_format="dummy", dtype=SHAPES["M"]["dtype"], num_threads=1, max_num_seqs=32, num_kv_blocks=4096)
+    measured = measured_costs.measure(str(run.directory("M")), options)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = tiny_checkpoint(folder, max_position_embeddings=1024)
+        learned = capacity.learn(checkpoint, measured)
+        for num_replicas in (2, 4):
+            name = f"capacity, {num_replicas} replicas that sleep the steps of M"
+            run.keep(name, lambda n=num_replicas: capacity.compare(checkpoint, measured, learned, n))
+
+
 def measure_attention(run: Run) -> None:
     run.keep("attention, decoding", lambda: attention.measure(run.rounds, 1 << 30))
 
@@ -193,6 +207,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "startup": measure_startup,
     "host": measure_host,
     "balancer": measure_balancer,
+    "capacity": measure_capacity,
     "attention": measure_attention,
     "training": measure_training,
     "own_process": measure_own_process,

@@ -1,0 +1,183 @@
+"""Reads a fleet file (TOML), `table.key=value` beside it, and the cases that its table [compare] makes of it."""
+
+import itertools
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout_engine.capacity.options import (
+    CostsTable,
+    EngineTable,
+    FailuresTable,
+    FleetFile,
+    FleetTable,
+    Lengths,
+    Table,
+    TrainingTable,
+    WeightsTable,
+    WorkloadTable,
+)
+from rollout_engine.errors import ConfigError, refused, unknown_name
+
+TABLES: dict[str, type[Table]] = {
+    "fleet": FleetTable,
+    "engine": EngineTable,
+    "costs": CostsTable,
+    "workload": WorkloadTable,
+    "training": TrainingTable,
+    "weights": WeightsTable,
+    "failures": FailuresTable,
+}
+_LENGTHS = ("prompt_tokens", "output_tokens")
+_MAX_CASES = 64
+_COST_NAMES = ("step_seconds", "row_seconds", "prefill_token_seconds", "context_token_seconds")
+
+
+class Case(NamedTuple):
+    """One row of a comparison."""
+
+    settings: dict[str, Any]
+    """What it sets, of what is compared: "table.key" -> value."""
+    file: FleetFile
+
+
+def read_cases(path: Path | None, overrides: Sequence[str]) -> list[Case]:
+    """The cases of a file (None: all defaults) with overrides `table.key=value`, of which `compare.table.key=[...]`.
+
+    Raises `ConfigError` for a file that cannot be read, an unknown table or key, naming the closest, and a value out of
+    bounds.
+    """
+    content = {} if path is None else _read(path)
+    where = "" if path is None else f"{path}: "
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or ("." not in key and key != "seed"):
+            raise ConfigError(f"'{override}' is not an option: write table.key=value, as fleet.num_replicas=1000.")
+        if key.startswith("compare."):
+            content.setdefault("compare", {})[key.removeprefix("compare.")] = _value(text)
+        else:
+            _set(content, key, _value(text))
+    compared = content.pop("compare", {})
+    if not isinstance(compared, dict):
+        raise ConfigError(where + refused("compare", compared, 'a table, as [compare] with "fleet.balancer" = [...]'))
+    base = _made(content, where)
+    if base.costs.file:
+        content["costs"] = _measured_before(Path(base.costs.file), path)
+    cases = [_case(content, settings, where) for settings in _settings(_flat(compared), where)]
+    for case in cases:
+        case.file.check()
+    return cases
+
+
+def with_costs(case: Case, costs: CostsTable) -> Case:
+    """The same case with these costs."""
+    return case._replace(file=msgspec.structs.replace(case.file, costs=costs))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(
+            f"{path} cannot be read: {problem.strerror}. Give a TOML file, as examples/fleet.toml."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path} is not TOML: {problem}. See examples/fleet.toml.") from None
+
+
+def _measured_before(path: Path, beside: Path | None) -> dict[str, Any]:
+    """The numbers of another file's table [costs]; its path counts from where the fleet file is."""
+    path = path if beside is None else beside.parent / path
+    table = _read(path).get("costs")
+    if not isinstance(table, dict) or not set(_COST_NAMES) <= set(table):
+        raise ConfigError(
+            f"{path} has no table [costs] with {', '.join(_COST_NAMES)}: `simulate --measure` writes one."
+        )
+    return {name: table[name] for name in _COST_NAMES}
+
+
+def _value(text: str) -> Any:
+    """A value given on the command line: JSON, or else text."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return text
+
+
+def _set(content: dict[str, Any], key: str, value: Any) -> None:
+    *tables, name = key.split(".")
+    for table in tables:
+        content = content.setdefault(table, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"'{key}' is not an option: {table} is not a table.")
+    content[name] = value
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table's keys with those of the tables in it, joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _settings(compared: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Every combination of what is compared."""
+    for key, values in compared.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(where + refused(f"compare.{key}", values, "a list of the values to compare"))
+        if key.startswith("costs.") and key.removeprefix("costs.") in ("file", "measure"):
+            raise ConfigError(
+                f"{where}compare.{key} is not possible: costs come from one place. Compare their numbers."
+            )
+    cases = [dict(zip(compared, values, strict=True)) for values in itertools.product(*compared.values())]
+    if len(cases) > _MAX_CASES:
+        raise ConfigError(f"{where}[compare] makes {len(cases)} cases, more than {_MAX_CASES}: compare fewer values.")
+    return cases
+
+
+def _case(content: Mapping[str, Any], settings: dict[str, Any], where: str) -> Case:
+    changed = msgspec.json.decode(msgspec.json.encode(content))  # a copy down to its leaves
+    for key, value in settings.items():
+        _set(changed, key, value)
+    return Case(settings, _made(changed, where))
+
+
+def _made(content: Mapping[str, Any], where: str) -> FleetFile:
+    for name in content:
+        if name not in (*TABLES, "seed"):
+            raise ConfigError(where + unknown_name("table", name, (*TABLES, "compare", "seed")))
+    tables = {name: _table(name, content.get(name, {}), where) for name in TABLES}
+    seed = content.get("seed", 0)
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ConfigError(where + refused("seed", seed, "an int of at least 0"))
+    return FleetFile(**tables, seed=seed)  # type: ignore[arg-type]
+
+
+def _table(name: str, given: Any, where: str) -> Any:
+    kind = TABLES[name]
+    if not isinstance(given, dict):
+        raise ConfigError(where + refused(name, given, f"a table: write [{name}] above its keys"))
+    if name == "workload":
+        parts = {
+            key: _struct(Lengths, f"workload.{key}", value, where) for key, value in given.items() if key in _LENGTHS
+        }
+        given = given | parts
+    return _struct(kind, name, given, where)
+
+
+def _struct(kind: type[Table], name: str, given: Any, where: str) -> Any:
+    if not isinstance(given, dict):
+        raise ConfigError(where + refused(name, given, "a table, as { median = 800, p95 = 4000, most = 8192 }"))
+    for key in given:
+        if key not in kind.__struct_fields__:
+            other = next((table for table, each in TABLES.items() if key in each.__struct_fields__), None)
+            hint = f"'{key}' belongs to [{other}], not to [{name}]." if other else ""
+            raise ConfigError(where + (hint or unknown_name(f"key of [{name}]", key, kind.__struct_fields__)))
+    try:
+        return kind(**given)
+    except ConfigError as problem:
+        raise ConfigError(f"{where}[{name}]: {problem}") from None

@@ -1,0 +1,224 @@
+"""The tables of a fleet file: what fleet, what work, and what it all costs. Units are in the names."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from rollout_engine._structs import UserStruct
+from rollout_engine.capacity.costs import StepCosts
+from rollout_engine.errors import ConfigError, refused
+from rollout_engine.fleet.balancer import Balancer
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Counts0 = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Table(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[metaclass]
+    """Base of the tables."""
+
+
+class FleetTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replicas, where they are, and who gets a request."""
+
+    readings = {"balancer": lambda value: [value] if isinstance(value, str) else value}
+
+    num_replicas: Count = 8
+    replicas_per_node: Count = 8
+    balancer: tuple[str, ...] = ("prefix-aware", "requests")
+    """Strategies in fallback order, those of `Balancer`."""
+    prefix_length: Count = 8
+    overload_threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.5
+    slow_share: Share = 0.0
+    """Share of the replicas whose steps take `slow_factor` times as long."""
+    slow_factor: Rate = 1.5
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that hold a replica."""
+        return -(-self.num_replicas // self.replicas_per_node)
+
+    def make_balancer(self) -> Balancer:
+        """The balancer of a fleet. Raises `ConfigError` for an unknown strategy."""
+        strategies: Any = self.balancer
+        return Balancer(strategies, prefix_length=self.prefix_length, overload_threshold=self.overload_threshold)
+
+    def check(self) -> None:
+        self.make_balancer()
+
+
+class EngineTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of every engine, by the names of `EngineConfig`."""
+
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count = 8192
+    max_prefill_beside_decode: Count = 1 << 30
+    """Most prompt tokens of a step in which other sequences decode: 512 on a CPU; a device has no such bound."""
+    num_kv_blocks: Count = 24_000
+    block_size: Count = 16
+    enable_prefix_caching: bool = True
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.num_kv_blocks * self.block_size
+
+    def check(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            bound = f"at least max_num_seqs={self.max_num_seqs}"
+            raise ConfigError(refused("max_num_batched_tokens", self.max_num_batched_tokens, bound))
+
+
+class CostsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of a step, added up; or where they come from. The defaults are reckoned, not measured: an 8B model in
+    bfloat16 that reads its weights at 3 TB/s."""
+
+    step_seconds: Amount = 6e-3
+    row_seconds: Amount = 2e-5
+    prefill_token_seconds: Amount = 4e-5
+    context_token_seconds: Amount = 4e-8
+    file: str = ""
+    """File with a table [costs] that was measured before; in place of the numbers."""
+    measure: str = ""
+    """Checkpoint whose steps are measured on this machine first; in place of the numbers."""
+
+    @property
+    def costs(self) -> StepCosts:
+        """The numbers."""
+        return StepCosts(self.step_seconds, self.row_seconds, self.prefill_token_seconds, self.context_token_seconds)
+
+    def check(self) -> None:
+        if self.file and self.measure:
+            raise ConfigError(f"file={self.file!r} and measure={self.measure!r} are both set: give one of them.")
+        if not self.step_seconds + self.row_seconds > 0:
+            raise ConfigError(refused("step_seconds", self.step_seconds, "above 0, or row_seconds is: steps take time"))
+
+
+class Lengths(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A distribution of lengths in tokens: log-normal between `least` and `most`, or drawn from `values`."""
+
+    median: Rate = 256.0
+    p95: Rate = 512.0
+    """The median again for one length alone."""
+    least: Count = 1
+    most: Count = 4096
+    values: tuple[Count, ...] = ()
+    """Lengths to draw from, such as those of real rollouts, in place of median and p95."""
+
+    def check(self) -> None:
+        if self.p95 < self.median:
+            raise ConfigError(refused("p95", self.p95, f"at least median={self.median:g}"))
+        if self.least > self.most:
+            raise ConfigError(refused("least", self.least, f"at most most={self.most}"))
+        if self.values and max(self.values) > self.most:
+            raise ConfigError(refused("values", max(self.values), f"at most most={self.most}"))
+
+
+class WorkloadTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rollout batches, one after another; or requests that arrive by themselves."""
+
+    num_batches: Count = 4
+    prompts_per_batch: Count = 256
+    samples_per_prompt: Count = 8
+    samples_per_request: Counts0 = 0
+    """Samples that one request asks for. 0: all of a prompt's, which computes the prompt once."""
+    requests_per_second: Amount = 0.0
+    """Above 0, prompts arrive as a Poisson process in place of batches, `num_batches` x `prompts_per_batch` in all."""
+    prompt_tokens: Lengths = msgspec.field(default_factory=lambda: Lengths(median=256, p95=512, most=1024))
+    shared_prefix_tokens: Counts0 = 0
+    """First tokens of every prompt that are the same for all, such as a system prompt; part of its length."""
+    output_tokens: Lengths = msgspec.field(default_factory=lambda: Lengths(median=800, p95=4000, most=8192))
+    sample_correlation: Share = 0.5
+    """How much the lengths of a prompt's samples are alike: 0 not at all, 1 the same."""
+
+    @property
+    def samples_together(self) -> int:
+        """Samples of one request."""
+        return self.samples_per_request or self.samples_per_prompt
+
+    @property
+    def arrives(self) -> bool:
+        """Whether prompts arrive by themselves."""
+        return self.requests_per_second > 0
+
+    def check(self) -> None:
+        if self.samples_per_prompt % self.samples_together:
+            bound = f"a divisor of samples_per_prompt={self.samples_per_prompt}, or 0"
+            raise ConfigError(refused("samples_per_request", self.samples_per_request, bound))
+
+
+class TrainingTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The trainer: it trains on one batch after another and publishes new weights after each."""
+
+    train_seconds: Amount = 30.0
+    max_staleness: Counts0 = 0
+    """Versions by which the weights that begin a batch may lag behind those that train on it. 0: rollouts and training
+    take turns; 1: the next batch is made while this one trains."""
+    mode: Literal["keep", "wait"] = "keep"
+    """Requests in flight at an update go on under the new weights, or end first."""
+    kv: Literal["keep", "recompute"] = "keep"
+
+
+class WeightsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """New weights: published once, sent from node to node, staged by each replica, committed between two steps."""
+
+    gigabytes: Amount = 16.0
+    publish_gigabytes_per_second: Rate = 8.0
+    """How fast the trainer packs and writes them."""
+    fan_out: Literal["chain", "tree", "star"] = "tree"
+    """Who sends to whom between nodes: each to the next, each to `tree_degree` others, or the trainer's to all."""
+    tree_degree: Count = 2
+    publications: Literal["node", "replica"] = "node"
+    """Whether a node's replicas read one copy, or each gets its own over the network."""
+    network_gigabytes_per_second: Rate = 12.5
+    """Out of one node, shared by all that it sends to."""
+    chunk_megabytes: Rate = 64.0
+    """What a node has before it begins to pass it on."""
+    latency_seconds: Amount = 0.001
+    """Of a chunk from node to node, beside its transfer."""
+    stage_gigabytes_per_second: Rate = 10.0
+    """How fast one replica reads them."""
+    node_read_gigabytes_per_second: Rate = 40.0
+    """How fast all replicas of a node read together."""
+    commit_seconds: Amount = 0.05
+    """Stall of a replica at its commit."""
+
+
+class FailuresTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Failures of replicas, and what they cost."""
+
+    mtbf_hours: Amount = 0.0
+    """Mean time of service of one replica until it fails; times are exponential. 0: none ever fails."""
+    detection_seconds: Amount = 0.25
+    restart_seconds: Amount = 120.0
+    """From the restart's begin until the engine is loaded; it then stages the newest weights."""
+    requests: Literal["continue", "restart"] = "continue"
+    """Requests of a lost replica go on behind the tokens that they have, as `FleetClient`'s do, or begin again."""
+
+
+class FleetFile(msgspec.Struct, frozen=True, kw_only=True):
+    """All tables of one case."""
+
+    fleet: FleetTable
+    engine: EngineTable
+    costs: CostsTable
+    workload: WorkloadTable
+    training: TrainingTable
+    weights: WeightsTable
+    failures: FailuresTable
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of lengths, arrivals and failures: the same file and seed give the same figures."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` where tables do not fit each other."""
+        longest = self.workload.prompt_tokens.most + self.workload.output_tokens.most
+        if longest > self.engine.num_kv_tokens:
+            what = (
+                f"[workload] has sequences of up to {longest} tokens, and [engine] KV for {self.engine.num_kv_tokens}"
+            )
+            raise ConfigError(f"{what} (num_kv_blocks x block_size): raise num_kv_blocks, or lower `most` of a length.")
+        if self.workload.shared_prefix_tokens > self.workload.prompt_tokens.least:
+            bound = f"at most prompt_tokens.least={self.workload.prompt_tokens.least}, the shortest prompt"
+            raise ConfigError(refused("workload.shared_prefix_tokens", self.workload.shared_prefix_tokens, bound))
