@@ -126,7 +126,7 @@ class SimulatedFleet:
     def _detect(self, replica: SimulatedReplica) -> None:
         sequences = [*replica.engine.sequences(), *replica.held()]
         num_tokens = sum(replica.engine.num_sampled(each) for each in sequences)
-        self.counts.num_moved += len(sequences)
+        self.counts.num_moved += sum(len(entry.live) for entry in self.brain.ledger.of_replica(replica.index))
         if self._file.failures.requests == "continue":
             self._tell_tokens(replica)
             self.counts.num_carried_tokens += num_tokens
