@@ -8,6 +8,9 @@ import numpy as np
 
 from rollout_engine.errors import ConfigError
 
+_NUM_ROUNDS = 8
+"""Of the fit, each weighted by the one before."""
+
 
 class StepShape(NamedTuple):
     """What a step computes, as far as its time depends on it."""
@@ -50,29 +53,37 @@ class Fit(NamedTuple):
 
 
 def fit(shapes: Sequence[StepShape], seconds: Sequence[float]) -> Fit:
-    """Fit costs to measured steps by least squares of relative errors, no cost below 0.
+    """Fit costs to measured steps by least squares, no cost below 0.
 
-    The best of the fits over every subset of the four parts: with so few, that is the exact solution. Raises
-    `ConfigError` for fewer steps than parts.
+    A step counts by 1 / its fitted seconds, as in a Poisson regression: short steps count as well as long ones, and the
+    sum of all steps is as measured. Raises `ConfigError` for fewer steps than costs.
     """
     if len(seconds) < len(StepCosts._fields):
         least = len(StepCosts._fields)
         raise ConfigError(f"{len(seconds)} measured steps are too few to fit the costs of a step: at least {least}.")
     measured = np.asarray(seconds, dtype=np.float64)
     parts = np.column_stack([np.ones(len(shapes)), np.asarray(shapes, dtype=np.float64)])
-    scaled = parts / measured[:, None]
-    best, least_error = np.zeros(parts.shape[1]), np.inf
-    for size in range(1, parts.shape[1] + 1):
-        for chosen in combinations(range(parts.shape[1]), size):
-            found, *_ = np.linalg.lstsq(scaled[:, chosen], np.ones(len(measured)), rcond=None)
-            error = float(np.sum((scaled[:, chosen] @ found - 1.0) ** 2))
-            if found.min() >= 0 and error < least_error:
-                best, least_error = np.zeros(parts.shape[1]), error
-                best[list(chosen)] = found
-    reckoned = parts @ best
+    reckoned = measured
+    for _ in range(_NUM_ROUNDS):
+        found = _least_squares(parts, measured, 1 / np.sqrt(np.maximum(reckoned, 1e-9 * measured.max())))
+        reckoned = parts @ found
     return Fit(
-        StepCosts(*map(float, best)),
+        StepCosts(*map(float, found)),
         total_error=float(reckoned.sum() / measured.sum() - 1),
         p95_error=float(np.quantile(np.abs(reckoned / measured - 1), 0.95)),
         num_steps=len(measured),
     )
+
+
+def _least_squares(parts: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted least squares without a negative result: the best over every subset of the few columns."""
+    weighted, wanted = parts * weights[:, None], values * weights
+    best, least_error = np.zeros(parts.shape[1]), np.inf
+    for size in range(1, parts.shape[1] + 1):
+        for chosen in map(list, combinations(range(parts.shape[1]), size)):
+            found, *_ = np.linalg.lstsq(weighted[:, chosen], wanted, rcond=None)
+            error = float(np.sum((weighted[:, chosen] @ found - wanted) ** 2))
+            if found.min() >= 0 and error < least_error:
+                best, least_error = np.zeros(parts.shape[1]), error
+                best[chosen] = found
+    return best

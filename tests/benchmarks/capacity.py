@@ -36,16 +36,16 @@ _BASE = (
     "weights.commit_seconds=0",
 )  # fmt: skip
 _LEARN = (
-    "fleet.num_replicas=1", "workload.prompts_per_batch=20", "workload.prompt_tokens.median=80",
-    "workload.prompt_tokens.p95=160", "workload.output_tokens.median=24", "workload.output_tokens.p95=48",
-    "workload.output_tokens.most=80", "workload.prompt_tokens.most=256", "seed=1",
+    "fleet.num_replicas=1", "workload.prompts_per_batch=32", "workload.prompt_tokens.median=100",
+    "workload.prompt_tokens.p95=300", "workload.output_tokens.median=24", "workload.output_tokens.p95=48",
+    "workload.output_tokens.most=80", "workload.prompt_tokens.most=400", "seed=1",
 )  # fmt: skip
 _COMPARE = (
     "workload.samples_per_request=1", "workload.prompt_tokens.median=200", "workload.prompt_tokens.p95=400",
     "workload.prompt_tokens.most=600", "workload.output_tokens.median=40", "workload.output_tokens.p95=120",
     "workload.output_tokens.most=200", "seed=2",
 )  # fmt: skip
-_PROMPTS_PER_REPLICA = 24
+_PROMPTS_PER_REPLICA = 20
 _BALANCERS = {"requests": '["requests"]', "prefix-aware": '["prefix-aware", "requests"]'}
 
 
@@ -183,6 +183,8 @@ def compare(checkpoint: Path, measured: Measured, learned: Fit, num_replicas: in
         "cases": found,
         "costs": learned.costs._asdict(),
         "fit_p95_error": round(learned.p95_error, 4),
+        "measured_p95_error": round(measured.fit.p95_error, 4),
+        "ratios": [[round(each, 3) for each in ratio] for ratio in _ratios(measured)],
     }
 
 
