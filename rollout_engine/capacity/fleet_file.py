@@ -154,7 +154,7 @@ def _made(content: Mapping[str, Any], where: str) -> FleetFile:
     seed = content.get("seed", 0)
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise ConfigError(where + refused("seed", seed, "an int of at least 0"))
-    return FleetFile(**tables, seed=seed)  # type: ignore[arg-type]
+    return FleetFile(**tables, seed=seed)
 
 
 def _table(name: str, given: Any, where: str) -> Any:

@@ -10,7 +10,9 @@ from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 
-_SHARED_TOKEN, _FIRST_TOKEN, _NUM_TOKENS, _NUM_DIGITS = 3, 4, 250, 4
+_SHARED_TOKEN, _FIRST_TOKEN, _NUM_TOKENS = 3, 4, 250
+_PLACES = (1, 250, 250**2, 250**3)
+"""Place values of a prompt's number, one token each."""
 
 
 class SimulatedPrompt(Sequence[int]):
@@ -38,7 +40,7 @@ class SimulatedPrompt(Sequence[int]):
     def _token(self, position: int) -> int:
         if position < self._num_shared:
             return _SHARED_TOKEN
-        return _FIRST_TOKEN + self._number // _NUM_TOKENS ** (position % _NUM_DIGITS) % _NUM_TOKENS
+        return _FIRST_TOKEN + self._number // _PLACES[position % len(_PLACES)] % _NUM_TOKENS
 
 
 class Job:
