@@ -33,6 +33,7 @@ TABLES: dict[str, type[Table]] = {
 }
 _LENGTHS = ("prompt_tokens", "output_tokens")
 _MAX_CASES = 64
+_COST_SOURCES = ("costs.file", "costs.measure")
 _COST_NAMES = ("step_seconds", "row_seconds", "prefill_token_seconds", "context_token_seconds")
 
 
@@ -59,6 +60,8 @@ def read_cases(path: Path | None, overrides: Sequence[str]) -> list[Case]:
         if key.startswith("compare."):
             content.setdefault("compare", {})[key.removeprefix("compare.")] = _value(text)
         else:
+            if key in _COST_SOURCES and isinstance(content.get("costs"), dict):  # in place of the file's numbers
+                content["costs"] = {name: each for name, each in content["costs"].items() if name not in _COST_NAMES}
             _set(content, key, _value(text))
     compared = content.pop("compare", {})
     if not isinstance(compared, dict):
@@ -66,6 +69,8 @@ def read_cases(path: Path | None, overrides: Sequence[str]) -> list[Case]:
     base = _made(content, where)
     if base.costs.file:
         content["costs"] = _measured_before(Path(base.costs.file), path)
+    if base.costs.measure and (numbers := [key for key in _flat(compared) if key.startswith("costs.")]):
+        raise ConfigError(f"{where}compare.{numbers[0]} is not possible with costs.measure: measure to a file first.")
     cases = [_case(content, settings, where) for settings in _settings(_flat(compared), where)]
     for case in cases:
         case.file.check()
@@ -129,7 +134,7 @@ def _settings(compared: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for key, values in compared.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(where + refused(f"compare.{key}", values, "a list of the values to compare"))
-        if key.startswith("costs.") and key.removeprefix("costs.") in ("file", "measure"):
+        if key in _COST_SOURCES:
             raise ConfigError(
                 f"{where}compare.{key} is not possible: costs come from one place. Compare their numbers."
             )
@@ -166,6 +171,9 @@ def _table(name: str, given: Any, where: str) -> Any:
             key: _struct(Lengths, f"workload.{key}", value, where) for key, value in given.items() if key in _LENGTHS
         }
         given = given | parts
+    source = given.get("file") or given.get("measure")
+    if name == "costs" and source and (numbers := [key for key in given if key in _COST_NAMES]):
+        raise ConfigError(f"{where}[costs] has {numbers[0]} and takes its numbers from {source}: give one of them.")
     return _struct(kind, name, given, where)
 
 

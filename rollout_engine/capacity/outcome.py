@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout_engine.capacity.fleet import SimulatedFleet
 from rollout_engine.capacity.options import FleetFile
-from rollout_engine.capacity.training import BatchRecord, UpdateRecord
+from rollout_engine.capacity.training import UpdateRecord
 from rollout_engine.capacity.workload import Workload
 
 
@@ -74,7 +74,7 @@ def summarize(
     workload: Workload,
     fleet: SimulatedFleet,
     *,
-    batches: list[BatchRecord],
+    batch_seconds: list[float],
     staleness: list[int],
     updates: list[UpdateRecord],
     update_gigabytes: float,
@@ -93,7 +93,7 @@ def summarize(
         busy_share=engines.busy_seconds / replica_seconds,
         request_seconds=Quantiles.over([job.ended_at - job.submitted_at for job in jobs]),
         first_token_seconds=Quantiles.over([job.first_token_at - job.submitted_at for job in jobs]),
-        batch_seconds=Quantiles.over([batch.seconds for batch in batches]),
+        batch_seconds=Quantiles.over(batch_seconds),
         staleness=Quantiles.over(staleness),
         prefix_hit_share=engines.num_cached / max(engines.num_looked_up, 1),
         update_seconds=Quantiles.over([update.seconds for update in updates]),

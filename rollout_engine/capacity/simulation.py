@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 from rollout_engine.capacity.events import Events
 from rollout_engine.capacity.fan_out import FanOut
@@ -36,14 +35,14 @@ class Simulation:
         """Simulate to the end. Raises `EngineDeadError` if every replica fails for good."""
         start = time.perf_counter()
         self.events.plan(0.0, self.user.begin)
-        self.events.run(partial(getattr, self.user, "is_done"))
+        self.events.run(lambda: self.user.is_done)
         assert self.user.is_done, "nothing is going to happen any more, and requests are open"
         self._on_progress(self._num_ended % _JOBS_PER_REPORT * self.workload.num_samples)
         return summarize(
             self.file,
             self.workload,
             self.fleet,
-            batches=self.user.batches,
+            batch_seconds=self.user.batch_seconds,
             staleness=self.user.staleness,
             updates=self.updates.records,
             update_gigabytes=self.fan_out.network_gigabytes,

@@ -10,13 +10,6 @@ from rollout_engine.capacity.options import FleetFile
 from rollout_engine.capacity.workload import Job, Workload
 
 
-class BatchRecord(NamedTuple):
-    """A batch that was trained on."""
-
-    seconds: float
-    """From its submission to the end of its last sample."""
-
-
 class UpdateRecord(NamedTuple):
     """An update that all replicas there have committed."""
 
@@ -119,7 +112,8 @@ class Trainer:
     """Submits batches as `max_staleness` allows, trains on each that is complete, and has the fleet updated."""
 
     def __init__(self, file: FleetFile, workload: Workload, fleet: SimulatedFleet, updates: Updates, events: Events):
-        self.batches: list[BatchRecord] = []
+        self.batch_seconds: list[float] = []
+        """From the submission of each batch to the end of its last sample."""
         self.staleness: list[int] = []
         """Of each sample that was trained on: the trainer's version less that of its first token."""
         self._file, self._workload, self._fleet = file, workload, fleet
@@ -154,7 +148,7 @@ class Trainer:
         jobs = [self._workload.jobs[number] for number in self._workload.batches[batch]]
         seconds = max(job.ended_at for job in jobs) - jobs[0].submitted_at
         self.staleness += [batch - version for job in jobs for version in job.oldest]
-        self.batches.append(BatchRecord(seconds))
+        self.batch_seconds.append(seconds)
         at = self._events.now + self._file.training.train_seconds
         self._events.plan(at, self._updates.begin, batch + 1, self._updated)
 
@@ -172,8 +166,8 @@ class Arrivals:
         self._file, self._workload, self._fleet = file, workload, fleet
         self._updates, self._events = updates, events
         self._num_left, self._version = len(workload.jobs), 0
-        self.batches: list[BatchRecord] = []
-        """None: nothing comes in batches."""
+        self.batch_seconds: list[float] = []
+        """Empty: nothing comes in batches."""
         self.staleness: list[int] = []
         """Of each sample that has ended: the newest version less that of its first token."""
 

@@ -81,7 +81,7 @@ def works(max_num_seqs: int, max_model_len: int, num_kv_tokens: int) -> list[Mea
     for rows in sorted({max(max_num_seqs // part, 1) for part in (max_num_seqs, 16, 4, 1)}):
         for length in sorted({min(32, longest), max(longest // 4, 1), longest}):
             num_prompts = min(max(_MAX_PREFILLED // length, 1), rows)
-            found.append(MeasuredWork(num_prompts, -(-rows // num_prompts), length))
+            found.append(MeasuredWork(num_prompts, rows // num_prompts, length))
     fitting = [work for work in found if work.num_rows * (work.num_prompt_tokens + _NUM_DECODED) <= num_kv_tokens]
     return fitting or found[:1]
 

@@ -7,7 +7,7 @@
 
 `examples/fleet.toml` has every key with its meaning. A file's table [compare] gives several values to some keys: each
 combination is a row. `--measure` runs a model on this machine at several batch sizes and writes the tables [engine] and
-[costs], which a fleet file takes over by `costs.file`.
+[costs]; a fleet file takes over the costs by `costs.file`.
 """
 
 import argparse

@@ -41,6 +41,7 @@ def test_the_example_names_every_key():
         ("compare.fleet.balancer=requests", "a list of the values to compare"),
         ("fleet=4", "write table.key=value"),
         ("costs.file=nowhere.toml", "nowhere.toml cannot be read"),
+        ('compare.costs.file=["a", "b"]', "costs come from one place"),
         ("seed=-1", "an int of at least 0"),
     ],
 )
@@ -71,6 +72,18 @@ def test_costs_of_another_file_are_taken_over(tmp_path):
     measured_costs.write(tmp_path / "costs.toml", found)
     (tmp_path / "fleet.toml").write_text('[costs]\nfile = "costs.toml"\n')
     assert read_cases(tmp_path / "fleet.toml", [])[0].file.costs.costs == pytest.approx((1e-3, 2e-5, 3e-6, 4e-9))
+    given = read_cases(EXAMPLE, [f"costs.file={tmp_path / 'costs.toml'}", "compare.costs.row_seconds=[0, 1]"])
+    assert [case.file.costs.row_seconds for case in given] == [0, 1]
+    assert given[0].file.costs.step_seconds == pytest.approx(1e-3)
+
+
+def test_costs_come_from_one_place(tmp_path):
+    path = tmp_path / "fleet.toml"
+    path.write_text('[costs]\nfile = "costs.toml"\nstep_seconds = 1.0\n')
+    with pytest.raises(ConfigError, match="has step_seconds and takes its numbers from costs.toml: give one of them"):
+        read_cases(path, [])
+    with pytest.raises(ConfigError, match="is not possible with costs.measure"):
+        read_cases(None, ["costs.measure=tiny", "compare.costs.row_seconds=[0, 1]"])
 
 
 def test_a_fit_finds_costs_and_none_below_0():
