@@ -31,21 +31,21 @@ _LOAD = 0.75
 """Arriving prompts per second / those that the fleet serves when all are there at once, by the simulation."""
 _SECONDS = 600.0
 _BASE = (
-    "engine.max_num_seqs=32", "engine.max_prefill_beside_decode=512", "engine.num_kv_blocks=4096",
+    "engine.max_num_seqs=16", "engine.max_prefill_beside_decode=512", "engine.num_kv_blocks=2048",
     "workload.num_batches=1", "workload.samples_per_prompt=4", "training.train_seconds=0", "weights.gigabytes=0",
     "weights.commit_seconds=0",
 )  # fmt: skip
 _LEARN = (
-    "fleet.num_replicas=1", "workload.prompts_per_batch=32", "workload.prompt_tokens.median=100",
-    "workload.prompt_tokens.p95=300", "workload.output_tokens.median=24", "workload.output_tokens.p95=48",
-    "workload.output_tokens.most=80", "workload.prompt_tokens.most=400", "seed=1",
+    "fleet.num_replicas=1", "workload.prompts_per_batch=24", "workload.prompt_tokens.median=50",
+    "workload.prompt_tokens.p95=150", "workload.prompt_tokens.most=200", "workload.output_tokens.median=24",
+    "workload.output_tokens.p95=48", "workload.output_tokens.most=80", "seed=1",
 )  # fmt: skip
 _COMPARE = (
-    "workload.samples_per_request=1", "workload.prompt_tokens.median=200", "workload.prompt_tokens.p95=400",
-    "workload.prompt_tokens.most=600", "workload.output_tokens.median=40", "workload.output_tokens.p95=120",
-    "workload.output_tokens.most=200", "seed=2",
+    "workload.samples_per_request=1", "workload.prompt_tokens.median=80", "workload.prompt_tokens.p95=160",
+    "workload.prompt_tokens.most=240", "workload.output_tokens.median=30", "workload.output_tokens.p95=80",
+    "workload.output_tokens.most=120", "seed=2",
 )  # fmt: skip
-_PROMPTS_PER_REPLICA = 20
+_PROMPTS_PER_REPLICA = 12
 _BALANCERS = {"requests": '["requests"]', "prefix-aware": '["prefix-aware", "requests"]'}
 
 

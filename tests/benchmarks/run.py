@@ -139,7 +139,7 @@ def measure_balancer(run: Run) -> None:
 
 
 def measure_capacity(run: Run) -> None:
-    options = dict(load_format="dummy", dtype=SHAPES["M"]["dtype"], num_threads=1, max_num_seqs=32, num_kv_blocks=4096)
+    options = dict(load_format="dummy", dtype=SHAPES["M"]["dtype"], num_threads=1, max_num_seqs=16, max_model_len=320)
     measured = measured_costs.measure(str(run.directory("M")), options)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = tiny_checkpoint(folder, max_position_embeddings=1024)
