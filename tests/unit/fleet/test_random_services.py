@@ -47,19 +47,17 @@ class Users:
     def _use(self, choose):
         while time.monotonic() < self._until:
             kinds = choose.choices(KINDS, k=choose.randint(1, 5))
-            option = choose.choice(
-                [("session_id", "s"), ("replica_index", choose.randrange(4)), ("timeout_seconds", 0)]
-            )
-            options = {option[0]: choose.choice([0.01, 0.05, 5.0]) if option[0] == "timeout_seconds" else option[1]}
+            name = choose.choice(["session_id", "replica_index", "timeout_seconds"])
+            values = {"session_id": ["s", "t"], "replica_index": range(4), "timeout_seconds": [0.01, 0.05, 5.0]}
             try:
-                self._check(kinds, self._generate(kinds, **options))
+                self._check(kinds, self._generate(kinds, **{name: choose.choice(values[name])}))
             except GenerateTimeoutError as error:
                 self._check(kinds, error.outputs)
                 if [i for i, output in enumerate(error.outputs) if output is None] != list(error.num_tokens):
                     self.wrong.append(error)
                 self.counts["late"] += 1
             except (RequestError, RetryableError) as error:  # the replica of that index is not there, or not now
-                if option[0] == "replica_index" or "the fleet" in str(error):
+                if name == "replica_index" or "the fleet" in str(error):
                     self.counts["refused"] += 1
                     time.sleep(0.01)
                 else:
