@@ -49,6 +49,12 @@ def run_scenarios(place, checkpoint):
 
 
 def start_program(place, checkpoint, *names):
+    """Start scenarios as a program, as `start_command` does."""
+    command = [sys.executable, "-W", "error:::rollout_engine", "-m", "tests.ray.scenarios", str(checkpoint), *names]
+    return start_command(place, command)
+
+
+def start_command(place, command):
     """Start a program whose Ray, cores and temporary files all live in `place`."""
     for folder in ("home", "cores"):
         (place / folder).mkdir(exist_ok=True)
@@ -63,7 +69,6 @@ def start_program(place, checkpoint, *names):
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-W", "error:::rollout_engine", "-m", "tests.ray.scenarios", str(checkpoint), *names]
     return subprocess.Popen(
         command, env=kept | added, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
