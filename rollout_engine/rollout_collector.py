@@ -44,7 +44,8 @@ class RolloutCollector:
     Each group of the dataset is delivered exactly once, whatever its length: what is unfinished when a batch is ready
     goes on, over weight updates too, and comes with a later batch. Leaving the loop changes nothing of that, and `next`
     goes on from there. `close`, or the end of a `with` block, aborts what is in flight; so does any error that `next`
-    raises, other than `LifecycleError` while the engine is paused or asleep. One thread at a time may call `next`.
+    raises, other than `LifecycleError` and `RetryableError` while the engine is paused or asleep: then call it again
+    later. One thread at a time may call `next`.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class RolloutCollector:
                     return self._collect()
             except StopIteration:
                 self._close()
+                raise
+            except RetryableError:
                 raise
             except BaseException:
                 self.close()
@@ -150,7 +153,7 @@ class RolloutCollector:
             try:
                 task = self._run.start(self._next[0])
             except RetryableError:  # the engine is paused and turns requests away
-                if waiting and not self._open:
+                if waiting and not self._control.running:
                     raise
                 return
             self._open[task.index] = task

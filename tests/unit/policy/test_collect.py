@@ -3,11 +3,12 @@
 import itertools
 import threading
 
+import msgspec
 import pytest
 import torch
 
 from rollout_engine.batches.layout import places
-from rollout_engine.errors import EngineGenerateError, LifecycleError, RequestError, RewardError
+from rollout_engine.errors import EngineGenerateError, LifecycleError, RequestError, RetryableError, RewardError
 from rollout_engine.sampling_params import SamplingParams
 
 ROWS = [{"prompt": f"prompt {i}", "answer": i} for i in range(14)]
@@ -230,6 +231,21 @@ def test_a_paused_engine_is_told_and_the_collector_goes_on_after_it(rig, make_ri
         next(collector)
     rig.policy.resume_generation()
     assert samples(*batches, *collector) == samples(rolled_out(make_rig))
+
+
+def test_a_paused_engine_that_turns_requests_away_is_asked_again_later(rig, make_rig):
+    collector, config = collect(rig, max_in_flight=1), rig.core._config
+
+    def pause(group):
+        rig.core._config = msgspec.structs.replace(config, admission="reject")
+        rig.policy.pause_generation(mode="keep")
+
+    collector._on_group = pause
+    with pytest.raises(RetryableError, match="takes no requests"):
+        next(collector)
+    collector._on_group = None
+    rig.policy.resume_generation()
+    assert samples(*collector) == samples(rolled_out(make_rig))
 
 
 def test_only_one_thread_may_collect(rig):
