@@ -13,7 +13,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.faces.verb_methods import AsyncVerbs
 from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.placements import start_client
+from rollout_engine.fleet.placements import connect_client, start_client
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
@@ -84,7 +84,11 @@ class AsyncLLM(AsyncVerbs):
 
     @classmethod
     def connect(
-        cls, address: str, *, key_file: str | os.PathLike[str] | None = None, hang_seconds: float = HANG_SECONDS
+        cls,
+        address: str | Sequence[str],
+        *,
+        key_file: str | os.PathLike[str] | None = None,
+        hang_seconds: float = HANG_SECONDS,
     ) -> Self:
         """One more client on the core of another engine, of the same user on this machine, or anywhere over TCP.
 
@@ -92,9 +96,12 @@ class AsyncLLM(AsyncVerbs):
         `key_file`; nothing goes over TCP unencrypted. Requests and results of clients are apart; `shutdown` leaves the
         core to its owner, and ends what this client has open. Raises `EngineDeadError`, and `ConfigError` for a file or
         an address that cannot be used.
+
+        A list of addresses: their cores, of one configuration and the same weights, become a fleet's replicas. Nobody
+        else may update their weights then. One that is lost is looked for at its address for ten minutes.
         """
         keys = None if key_file is None else Keys.read(key_file)
-        return cls.from_client(ProcessClient.connect(address, keys=keys, hang_seconds=hang_seconds))
+        return cls.from_client(connect_client(address, keys=keys, hang_seconds=hang_seconds))
 
     @classmethod
     def _standing_on(cls, frontend: Frontend) -> Self:

@@ -1,15 +1,17 @@
-"""Where the replicas of a fleet run, by name: `placement="processes"` or `placement="ray"`."""
+"""Where the replicas of a fleet run: by name, `placement="processes"` or `placement="ray"`, or by address."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.errors import ConfigError, unknown_name
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.client import FleetClient
+from rollout_engine.fleet.connected import ConnectedProvider
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.ray_provider import RayProvider
+from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import ProcessClient
 
 PLACEMENTS = ("processes", "ray")
@@ -47,6 +49,17 @@ def start_fleet(
     check_count(num_replicas)
     provider = make_provider(placement, ray_address)
     return FleetClient.start(config, meanwhile, num_replicas=num_replicas, provider=provider, balancer=balancer)
+
+
+def connect_client(address: str | Sequence[str], *, keys: Keys | None, hang_seconds: float) -> EngineClient:
+    """Connect to a core that others have started, or to several as a fleet.
+
+    Raises `EngineDeadError`, and `ConfigError` for what is no address and for cores that differ.
+    """
+    if isinstance(address, str):
+        return ProcessClient.connect(address, keys=keys, hang_seconds=hang_seconds)
+    provider = ConnectedProvider(address, keys=keys, hang_seconds=hang_seconds)
+    return FleetClient.start(provider.read_config(), num_replicas=provider.num_cores, provider=provider)
 
 
 def start_client(
