@@ -94,6 +94,8 @@ class StoreSender(WeightSender):
     def __init__(self, directory: str | os.PathLike[str], *, reset_version: bool = False, num_threads: int = 1) -> None:
         self._store, self._reset_version, self._num_threads = Path(directory), reset_version, num_threads
         self._owner = OwnerProcess()
+        self._before: Pointer | None = None
+        """What was current before the last offer."""
         self._lock = ExitStack()
         self._lock.enter_context(_sole_publisher(self._store))
 
@@ -101,7 +103,16 @@ class StoreSender(WeightSender):
         """Publish `source`; raises as `publish` does. `SyncError` in a forked child, which shares the parent's lock."""
         if not self._owner.is_current:
             raise SyncError(self._owner.error_message(f"The sender to {self._store}"))
+        self._before = read_pointer(self._store) if is_store(self._store) else None
         return _publish(self._store, Offer(source, metadata), version, self._reset_version, self._num_threads)
+
+    def send(self) -> None:
+        """Do nothing: receivers read what is published."""
+
+    def take_back(self) -> None:
+        """Make current again what was current before the last offer; no-op if nothing was, or nothing was offered."""
+        if self._before is not None:
+            _point_to(self._store, self._before)
 
     def close(self) -> None:
         """Let other publishers in; what is published stays."""
@@ -311,14 +322,25 @@ def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
     names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
     name = next(name for name in names if not os.path.lexists(versions / name))
     digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest))
-    pointer = msgspec.json.encode(Pointer(manifest.version, name, digest))
-    fresh = store / f"{CURRENT}.new"
-    _remove(fresh)
-    _write_file(fresh, pointer)
+    fresh = _write_pointer(store, Pointer(manifest.version, name, digest))
     os.rename(staging, versions / name)
     _sync_directory(versions)
     os.replace(fresh, store / CURRENT)
     _sync_directory(store)
+
+
+def _point_to(store: Path, pointer: Pointer) -> None:
+    """Make a version directory that is there the current one."""
+    os.replace(_write_pointer(store, pointer), store / CURRENT)
+    _sync_directory(store)
+
+
+def _write_pointer(store: Path, pointer: Pointer) -> Path:
+    """Write what CURRENT is to be replaced by."""
+    fresh = store / f"{CURRENT}.new"
+    _remove(fresh)
+    _write_file(fresh, msgspec.json.encode(pointer))
+    return fresh
 
 
 def _allocate(path: Path, num_bytes: int) -> None:

@@ -15,16 +15,15 @@ from collections.abc import Iterable
 
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.balancer import Balancer
+from rollout_engine.fleet.integrity import check_replicas, check_requests
 from rollout_engine.fleet.ledger import Entry, Ledger
-from rollout_engine.fleet.replica_state import Replica, ReplicaState
+from rollout_engine.fleet.replica_state import Replica, ReplicaState, backoff
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 
 logger = logging.getLogger("rollout_engine")
 
 MAX_FAILURES = 6
 """Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it starts anew."""
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the second of them, doubled before each later one."""
 _PROVEN_SECONDS = 60.0
 """Seconds of service after which a replica's earlier failures count no more."""
 
@@ -83,13 +82,19 @@ class Brain:
         self._forget(self.ledger.received(replica, outputs))
         return self._drained(replica)
 
-    def refused(self, sequence_id: int) -> int | None:
-        """Note that a replica did not take a request. Returns the request's first sequence id, if it was still open."""
+    def refused(self, sequence_id: int, replica: int | None = None) -> tuple[int | None, list[Action]]:
+        """Note that a replica, by default the one that has it, did not take the request that begins with a sequence.
+
+        Returns the user's first sequence id of it, None where it has ended or is another replica's by now.
+        """
         entry = self.ledger.get(sequence_id)
-        if entry is None:
-            return None
-        self._forget(self.ledger.end(list(entry.live)))
-        return entry.request.first_sequence_id
+        was_taken = replica is not None and self.ledger.refused(replica, sequence_id)
+        if entry is None or was_taken or replica not in (None, entry.replica):
+            return None, []
+        holder, live = entry.replica, list(entry.live)
+        self._forget(self.ledger.end(live))
+        rest: list[Action] = [] if holder is None else [Abort(holder, live), *self._drained(holder)]
+        return entry.request.first_sequence_id, rest
 
     def started(self, replica: int, policy_version: int, now: float) -> list[Action]:
         """A replica's engine is there, with weights of this version."""
@@ -104,7 +109,7 @@ class Brain:
         found = self.replicas[replica]
         if found.state is not ReplicaState.STALE:  # an update has overtaken it
             return []
-        found.policy_version = policy_version
+        found.has(policy_version)
         if policy_version == self.policy_version:
             return self._serve(found, now)
         return [*self._stale(found, now), CatchUp(replica, now)]
@@ -117,12 +122,24 @@ class Brain:
         living = [self.replicas[index] for index in self.living]
         for replica in living:
             if replica.index not in took:
-                actions += self._stale(replica, now)
-                actions += self._drained(replica.index) or [CatchUp(replica.index, now)]
+                actions += self._missed_commit(replica, now)
         for replica in living:
             if replica.index in took:
-                replica.policy_version = policy_version
+                replica.has(policy_version)
                 actions += self._serve(replica, now) if replica.state is ReplicaState.STALE else []
+        return actions
+
+    def strayed(self, replicas: Iterable[int], now: float, *, can_catch_up: bool) -> list[Action]:
+        """Nobody knows which weights these replicas have: an update failed there, and no other one took it.
+
+        `can_catch_up`: whether there was an update before; else they start anew, with the weights of the checkpoint.
+        """
+        actions: list[Action] = []
+        for replica in (self.replicas[index] for index in replicas):
+            if not (can_catch_up or replica.state is ReplicaState.DRAINING):
+                actions += self.restarted(replica.index, now)
+            elif replica.lives:
+                actions += self._missed_commit(replica, now)
         return actions
 
     def missed(self, replica: int, problem: str, now: float) -> list[Action]:
@@ -133,7 +150,7 @@ class Brain:
         found.num_missed += 1
         found.problem = problem
         if found.num_missed < MAX_FAILURES:
-            return [CatchUp(replica, now + _wait(found.num_missed))]
+            return [CatchUp(replica, now + backoff(found.num_missed))]
         found.num_failures += 1
         return [Stop(replica), *self._restart(found, now)]
 
@@ -144,11 +161,7 @@ class Brain:
             return []
         self._leave(found, now)
         found.problem, found.num_failures = problem, found.num_failures + 1
-        if found.state is ReplicaState.DRAINING:
-            found.state = ReplicaState.DEAD
-            again: list[Action] = []
-        else:
-            again = self._restart(found, now)
+        again = self._end(found) if found.state is ReplicaState.DRAINING else self._restart(found, now)
         self.ledger.lost(replica)
         return [*again, *self._moved(found)]
 
@@ -158,7 +171,7 @@ class Brain:
         Something else than an update has changed them where that is not the fleet's: it is started anew.
         """
         found = self.replicas[replica]
-        if policy_version == found.policy_version or found.state is not ReplicaState.SYNCED:
+        if policy_version in found.versions or found.state is not ReplicaState.SYNCED:
             return []
         what = f"it computes with weights of version {policy_version}, which no update of the fleet has given it"
         found.problem = f"{what} (version {self.policy_version} is the newest): a worker extension, perhaps"
@@ -195,17 +208,9 @@ class Brain:
         self.ledger.check_integrity()
         if self.is_dead:
             return
-        waiting = list(self._waiting)
-        assert len(set(waiting)) == len(waiting), "a request waits twice"
-        for entry in self.ledger.entries():
-            assert (entry in waiting) == (entry.replica is None), f"request {entry.request.first_sequence_id} is lost"
-            if entry.replica is not None:
-                state = self.replicas[entry.replica].state
-                assert state in (ReplicaState.SYNCED, ReplicaState.DRAINING), f"a {state} replica has a request"
-        assert not (waiting and self.serving), "requests wait while a replica serves"
-        for replica in self.replicas.values():
-            if replica.state is ReplicaState.SYNCED:
-                assert replica.policy_version == self.policy_version, f"replica {replica.index} serves stale weights"
+        replicas = list(self.replicas.values())
+        check_requests(self.ledger, list(self._waiting), replicas)
+        check_replicas(self.ledger, replicas, self.policy_version)
 
     def _placed(self, entry: Entry, replica: int | None = None) -> list[Action]:
         """Send what is left of a request to this replica, or the one that the balancer names, or let it wait."""
@@ -223,7 +228,7 @@ class Brain:
             self._waiting.append(entry)
             return actions
         entry.replica, entry.is_whole = replica, requests[0] is entry.request
-        self.balancer.began(replica, _load(entry.request))
+        self.balancer.began(replica, entry.num_kv_tokens)
         return [*actions, *(Send(replica, request) for request in requests)]
 
     def _moved(self, replica: Replica) -> list[Action]:
@@ -231,7 +236,7 @@ class Brain:
         actions: list[Action] = []
         for entry in self.ledger.of_replica(replica.index):
             self.ledger.moves(entry, replica_lives=replica.lives)
-            self.balancer.ended(replica.index, _load(entry.request))
+            self.balancer.ended(replica.index, entry.num_kv_tokens)
             actions += self._placed(entry)
         return actions
 
@@ -249,6 +254,10 @@ class Brain:
         had = [id for entry in self.ledger.of_replica(replica.index) for id in entry.live]
         return [*([Abort(replica.index, had)] if had else []), *self._moved(replica)]
 
+    def _missed_commit(self, replica: Replica, now: float) -> list[Action]:
+        moved = self._stale(replica, now)
+        return [*moved, *(self._drained(replica.index) or [CatchUp(replica.index, now)])]
+
     def _leave(self, replica: Replica, now: float) -> None:
         if replica.state is ReplicaState.SYNCED:
             self.balancer.remove(replica.index)
@@ -258,17 +267,20 @@ class Brain:
     def _restart(self, replica: Replica, now: float) -> list[Action]:
         replica.policy_version, replica.num_missed = -1, 0
         if replica.num_failures >= MAX_FAILURES:
-            replica.state = ReplicaState.DEAD
-            return [Fail(self._problems())] if self.is_dead else []
+            return self._end(replica)
         replica.state = ReplicaState.STARTING
-        return [Start(replica.index, now + _wait(replica.num_failures))]
+        return [Start(replica.index, now + backoff(replica.num_failures))]
 
     def _drained(self, replica: int) -> list[Action]:
         found = self.replicas[replica]
         if found.state is not ReplicaState.DRAINING or self.ledger.of_replica(replica):
             return []
-        found.state = ReplicaState.DEAD
-        return [Stop(replica)]
+        return [Stop(replica), *self._end(found)]
+
+    def _end(self, replica: Replica) -> list[Action]:
+        """A replica is gone for good. Requests that wait fail with the last one."""
+        replica.state = ReplicaState.DEAD
+        return [Fail(self._problems())] if self.is_dead else []
 
     def _forget(self, ended: Iterable[Entry]) -> None:
         for entry in ended:
@@ -276,17 +288,8 @@ class Brain:
                 if entry in self._waiting:  # else it was about to be placed
                     self._waiting.remove(entry)
             else:
-                self.balancer.ended(entry.replica, _load(entry.request))
+                self.balancer.ended(entry.replica, entry.num_kv_tokens)
 
     def _problems(self) -> str:
         found = "; ".join(f"replica {each.index}: {each.problem}" for each in self.replicas.values() if each.problem)
         return f"no replica of the fleet is left ({found or 'all were scaled away'})"
-
-
-def _load(request: EngineCoreRequest) -> int:
-    """Tokens of KV that a request may come to hold."""
-    return len(request.prompt_token_ids) + request.params.n * request.max_tokens
-
-
-def _wait(num_failures: int) -> float:
-    return 0.0 if num_failures <= 1 else min(_FIRST_WAIT * 2.0 ** (num_failures - 2), _LONGEST_WAIT)

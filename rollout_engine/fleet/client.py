@@ -11,21 +11,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, Listener, Route
 from rollout_engine.errors import EngineDeadError, LifecycleError, RolloutEngineError
-from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import Brain
+from rollout_engine.fleet.dispatcher import Dispatcher
 from rollout_engine.fleet.fleet_calls import FleetCalls
 from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
-from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
+from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.fleet.replica_state import wait_until_settled
 from rollout_engine.fleet.supervisor import Supervisor, started
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
@@ -45,14 +46,13 @@ class FleetClient:
     def __init__(self, config: EngineConfig, provider: Provider, members: Sequence[Member], balancer: Balancer) -> None:
         """`members`: replicas that have been started, in the order of their indexes; each starts with `config`."""
         self.info = members[0].client.info
-        self.dead_error: EngineDeadError | None = None
         self._brain = Brain(balancer, len(members), policy_version=members[0].client.policy_version)
         self._members: dict[int, Member] = {}
         """Replicas that have an engine."""
         self._lock, self._process = threading.RLock(), OwnerProcess()
-        self._listener: Listener | None = None
         self._updates = FleetUpdates(members[0].first_digest)
         self._supervisor = Supervisor(provider, config, self._updates)
+        self._dispatcher = Dispatcher(self, self._brain, self._members, self._supervisor)
         self._calls = FleetCalls(self._brain, self._members, self._supervisor, self._lock, self._is_over)
         with self._lock:
             for member in members:
@@ -79,13 +79,18 @@ class FleetClient:
             return cls(config, provider, members, Balancer() if balancer is None else balancer)
 
     @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why nothing can be computed any more; None while something can."""
+        return self._dispatcher.dead_error
+
+    @property
     def policy_version(self) -> int:
         """The newest version that a replica has committed; only those that have it serve."""
         return self._brain.policy_version
 
     def listen(self, listener: Listener) -> None:
         """Set the listener for outputs. Call it before the first request is added."""
-        self._listener = listener
+        self._dispatcher.listener = listener
 
     @property
     def calls(self) -> FleetCalls:
@@ -98,19 +103,20 @@ class FleetClient:
         self.require_usable()
         session_id, replica = route
         with self._lock:
+            self.require_usable()
             if replica is not None:
                 self._calls.require_serving(replica)
             try:
-                self._do(self._brain.added(request, session_id, replica), raises=True)
+                self._dispatcher.do(self._brain.added(request, session_id, replica), raises=True)
             except BaseException:
-                self._brain.refused(request.first_sequence_id)
+                self._dispatcher.do(self._brain.refused(request.first_sequence_id)[1])
                 raise
 
     def abort(self, sequence_ids: list[int]) -> None:
         """End sequences; unknown ids are a no-op."""
         self._require_own_process()
         with self._lock:
-            self._do(self._brain.aborted(sequence_ids))
+            self._dispatcher.do(self._brain.aborted(sequence_ids))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
         """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`."""
@@ -127,7 +133,8 @@ class FleetClient:
             with self._lock:
                 members = dict(self._members)
             with drained(self, options) as options:
-                return self._updates.push(members, source, version, options, self.policy_version, self._committed)
+                live, ended = self.policy_version, partial(self._update_ended, members)
+                return self._updates.push(members, source, version, options, live, ended)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Return False: steps are computed by the replicas."""
@@ -137,9 +144,7 @@ class FleetClient:
     def replicas(self) -> list[ReplicaHealth]:
         """How each replica is, in the order of their indexes."""
         self.require_usable()
-        with self._lock:
-            asked = [ask_health(each, self._members.get(index)) for index, each in self._brain.replicas.items()]
-        return [answer() for answer in asked]
+        return self._calls.health()
 
     def scale(self, num_replicas: int) -> None:
         """Have so many replicas. New ones serve once they are loaded; requests of those that go end first."""
@@ -149,7 +154,8 @@ class FleetClient:
             if (num_more := num_replicas - len(self._brain.wanted)) > 0:
                 self._supervisor.check(num_more)  # it may take seconds: outputs go on
             with self._lock:
-                self._do(self._brain.scaled(num_replicas, time.monotonic()))
+                self.require_usable()
+                self._dispatcher.do(self._brain.scaled(num_replicas, time.monotonic()))
 
     def restart(self) -> None:
         """Start the engine of every replica anew, one after the other; the others serve meanwhile. Blocks.
@@ -159,7 +165,7 @@ class FleetClient:
         for index in list(self._brain.wanted):
             self.require_usable()
             with self._lock:
-                self._do(self._brain.restarted(index, time.monotonic()))
+                self._dispatcher.do(self._brain.restarted(index, time.monotonic()))
             wait_until_settled(self._brain.replicas[index], self.require_usable)
 
     def check_integrity(self) -> None:
@@ -182,12 +188,10 @@ class FleetClient:
         with self._lock:
             members = list(self._members.values())
             self._members.clear()
-            self.dead_error = self.dead_error or EngineDeadError("The engine is shut down; make a new one.")
             self._supervisor.close()
         self._supervisor.end(members)
         self._updates.close()
-        if self._listener is not None:
-            self._listener.fail_all(self.dead_error)
+        self._dispatcher.fail_all(self.dead_error or EngineDeadError("The engine is shut down; make a new one."))
 
     def started(self, member: Member, is_current: Callable[[], bool]) -> bool:
         """Take a replica in that has an engine, if what it was told to be like `is_current`."""
@@ -197,43 +201,43 @@ class FleetClient:
             version = self._updates.version_of(member)
             self._members[member.index] = member
             member.join(self)
-            self._do(self._brain.started(member.index, version, time.monotonic()))
+            self._dispatcher.do(self._brain.started(member.index, version, time.monotonic()))
             return True
 
     def not_started(self, index: int, problem: Exception) -> None:
         """Note that a replica did not start."""
         logger.warning("replica %d did not start: %s", index, problem)
         with self._lock:
-            self._do(self._brain.lost(index, str(problem), time.monotonic()))
+            self._dispatcher.do(self._brain.lost(index, str(problem), time.monotonic()))
 
     def caught_up(self, member: Member, version: int) -> None:
         """Note that a replica has got the newest weights, as they were."""
         with self._lock:
             if self._members.get(member.index) is member:
-                self._do(self._brain.has_weights(member.index, version, time.monotonic()))
+                self._dispatcher.do(self._brain.has_weights(member.index, version, time.monotonic()))
 
     def not_caught_up(self, member: Member, problem: Exception) -> None:
         """Note that a replica did not get the newest weights."""
         logger.warning("replica %d did not catch up: %s", member.index, problem)
         with self._lock:
             if self._members.get(member.index) is member:
-                self._do(self._brain.missed(member.index, str(problem), time.monotonic()))
+                self._dispatcher.do(self._brain.missed(member.index, str(problem), time.monotonic()))
 
     def received(self, member: Member, outputs: EngineCoreOutputs) -> None:
         """Deliver the outputs of a replica's step."""
         with self._lock:
             if self._members.get(member.index) is member:
                 actions = self._brain.received(member.index, outputs)
-                self._deliver(outputs)
-                self._do(actions)
+                self._dispatcher.deliver(outputs)
+                self._dispatcher.do(actions)
                 if not self._updates.is_updating:
-                    self._do(self._brain.computed(member.index, outputs.policy_version, time.monotonic()))
+                    self._dispatcher.do(self._brain.computed(member.index, outputs.policy_version, time.monotonic()))
 
     def refused(self, member: Member, sequence_id: int, error: RolloutEngineError) -> None:
         """Tell the user of a request that a replica did not take."""
         with self._lock:
             if self._members.get(member.index) is member:
-                self._refuse(sequence_id, error)
+                self._dispatcher.refuse(member.index, sequence_id, error)
 
     def lost(self, member: Member, error: EngineDeadError) -> None:
         """Go on without a replica."""
@@ -242,49 +246,21 @@ class FleetClient:
                 logger.error("replica %d is lost: %s", member.index, error)
                 del self._members[member.index]
                 self._supervisor.retire(member)
-                self._do(self._brain.lost(member.index, str(error), time.monotonic()))
+                self._dispatcher.do(self._brain.lost(member.index, str(error), time.monotonic()))
 
-    def _committed(self, replicas: Iterable[int], version: int) -> None:
+    def _update_ended(
+        self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
+    ) -> None:
+        """Note how an update has ended at members, of which some may have been started anew meanwhile."""
         with self._lock:
-            self._do(self._brain.committed(replicas, version, time.monotonic()))
-
-    def _do(self, actions: Iterable[Action], *, raises: bool = False) -> None:
-        """Carry out what the brain has decided, inside the lock. `raises`: the sender of a request is the caller."""
-        for action in actions:
-            match action:
-                case Send(index, request):
-                    try:
-                        self._members[index].add_request(request)
-                    except EngineDeadError:
-                        pass  # `lost` is about to be called, and sends it elsewhere
-                    except RolloutEngineError as error:
-                        if raises:
-                            raise
-                        self._refuse(request.first_sequence_id, error)
-                case Abort(index, sequence_ids):
-                    if index in self._members:  # else the fleet is shut down
-                        self._members[index].abort(sequence_ids)
-                case Tell(ended):
-                    self._deliver(EngineCoreOutputs(self.policy_version, ended=ended))
-                case Start(index, at):
-                    self._supervisor.start(index, at, self)
-                case CatchUp(index, at):
-                    self._supervisor.catch_up(self._members[index], at, self)
-                case Stop(index):
-                    self._supervisor.retire(self._members.pop(index))
-                case Fail(reason):
-                    self.dead_error = EngineDeadError(f"The fleet is dead: {reason}.")
-                    if self._listener is not None:
-                        self._listener.fail_all(self.dead_error)
-
-    def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        if self._listener is not None:
-            self._listener.deliver(outputs)
-
-    def _refuse(self, sequence_id: int, error: RolloutEngineError) -> None:
-        first = self._brain.refused(sequence_id)
-        if first is not None and self._listener is not None:
-            self._listener.refuse(first, error)
+            now, same = time.monotonic(), {index for index in members if self._members.get(index) is members[index]}
+            if reports:
+                version = next(iter(reports.values())).version
+                actions = self._brain.committed(same & reports.keys(), version, now)
+            else:
+                strayed = sorted(same.intersection(in_doubt))
+                actions = self._brain.strayed(strayed, now, can_catch_up=self._updates.has_any)
+            self._dispatcher.do(actions)
 
     def _is_over(self) -> bool:
         return self._supervisor.is_closed or self.dead_error is not None

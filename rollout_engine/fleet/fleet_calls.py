@@ -13,6 +13,7 @@ from rollout_engine.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.fleet.balancer import BalancerStats
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.replica_health import ReplicaHealth, ask_health
 from rollout_engine.fleet.replica_state import ReplicaState
 from rollout_engine.fleet.supervisor import Supervisor
 from rollout_engine.fleet.together import call_all, call_one, is_refused
@@ -111,6 +112,12 @@ class FleetCalls:
         with self._lock:
             stats, serving = self.balancer_stats(), self._brain.serving
         return {index: Load(stats.num_requests[index], stats.num_kv_tokens[index]) for index in serving}
+
+    def health(self) -> list[ReplicaHealth]:
+        """How each replica is, in the order of their indexes."""
+        with self._lock:
+            asked = [ask_health(each, self._members.get(index)) for index, each in self._brain.replicas.items()]
+        return [answer() for answer in asked]
 
     def _refuse_all(self, name: str) -> None:
         if not self._is_over():

@@ -9,9 +9,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,19 +26,17 @@ from rollout_engine.errors import (
 )
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.store_directory import StoreDirectory
+from rollout_engine.fleet.update_round import at_all, check_same, drop, held, whole_report
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.outputs import UpdateReport
-from rollout_engine.threads import run_together
-from sync.base import WeightSender, WeightSource
+from sync.base import WeightSource
 from sync.cast_notice import CastNotice
 from sync.offer import check_source
 from sync.published import is_store
 from sync.source import read_source
-from sync.transports import make_sender
+from sync.store import StoreSender
 
 logger = logging.getLogger("rollout_engine")
-
-R = TypeVar("R")
 
 
 class Published(NamedTuple):
@@ -60,7 +57,7 @@ class FleetUpdates:
         self._updating = threading.Lock()
         self._cast_notice = CastNotice()
         self._directory: StoreDirectory | None = None
-        self._sender: WeightSender | None = None
+        self._sender: StoreSender | None = None
         self._newest: Published | None = None
 
     def version_of(self, member: Member) -> int:
@@ -75,6 +72,11 @@ class FleetUpdates:
             advice = "leave a checkpoint as it is while a fleet serves it, and send new weights by update_weights"
             raise ConfigError(f"{what} ({self._first_digest}): {advice}.")
         return member.client.policy_version
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there was an update: then a checkpoint's weights are not the newest, whatever their version."""
+        return self._newest is not None
 
     @property
     def is_updating(self) -> bool:
@@ -98,11 +100,12 @@ class FleetUpdates:
         version: int | None,
         options: UpdateOptions,
         live_version: int,
-        committed: Callable[[Iterable[int], int], None],
+        ended: Callable[[Mapping[int, UpdateReport], Iterable[int]], None],
     ) -> UpdateReport:
         """Have all members stage the weights, then commit them.
 
-        `committed` is called with those that have committed, and the version, whatever is raised. Raises
+        `ended` is called with the reports, and with the members whose weights are in doubt: an error left them a
+        mixture, or they do not say whether they have committed. It is called whatever is raised. Raises
         `LifecycleError` and `WeightUpdateError`, nothing changed, for what no replica can take, or where replicas have
         read different weights; where none commits, the error of one of them.
         """
@@ -115,22 +118,27 @@ class FleetUpdates:
         if not members:
             what = "update_weights: no replica of the fleet lives at the moment"
             raise RetryableError(f"{what}; they are started again: update again a little later.")
-        path, version = self._published(next(iter(members.values())), source, version, live_version)
         options = msgspec.structs.replace(options, transport=None)
         staged: dict[int, tuple[int, str]] = {}
         reports: dict[int, UpdateReport] = {}
         errors: dict[int, Exception] = {}
-        try:
-            _at_all(members, lambda member: self._stage(member, path, version, options), staged, errors)
-            _check_same(path, staged)
-            ready = {index: members[index] for index in staged}
-            _at_all(ready, lambda member: member.client.commit_weights(options.timeout), reports, errors)
-        finally:  # whatever came between: what is committed is committed
-            for index in members.keys() - reports.keys():
-                members[index].client.drop_staged_weights()
-            if reports:
-                self._newest = Published(path, *next(iter(staged.values())))
-                committed(reports, self._newest.version)
+        with held(members, options.timeout, errors) as members:
+            if not members:
+                raise next(iter(errors.values()))
+            path, version = self._published(next(iter(members.values())), source, version, live_version)
+            try:
+                at_all(members, lambda member: self._stage(member, path, version, options), staged, errors)
+                check_same(path, staged)
+                ready = {index: members[index] for index in staged}
+                at_all(ready, lambda member: member.client.commit_weights(options.timeout), reports, errors)
+            finally:  # whatever came between: what is committed is committed
+                missing = {index: member for index, member in members.items() if index not in reports}
+                in_doubt = drop(missing, staged, reports, errors)
+                if reports:
+                    self._newest = Published(path, *next(iter(staged.values())))
+                elif self._sender is not None and self._is_own(path):
+                    self._sender.take_back()
+                ended(reports, in_doubt)
         if not reports:
             error = next(iter(errors.values()))
             if isinstance(error, EngineDeadError):
@@ -140,17 +148,21 @@ class FleetUpdates:
         first = next(iter(reports.values()))
         for index, error in errors.items():
             logger.warning("replica %d has missed version %d: %s", index, first.version, error)
-        return _whole_report(reports)
+        return whole_report(reports)
 
     def catch_up(self, member: Member) -> int:
         """Give a replica the newest weights; returns their version. Raises as `EngineClient.update_weights`."""
-        assert self._newest is not None, "a replica lags only behind an update"
-        newest = self._newest
-        options = UpdateOptions(reset_version=True)
-        with self._near(member, newest.path, options.timeout) as path:
-            report = member.client.update_weights(path, newest.version, options)
-        if report.digest != newest.digest:
-            raise _changed(newest)
+        client, options = member.client, UpdateOptions(reset_version=True)
+        with member.updating:
+            assert self._newest is not None, "a replica lags only behind an update"
+            newest = self._newest
+            try:
+                if self._stage(member, newest.path, newest.version, options) != (newest.version, newest.digest):
+                    raise _changed(newest)
+                client.commit_weights(options.timeout)
+            except BaseException:
+                client.drop_staged_weights()
+                raise
         return newest.version
 
     def close(self) -> None:
@@ -163,13 +175,16 @@ class FleetUpdates:
         with self._near(member, path, options.timeout) as path:
             return member.client.stage_weights(path, version, options)
 
+    def _is_own(self, path: str) -> bool:
+        return self._directory is not None and path == str(self._directory.path)
+
     @contextmanager
     def _near(self, member: Member, path: str, seconds: float) -> Iterator[str]:
         """Where a replica reads the weights: our publication near it, a user's path on its own node.
 
         Errors of a user's path say on which node it was read.
         """
-        if self._directory is not None and path == str(self._directory.path):
+        if self._is_own(path):
             yield member.replica.near(path, seconds)
             return
         try:
@@ -191,7 +206,7 @@ class FleetUpdates:
         with as_weight_errors():
             if self._directory is None or self._sender is None:
                 self._directory = StoreDirectory()
-                self._sender = make_sender("store", directory=self._directory.path, reset_version=True)
+                self._sender = StoreSender(self._directory.path, reset_version=True)
             pairs = read_source(source)
             check_source(pairs, metadata)
             self._cast_notice.warn_if_cast(pairs, metadata)
@@ -219,39 +234,6 @@ def drained(client: EngineClient, options: UpdateOptions) -> Iterator[UpdateOpti
         yield msgspec.structs.replace(options, mode="keep")
     finally:
         client.call("resume_generation", {}).result()
-
-
-def _at_all(
-    members: Mapping[int, Member], work: Callable[[Member], R], results: dict[int, R], errors: dict[int, Exception]
-) -> None:
-    """Work with all members at once; adds to `results` and `errors`, also where this thread is interrupted."""
-
-    def work_with(index: int) -> None:
-        try:
-            results[index] = work(members[index])
-        except Exception as problem:
-            errors[index] = problem
-
-    run_together([partial(work_with, index) for index in members], name="update-replica")
-
-
-def _check_same(path: str, staged: Mapping[int, tuple[int, str]]) -> None:
-    if len(set(staged.values())) > 1:
-        read = [f"replica {index}: version {version}, {digest}" for index, (version, digest) in staged.items()]
-        what = f"update_weights: the replicas have read different weights at {path} ({', '.join(read)})"
-        raise WeightUpdateError(f"{what}; nothing is changed. Let nobody write there meanwhile, and update again.")
-
-
-def _whole_report(reports: Mapping[int, UpdateReport]) -> UpdateReport:
-    """The report of all replicas: the longest times, all requests, and each replica's own report."""
-    return msgspec.structs.replace(
-        next(iter(reports.values())),
-        seconds=max(report.seconds for report in reports.values()),
-        stall_seconds=max(report.stall_seconds for report in reports.values()),
-        pack_seconds=max(report.pack_seconds for report in reports.values()),
-        num_in_flight=sum(report.num_in_flight for report in reports.values()),
-        replicas=dict(sorted(reports.items())),
-    )
 
 
 def _changed(published: Published) -> WeightUpdateError:

@@ -4,14 +4,13 @@ A request whose replica is lost goes on at another one behind the tokens it has.
 the position alone, so under the same weights it gets the tokens that it would have had.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 
 import msgspec
 
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.seeds import child_seed
 
-_NONE: Set[int] = frozenset()
 _MOST_PENDING = 1 << 16
 """Tokens kept as they came, step by step, before they are sorted by sequence."""
 
@@ -35,6 +34,11 @@ class Entry:
         self.is_whole = True
         """Whether its replica has the request as it came, and not the rest of it, a sample at a time."""
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens of KV that the request may come to hold."""
+        return len(self.request.prompt_token_ids) + self.request.params.n * self.request.max_tokens
+
 
 class Ledger:
     """All requests of a fleet's client that have not ended, and their tokens."""
@@ -47,8 +51,9 @@ class Ledger:
         self._num_pending = 0
         self._tokens: dict[int, list[int]] = {}
         """Sequence id -> tokens that have been sorted."""
-        self._foreign: dict[int, Set[int]] = {}
-        """Replica -> sequences that were taken from it, until it says that they have ended there."""
+        self._foreign: dict[int, dict[int, int]] = {}
+        """Replica -> sequences that were taken from it, until it says that they have ended there; and by which id each
+        came to it: that of the first sequence of its request."""
 
     def __len__(self) -> int:
         return len(self.entries())
@@ -93,17 +98,27 @@ class Ledger:
     def moves(self, entry: Entry, *, replica_lives: bool) -> None:
         """Take a request from its replica. What that one still says of it counts no more, until its ends there."""
         if replica_lives and entry.replica is not None:
-            self._foreign[entry.replica] = self._foreign.get(entry.replica, _NONE) | entry.live.keys()
+            first = entry.request.first_sequence_id
+            came = {sequence_id: first if entry.is_whole else sequence_id for sequence_id in entry.live}
+            self._foreign.setdefault(entry.replica, {}).update(came)
         entry.replica, entry.attempt = None, entry.attempt + 1
 
     def lost(self, replica: int) -> None:
         """A replica says nothing any more."""
         self._foreign.pop(replica, None)
 
+    def refused(self, replica: int, first_sequence_id: int) -> bool:
+        """Note that a replica did not take a request. Returns whether that was taken from it before."""
+        foreign = self._foreign.get(replica, {})
+        refused = [sequence_id for sequence_id, first in foreign.items() if first == first_sequence_id]
+        for sequence_id in refused:
+            del foreign[sequence_id]
+        return bool(refused)
+
     def aborted(self, sequence_ids: Iterable[int]) -> dict[int | None, list[int]]:
         """Note that live sequences are to end. Returns them by replica; those of None never come to one."""
         found: dict[int | None, list[int]] = {}
-        for sequence_id in sequence_ids:
+        for sequence_id in dict.fromkeys(sequence_ids):
             if (entry := self._entries.get(sequence_id)) is not None:
                 entry.aborted.add(sequence_id)
                 found.setdefault(entry.replica, []).append(sequence_id)
@@ -160,7 +175,8 @@ class Ledger:
         outputs.ended = [end for end in ended if end.sequence_id not in foreign]
         for name in ("num_cached_tokens", "prompt_logprobs"):
             setattr(outputs, name, {id: value for id, value in getattr(outputs, name).items() if id not in foreign})
-        self._foreign[replica] = foreign - {end.sequence_id for end in ended}
+        for end in ended:
+            foreign.pop(end.sequence_id, None)
 
     def _drop_repeated(self, outputs: EngineCoreOutputs) -> None:
         """Drop what the rest of a request says of its prompt: its user has heard it already."""

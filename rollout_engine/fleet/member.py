@@ -4,6 +4,7 @@ The sequences of a fleet have ids of their own. A client's ids begin at `index <
 goes there, and taken from what comes.
 """
 
+import threading
 from typing import Protocol, Self
 
 import msgspec
@@ -35,6 +36,8 @@ class Member:
         """`first_digest`: of the weights that the replica started with."""
         self.index, self.replica, self.client = index, replica, replica.client
         self.first_digest = first_digest
+        self.updating = threading.Lock()
+        """Held by whoever changes its weights: an update, or its catching up."""
         self._first = first_sequence_of(self.client.index)
         self._owner: Owner | None = None
 
@@ -53,11 +56,17 @@ class Member:
         self._owner = owner
         self.client.listen(self)
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request. Raises as `EngineClient.add_request`."""
+    def send(self, request: EngineCoreRequest) -> RolloutEngineError | None:
+        """Send a request. Returns why it cannot be sent: not for a core that is gone, whose requests all move then."""
         if self._first:
             request = msgspec.structs.replace(request, first_sequence_id=request.first_sequence_id + self._first)
-        self.client.add_request(request)
+        try:
+            self.client.add_request(request)
+        except EngineDeadError:
+            pass
+        except RolloutEngineError as error:
+            return error
+        return None
 
     def abort(self, sequence_ids: list[int]) -> None:
         """End sequences that the replica has."""

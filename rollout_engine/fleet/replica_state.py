@@ -8,6 +8,8 @@ from rollout_engine.errors import RetryableError
 from rollout_engine.threads import raise_if_cancelled
 
 _LOOK_SECONDS = 0.05
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+"""Seconds before the second try, doubled before each later one."""
 
 
 class ReplicaState(StrEnum):
@@ -32,6 +34,8 @@ class Replica:
         self.state = ReplicaState.STARTING
         self.policy_version = -1
         """Version of its weights; -1 before it has told."""
+        self.versions = (-1, -1)
+        """That version, and the one before: the last step under it may be told after the commit."""
         self.synced_at = 0.0
         """When it began to serve."""
         self.num_failures = 0
@@ -41,10 +45,19 @@ class Replica:
         self.problem = ""
         """Why it failed last."""
 
+    def has(self, policy_version: int) -> None:
+        """Note that it has weights of this version now."""
+        self.versions, self.policy_version = (policy_version, self.policy_version), policy_version
+
     @property
     def lives(self) -> bool:
         """Whether it has an engine."""
         return self.state in (ReplicaState.STALE, ReplicaState.SYNCED, ReplicaState.DRAINING)
+
+
+def backoff(num_failures: int) -> float:
+    """Seconds before the next try after so many failures in a row: none after the first, then twice as long each."""
+    return 0.0 if num_failures <= 1 else min(_FIRST_WAIT * 2.0 ** (num_failures - 2), _LONGEST_WAIT)
 
 
 def wait_until_settled(replica: Replica, check: Callable[[], object]) -> None:

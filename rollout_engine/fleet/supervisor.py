@@ -1,5 +1,6 @@
 """Starts, updates and ends the replicas of a fleet, each on a thread of its own: all of it takes time."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,7 +48,11 @@ class Supervisor:
         self._orders: dict[str, dict[str, Any]] = {}
         """Calls that a replica which starts later is told first. Replaced, never changed."""
         self._closing = threading.Event()
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[threading.Thread, None] = {}
+        """Those that have not ended, oldest first."""
+        self._without_thread: queue.SimpleQueue[Member | None] = queue.SimpleQueue()
+        """Replicas to end for which no thread could be started; None: no more will come."""
+        self._last_resort = start_thread(self._end_without_thread, name="end-replicas")
 
     @property
     def is_closed(self) -> bool:
@@ -101,7 +106,8 @@ class Supervisor:
         for member in members:
             self._end(member)
         self._provider.close()
-        for thread in list(self._threads):
+        self._without_thread.put(None)
+        for thread in [*self._threads, self._last_resort]:
             thread.join()
         self._provider.shutdown()
 
@@ -150,20 +156,24 @@ class Supervisor:
             try:
                 work()
             finally:
-                self._threads.discard(threading.current_thread())
+                self._threads.pop(threading.current_thread(), None)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.add(thread)
+        self._threads[thread] = None
         try:
             start(thread)
         except RetryableError:
-            self._threads.discard(thread)
+            self._threads.pop(thread, None)
             raise
 
     def _end(self, member: Member) -> None:
         try:
             self._spawn(f"end-replica-{member.index}", member.replica.end)
-        except RetryableError:  # then on this one
+        except RetryableError:  # not on this one: it may hold the lock that the replica's own thread waits for
+            self._without_thread.put(member)
+
+    def _end_without_thread(self) -> None:
+        while (member := self._without_thread.get()) is not None:
             member.replica.end()
 
 

@@ -22,7 +22,7 @@ def call_all(
     those of the lost one go on elsewhere. `is_over`: whether the fleet itself is gone.
     """
     assert verb.combine is not None, "a verb of all replicas says how their results combine"
-    gathered = _Gathered(verb, len(clients), is_over)
+    gathered = _Gathered(verb, arguments, len(clients), is_over)
     if not clients:
         gathered.future.fail(_lost(verb, is_over))
     for index, client in enumerate(clients):
@@ -42,7 +42,7 @@ def call_one(
 
     `RetryableError` where all are lost and the fleet is not over.
     """
-    result = CallFuture()
+    result = _future()
     _ask_next(verb, arguments, list(clients), is_over, result)
     return result
 
@@ -85,14 +85,21 @@ def _lost(verb: Verb, is_over: Callable[[], bool]) -> EngineDeadError | Retryabl
     return RetryableError(f"{verb.name}: a replica was lost before it had answered; the fleet goes on: call it again.")
 
 
+def _future() -> CallFuture:
+    """The future of a call on several replicas; it has begun, for all that this end knows."""
+    future = CallFuture()
+    future.begin()
+    return future
+
+
 class _Gathered:
     """The answers of replicas to one call, as they come."""
 
-    def __init__(self, verb: Verb, count: int, is_over: Callable[[], bool]) -> None:
-        self._verb, self._left, self._is_over = verb, count, is_over
+    def __init__(self, verb: Verb, arguments: Mapping[str, Any], count: int, is_over: Callable[[], bool]) -> None:
+        self._verb, self._arguments, self._left, self._is_over = verb, dict(arguments), count, is_over
         self._lock = threading.Lock()
         self._answers: list[Future[Any] | None] = [None] * count
-        self.future = CallFuture()
+        self.future = _future()
         self.future.add_done_callback(self._take_back)
 
     def add(self, index: int, answer: CallFuture) -> None:
@@ -114,10 +121,18 @@ class _Gathered:
         if errors and isinstance(errors[0], EngineDeadError) and not self._is_over():
             self.future.fail(_lost(self._verb, self._is_over))
         elif errors:
-            self.future.fail(errors[0])
+            self.future.fail(self._in_all(errors[0], len(errors) + len(results), errors))
         else:
             assert self._verb.combine is not None
             self.future.succeed(self._verb.combine(results))
+
+    def _in_all(self, error: BaseException, count: int, errors: Sequence[BaseException]) -> BaseException:
+        """The error of all: a call is told as one that never begins only if it never does anywhere."""
+        if self._verb.late is None or self._verb.seconds(self._arguments) is None:
+            return error
+        never = str(self._verb.too_late(self._arguments, begun=False))
+        num_never = [str(each) for each in errors].count(never)
+        return self._verb.too_late(self._arguments, begun=True) if 0 < num_never < count else error
 
     def _take_back(self, future: Future[Any]) -> None:
         if future.cancelled():

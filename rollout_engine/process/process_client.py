@@ -160,10 +160,15 @@ class ProcessClient:
         self.require_usable()
         return self._has_updated(self._weights.commit(timeout))
 
-    def drop_staged_weights(self) -> None:
-        """Have the core drop what is staged and not committed. Blocks; no-op if it is gone."""
+    def drop_staged_weights(self) -> UpdateReport | None:
+        """Have the core drop what is staged. Blocks; no-op if it is gone.
+
+        Returns the report of its last update if that was committed. Raises `TransferTimeoutError` if nobody knows.
+        """
+        report = None
         with suppress(EngineDeadError):
-            self._weights.drop()
+            report = self._weights.drop()
+        return report and self._has_updated(report)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Return False: steps are computed in the core's process."""

@@ -113,10 +113,19 @@ class WeightClient:
         report: UpdateReport = self._ask("end_weight_update", timeout)
         return report
 
-    def drop(self) -> None:
-        """Have the core drop what is staged and not committed, and wait until it has."""
+    def drop(self) -> UpdateReport | None:
+        """Have the core drop what is staged, and wait until it has. Returns the report of what it had committed before.
+
+        Raises `TransferTimeoutError` where the core does not answer: it may have committed, or not.
+        """
         self._call_off()
-        wait([self._client.call("end_weight_update", {})], _GRACE_SECONDS)
+        answer = self._client.call("end_weight_update", {})
+        wait([answer], _GRACE_SECONDS)
+        if not answer.done():
+            answer.cancel()
+            what = f"The engine did not answer within {_GRACE_SECONDS:g} s"
+            raise TransferTimeoutError(f"update_weights: {what}: what is staged may have been committed, or not.")
+        return None if answer.exception() else answer.result()
 
     def close(self) -> None:
         """Free the transport and its memory."""

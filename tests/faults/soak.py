@@ -38,7 +38,7 @@ from tests.faults.peers import RawCore
 from tests.faults.replica_deaths import PROMPTS, ReplicaDeaths, read
 from tests.faults.schedules import Schedule, make_menu
 from tests.faults.updates import UpdatesUnderLoad, spelling
-from tests.simulation.run import Run
+from tests.simulation.run import FleetRun, Run
 from tests.simulation.scheduler import Carriers
 
 HERE = Path(__file__).parent
@@ -95,17 +95,27 @@ def schedules(checkpoint: Path, seconds: float, count: int) -> Figure:
 
 def simulations(_: Path, seconds: float, count: int) -> Figure:
     """Simulated engines: threads, clocks, failures and operations in the order that a seed decides."""
-    ends, faults = Counter[str](), Counter[str]()
-    num_runs = num_choices = 0
+    return _simulated(Run, "", _until(seconds, count), math.inf)
+
+
+def fleets(_: Path, seconds: float, count: int) -> Figure:
+    """Simulated fleets until `count` faults have struck: replicas die, hang, do not start, miss updates, as above."""
+    return _simulated(FleetRun, "--fleet ", _until(seconds, count), count)
+
+
+def _simulated(make: type[Run], option: str, seeds: Iterator[int], most_faults: float) -> Figure:
+    ends, faults, num_runs, num_choices, start = Counter[str](), Counter[str](), 0, 0, time.process_time()
     with Carriers() as carriers:
-        for seed in _until(seconds, count):
-            run = Run(1_000_000 + seed).go(carriers)
-            assert run.error is None, f"python -m tests.simulation {run.seed}: {run.error}"
+        for seed in seeds:
+            run = make(1_000_000 + seed).go(carriers)
+            assert run.error is None, f"python -m tests.simulation {option}{run.seed}: {run.error}"
             num_runs, num_choices = num_runs + 1, num_choices + run.num_choices
-            ends.update(run.ends)
-            faults.update(run.faults)
-    wrong = dict(ended_twice_or_never=0, wrong_tokens=0, leaks=0, broken_promises=0)
-    return dict(schedules=num_runs, choices=num_choices, ends=dict(ends), faults=dict(faults)) | wrong
+            ends, faults = ends + run.ends, faults + run.faults
+            if faults.total() >= most_faults:
+                break
+    found = dict(schedules=num_runs, choices=num_choices, ends=dict(ends), faults=dict(faults))
+    found |= dict(num_faults=faults.total(), cpu_seconds=round(time.process_time() - start, 1))
+    return found | dict(ended_twice_or_never=0, wrong_tokens=0, leaks=0, broken_promises=0)
 
 
 def updates(checkpoint: Path, seconds: float, count: int) -> Figure:
@@ -295,6 +305,7 @@ PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "clients": (clients, 1000),
     "schedules": (schedules, 1000),
     "simulations": (simulations, 100_000),
+    "fleets": (fleets, 100_000),
     "updates": (updates, 1000),
     "aborts": (aborts, 100_000),
     "honest": (honest, 600),

@@ -1,11 +1,14 @@
-"""Simulated runs: python -m tests.simulation SEED [LIMIT] prints the log of one and its digest, the same each time.
+"""Simulated runs: python -m tests.simulation [--fleet] SEED [LIMIT] prints the log of one and its digest, each time
+the same.
 
 Where it fails, the log is that of the fewest choices of the same seed that still fail, which LIMIT repeats.
 """
 
 import argparse
 
-from tests.simulation.run import Run
+import torch
+
+from tests.simulation.run import FleetRun, Run
 from tests.simulation.scheduler import Carriers
 
 
@@ -14,14 +17,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("limit", type=int, nargs="?", help="choices of the seed to follow; default: all")
+    parser.add_argument("--fleet", action="store_true", help="a fleet; default: one engine")
     options = parser.parse_args()
+    torch.set_num_threads(1)
+    make, what = (FleetRun, "--fleet ") if options.fleet else (Run, "")
     with Carriers() as carriers:
-        run = Run(options.seed, options.limit).go(carriers)
+        run = make(options.seed, options.limit).go(carriers)
         shown = run if run.error is None or options.limit is not None else run.shortest(carriers)
     print("\n".join(shown.lines()))
     print(f"seed {run.seed}: {run.num_choices} choices, digest {run.digest()}")
     if shown is not run:
-        print(f"the shortest failure: python -m tests.simulation {run.seed} {shown.limit}, digest {shown.digest()}")
+        print(
+            f"the shortest failure: python -m tests.simulation {what}{run.seed} {shown.limit}, digest {shown.digest()}"
+        )
     return int(run.error is not None)
 
 

@@ -17,12 +17,11 @@ from rollout_engine.process.output_batcher import OutputBatcher
 from rollout_engine.process.weight_rendezvous import Rendezvous
 from rollout_engine.process.wire import PROTOCOL, Outputs, Ready, Reply
 from sync.inproc import InprocReceiver, InprocSender
-from tests.simulation.engine import SimulatedEngine
+from tests.simulation.engine import SimulatedEngine, Sizes
 from tests.simulation.faults import RandomFaults
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.transport import SimulatedTransport, SimulatedWaker
 
-DIRECTORY = "simulated-core"
 _HEARTBEAT_SECONDS = 0.5
 _END_SECONDS = 5.0
 
@@ -30,10 +29,16 @@ _END_SECONDS = 5.0
 class SimulatedCoreProcess:
     """Runs `EngineCoreProc`, and stands for the parent's handle of its process (`core_launcher.CoreProcess`)."""
 
-    group = "core"
-
-    def __init__(self, scheduler: Scheduler, faults: RandomFaults, transport: SimulatedTransport) -> None:
-        self.directory, self.pid = DIRECTORY, 1
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        faults: RandomFaults,
+        transport: SimulatedTransport,
+        sizes: Sizes,
+        name: str = "core",
+    ) -> None:
+        """Returns when it is ready, or has ended. `name`: of its tasks and its directory."""
+        self.group, self.directory, self.pid = name, f"simulated-{name}", 1
         self._scheduler, self._transport = scheduler, transport
         self._ended, self._orphaned = SimulatedWaker(scheduler), SimulatedWaker(scheduler)
         self.lifeline = SimpleNamespace(socket=self._ended, close=self._orphaned.wake)
@@ -43,8 +48,8 @@ class SimulatedCoreProcess:
         self.engine: SimulatedEngine
         self.wire = WireRecord()
         self._io: CoreSocket | None = None
-        scheduler.spawn("core", partial(self._run, faults), self.group)
-        scheduler.wait(lambda: self._io is not None, None, "the start of the core")
+        scheduler.spawn(name, partial(self._run, faults, sizes), self.group)
+        scheduler.wait(lambda: self._io is not None or self.status is not None, None, "the start of the core")
 
     def wait(self, seconds: float) -> int | None:
         """Wait for its end. Returns its status; None: it still runs."""
@@ -81,8 +86,25 @@ class SimulatedCoreProcess:
         self.status = status
         self._ended.set()
 
-    def _run(self, faults: RandomFaults) -> None:
-        self.engine = engine = SimulatedEngine(self._scheduler, faults)
+    def _run(self, faults: RandomFaults, sizes: Sizes) -> None:
+        try:
+            proc, io = self._made(faults, sizes)
+        except Exception as error:
+            self.reason = f"it did not start: {type(error).__name__}: {error}"
+            self._scheduler.kill(self.group)
+            self._exit(1)
+            return
+        try:
+            reason, status = proc.run(), 0
+        except Exception as error:
+            reason, status = f"it failed: {type(error).__name__}: {error}", 1
+        io.close(reason)
+        self._scheduler.kill(self.group)  # its other threads end with it
+        self._exit(status)
+
+    def _made(self, faults: RandomFaults, sizes: Sizes) -> tuple[Any, CoreSocket]:
+        """Start a core and its socket."""
+        self.engine = engine = SimulatedEngine(self._scheduler, faults, sizes)
         io = CoreSocket(
             self.directory,
             self._orphaned,  # type: ignore[arg-type]  # all that it does is to poll it
@@ -96,13 +118,7 @@ class SimulatedCoreProcess:
         self.wire.watch_outputs(proc.driver, self._scheduler)
         io.start(lambda: self._ready(engine), on_orphaned=self.kill)
         self._io, self.driver = io, proc.driver
-        try:
-            reason, status = proc.run(), 0
-        except Exception as error:
-            reason, status = f"it failed: {type(error).__name__}: {error}", 1
-        io.close(reason)
-        self._scheduler.kill(self.group)  # its other threads end with it
-        self._exit(status)
+        return proc, io
 
     def _watch_close(self, io: CoreSocket) -> None:
         close = io.close

@@ -1,41 +1,69 @@
 """The core of one simulated engine, of random sizes, and what must be so of it."""
 
+from typing import NamedTuple
+
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.execution.executor import InlineExecutor
+from tests.simulation.choices import Choices
 from tests.simulation.faults import RandomFaults
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.spelling_worker import VOCAB_SIZE, SpellingWorker
 from tests.simulation.users import check_promise
 
 
-class SimulatedEngine:
-    """The parts of one engine that are the same in any process: a core of random sizes over a spelling worker."""
+class Sizes(NamedTuple):
+    """Sizes and options of an engine."""
 
-    def __init__(self, scheduler: Scheduler, faults: RandomFaults) -> None:
-        choices = scheduler.choices
-        ahead = choices.chance(0.5)
-        self.worker = SpellingWorker(
+    async_scheduling: bool
+    block_size: int
+    num_blocks: int
+    step_seconds: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    admission: str
+
+    @classmethod
+    def drawn(cls, choices: Choices) -> "Sizes":
+        """Draw them."""
+        return cls(
+            async_scheduling=choices.chance(0.5),
             block_size=choices.pick([4, 2]),
             num_blocks=choices.pick([64, 20, 24]),
+            step_seconds=choices.pick([0.0, 0.0, 0.002, 0.2]),
+            max_num_seqs=choices.pick([8, 2, 4]),
+            max_num_batched_tokens=choices.pick([64, 8, 16]),
+            enable_prefix_caching=not choices.chance(0.2),
+            admission=choices.pick(["queue", "queue", "queue", "reject"]),
+        )
+
+
+class SimulatedEngine:
+    """The parts of one engine that are the same in any process: a core over a spelling worker."""
+
+    def __init__(self, scheduler: Scheduler, faults: RandomFaults, sizes: Sizes) -> None:
+        self.worker = SpellingWorker(
+            block_size=sizes.block_size,
+            num_blocks=sizes.num_blocks,
             max_model_len=64,
             reach=faults.reach,
             sleep=scheduler.sleep,
-            step_seconds=choices.pick([0.0, 0.0, 0.002, 0.2]),
+            step_seconds=sizes.step_seconds,
         )
-        self.executor = InlineExecutor(self.worker, async_scheduling=ahead)
+        self.executor = InlineExecutor(self.worker, async_scheduling=sizes.async_scheduling)
         config = CoreConfig(
-            num_blocks=self.worker.info.num_blocks,
-            block_size=self.worker.info.block_size,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
             max_model_len=64,
-            max_num_seqs=choices.pick([8, 2, 4]),
-            max_num_batched_tokens=choices.pick([64, 8, 16]),
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
             vocab_size=VOCAB_SIZE,
-            enable_prefix_caching=not choices.chance(0.2),
-            admission=choices.pick(["queue", "queue", "queue", "reject"]),
-            async_scheduling=ahead,
+            enable_prefix_caching=sizes.enable_prefix_caching,
+            admission=sizes.admission,
+            async_scheduling=sizes.async_scheduling,
         )
         self.core = EngineCore(self.executor, config)
         self._failure: AssertionError | None = None

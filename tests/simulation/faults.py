@@ -4,6 +4,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable
 
+from rollout_engine.errors import EngineDeadError
 from tests.simulation.scheduler import Scheduler
 
 
@@ -31,11 +32,12 @@ POINTS: dict[str, tuple[str, Callable[[], Exception] | None]] = {
     "read": ("disk", _system(errno.EIO)),
     "row": ("plug-ins", None),
     "call": ("plug-ins", None),
+    "start": ("starts", lambda: EngineDeadError("the replica did not start")),
 }
 """Point -> the kind of failure that strikes there, and the error that it raises; None: `reach` returns True."""
 _OFTEN = {"wake": 4.0, "commit": 2.0, "connect": 4.0}
 """Points that few runs pass, and how much more often failures strike there."""
-KINDS = ("allocation", "threads", "descriptors", "disk", "plug-ins", "clock")
+KINDS = ("allocation", "threads", "descriptors", "disk", "plug-ins", "clock", "starts")
 
 
 class RandomFaults:

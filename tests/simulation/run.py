@@ -10,14 +10,19 @@ from tests.simulation.choices import Choices
 from tests.simulation.clock import SimulatedClock
 from tests.simulation.core_process import process_patches
 from tests.simulation.faults import RandomFaults
+from tests.simulation.fleet import Published
+from tests.simulation.fleet_scenario import MAX_PAUSES as MAX_FLEET_PAUSES
+from tests.simulation.fleet_scenario import run_fleet
 from tests.simulation.scenarios import run_in_process, run_own_process
-from tests.simulation.scheduler import Carriers, Scheduler
+from tests.simulation.scheduler import MAX_PAUSES, Carriers, Scheduler
 from tests.simulation.seams import simulated, stand_ins
 from tests.simulation.transport import SimulatedTransport
 
 
 class Run:
     """One run, and what is known of it afterwards: of an engine in process if the seed is even, else in its own."""
+
+    max_pauses = MAX_PAUSES
 
     def __init__(self, seed: int, limit: int | None = None) -> None:
         self.seed, self.limit = seed, limit
@@ -32,26 +37,36 @@ class Run:
     def go(self, carriers: Carriers) -> "Run":
         """Carry it out. Raises nothing: `error` is what it found."""
         choices = Choices(self.seed, self.limit)
-        scheduler = Scheduler(choices, SimulatedClock(), carriers, restlessness=choices.pick([0.1, 0.02, 0.4]))
+        restlessness = choices.pick([0.1, 0.02, 0.4])
+        clock = SimulatedClock()
+        scheduler = Scheduler(choices, clock, carriers, restlessness=restlessness, max_pauses=self.max_pauses)
         faults = RandomFaults(scheduler)
         transport = SimulatedTransport(scheduler, lambda: faults.reach("connect"))
         wire = {"zmq": transport, "Waker": transport.Waker}
         replacements = stand_ins(scheduler, lambda: faults.reach("thread")) | wire
 
+        patches = [*process_patches(scheduler, faults), *self._patches(faults)]
+
         def main() -> None:
             faults.is_on = False
-            if self.seed % 2:
-                run_own_process(scheduler, faults, transport, self.outcomes, self.ends)
-            else:
-                run_in_process(scheduler, faults, self.outcomes, self.ends)
+            self._scenario(scheduler, faults, transport)
 
         try:
-            with simulated(scheduler, replacements, process_patches(scheduler, faults)), _silent():
+            with simulated(scheduler, replacements, patches), _silent():
                 scheduler.run(main)
         except Exception as error:
             self.error = error
         self._lines, self.num_choices, self.faults = scheduler.log, choices.num_made, faults.counts
         return self
+
+    def _patches(self, faults: RandomFaults) -> list[tuple[Any, str, Any]]:
+        return []
+
+    def _scenario(self, scheduler: Scheduler, faults: RandomFaults, transport: SimulatedTransport) -> None:
+        if self.seed % 2:
+            run_own_process(scheduler, faults, transport, self.outcomes, self.ends)
+        else:
+            run_in_process(scheduler, faults, self.outcomes, self.ends)
 
     def lines(self) -> list[str]:
         """The log: seconds, task, what happened."""
@@ -64,7 +79,7 @@ class Run:
         found, low, high = self, 0, self.num_choices
         while low < high:
             limit = (low + high) // 2
-            shorter = Run(self.seed, limit).go(carriers)
+            shorter = type(self)(self.seed, limit).go(carriers)
             if type(shorter.error) is type(self.error):
                 found, high = shorter, limit
             else:
@@ -75,6 +90,22 @@ class Run:
         """A digest of the log and of the number of choices: equal for equal runs."""
         text = "\n".join([*self.lines(), str(self.num_choices)])
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class FleetRun(Run):
+    """One run of a fleet: users, and what becomes of its replicas meanwhile."""
+
+    max_pauses = MAX_FLEET_PAUSES
+
+    def __init__(self, seed: int, limit: int | None = None) -> None:
+        super().__init__(seed, limit)
+        self._published = Published()
+
+    def _patches(self, faults: RandomFaults) -> list[tuple[Any, str, Any]]:
+        return self._published.patches(faults)
+
+    def _scenario(self, scheduler: Scheduler, faults: RandomFaults, transport: SimulatedTransport) -> None:
+        run_fleet(scheduler, faults, transport, self._published, self.outcomes, self.ends)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rollout_engine.process.core_endpoint import LocalEndpoint
 from rollout_engine.process.process_client import ProcessClient
 from tests.faults.ledger import Ledger
 from tests.simulation.core_process import SimulatedCoreProcess
-from tests.simulation.engine import SimulatedEngine
+from tests.simulation.engine import SimulatedEngine, Sizes
 from tests.simulation.faults import RandomFaults
 from tests.simulation.scheduler import Scheduler, SimulationFailed
 from tests.simulation.transport import SimulatedTransport
@@ -24,11 +24,11 @@ _HANG_SECONDS = 5.0
 def run_in_process(scheduler: Scheduler, faults: RandomFaults, outcomes: Counter[str], ends: Counter[str]) -> None:
     """One engine in this process: the real front end, client, driver, core, executor and weight transaction."""
     choices = scheduler.choices
-    engine = SimulatedEngine(scheduler, faults)
+    engine = SimulatedEngine(scheduler, faults, Sizes.drawn(choices))
     client = LocalClient(engine.core, engine.executor, engine.worker.info, own_thread=choices.chance(0.5))
     engine.watch(client.driver)
     frontend = Frontend(client, None)
-    users = Users(scheduler, frontend, Ledger(), engine.worker, faults)
+    users = _users_of(scheduler, frontend, engine, faults)
     try:
         faults.is_on = True
         users.start(1 + choices.below(3), 2 + choices.below(6))
@@ -59,7 +59,7 @@ def run_own_process(
 ) -> None:
     """One engine in a process of its own, its owner and perhaps other clients, over a simulated wire."""
     choices = scheduler.choices
-    process = SimulatedCoreProcess(scheduler, faults, transport)
+    process = SimulatedCoreProcess(scheduler, faults, transport, Sizes.drawn(choices))
     owner = _Client(scheduler, faults, process, is_owner=True)
     others: list[_Client] = []
     try:
@@ -96,6 +96,12 @@ def run_own_process(
 _EVENTS = ["nothing", "nothing", "nothing", "sigterm", "kill", "hang", "shutdown", "client leaves", "client dies"]
 
 
+def _users_of(scheduler: Scheduler, frontend: Frontend, engine: SimulatedEngine, faults: RandomFaults) -> Users:
+    """Users of a client of an engine."""
+    worker = engine.worker
+    return Users(scheduler, frontend, Ledger(), worker.notes, faults, worker.step_seconds)
+
+
 class _Client:
     """A client of the core: its front end and its users."""
 
@@ -111,7 +117,7 @@ class _Client:
         self.frontend = Frontend(client, None)
         self.frontend.shutdown.atexit = False
         process.wire.watch_client(self.frontend)
-        self.users = Users(scheduler, self.frontend, Ledger(), process.engine.worker, faults)
+        self.users = _users_of(scheduler, self.frontend, process.engine, faults)
 
 
 def _connect(scheduler: Scheduler, faults: RandomFaults, process: SimulatedCoreProcess, number: int) -> list[_Client]:

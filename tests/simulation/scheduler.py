@@ -19,7 +19,7 @@ from tests.simulation.choices import Choices
 from tests.simulation.clock import SimulatedClock
 
 MAX_PAUSES = 40_000
-"""A run that has not ended by then never does."""
+"""A run of one engine that has not ended by then never does."""
 CARRIER_NAME = "simulated"
 """Name of the system's threads that carry tasks."""
 _MAX_STOPS = 100
@@ -40,6 +40,8 @@ class Task:
     def __init__(self, number: int, name: str, group: str, carrier: "_Carrier") -> None:
         self.number, self.name, self.group, self.carrier = number, name, group, carrier
         """`group`: the process that it belongs to."""
+        self.thread: Any = None
+        """The program's own object for it; None where the simulation started it."""
         self.is_done = self.is_stopped = False
         self.is_ready: Callable[[], bool] | None = None
         """What it waits for; None: nothing."""
@@ -62,7 +64,13 @@ class Scheduler:
     """Chooses which task runs. Its methods are called by the task that runs."""
 
     def __init__(
-        self, choices: Choices, clock: SimulatedClock, carriers: "Carriers", *, restlessness: float = 0.2
+        self,
+        choices: Choices,
+        clock: SimulatedClock,
+        carriers: "Carriers",
+        *,
+        restlessness: float = 0.2,
+        max_pauses: int = MAX_PAUSES,
     ) -> None:
         """`restlessness`: the chance of another task's turn wherever one may lose its own."""
         self.choices, self.clock = choices, clock
@@ -71,7 +79,7 @@ class Scheduler:
         self.current: Task
         self.error: BaseException | None = None
         """The first failure of the run."""
-        self.num_pauses = 0
+        self.num_pauses, self._max_pauses = 0, max_pauses
         self._restlessness, self._carriers = restlessness, carriers
         self._tasks: list[Task] = []
         self._num_tasks = self._num_turns = 0
@@ -160,7 +168,7 @@ class Scheduler:
             self._stop(task)
         self.clock.tick()
         self.num_pauses += 1
-        if self.num_pauses > MAX_PAUSES:
+        if self.num_pauses > self._max_pauses:
             self.fail(SimulationFailed(f"the run does not end: {self._describe_tasks()}"))
             raise Stopped
 

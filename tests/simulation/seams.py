@@ -20,7 +20,7 @@ from tests.simulation.threads import (
     SimulatedQueues,
     SimulatedThreading,
     SimulatedTime,
-    wait_for_futures,
+    SimulatedWait,
 )
 
 REAL: dict[str, Any] = {
@@ -44,7 +44,7 @@ def stand_ins(scheduler: Scheduler, before_thread: Any) -> dict[str, Any]:
         "time": SimulatedTime(scheduler),
         "queue": SimulatedQueues(scheduler),
         "ThreadPoolExecutor": partial(SimulatedPool, scheduler),
-        "wait": wait_for_futures,
+        "wait": SimulatedWait(scheduler),
     }
 
 

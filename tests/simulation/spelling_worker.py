@@ -158,7 +158,7 @@ class SpellingWorker:
         self.notes, self.sleep, self._reach = NoteBook(), sleep, reach
         self.step_seconds = step_seconds
         self.live = weights_of(0)
-        self.runner = SpellingRunner(block_size, self.live, reach, lambda: sleep(step_seconds))
+        self.runner = SpellingRunner(block_size, self.live, reach, lambda: sleep(self.step_seconds))
         self.backend = SimpleNamespace(runs_ahead=False, score=self.score)
         memory = _ShadowMemory(reach)
         self.updater = WeightUpdater(self.live, [], PackedWeights(_EMPTY), memory, prepare=self._take_back)

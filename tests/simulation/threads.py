@@ -3,8 +3,9 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
+from concurrent.futures._base import DoneAndNotDoneFutures
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,7 +38,8 @@ class SimulatedThreading:
         return self._scheduler.current.number
 
     def current_thread(self) -> Any:
-        return self._scheduler.current
+        task = self._scheduler.current
+        return task if task.thread is None else task.thread
 
     def main_thread(self) -> Any:
         """No task: signals come to none."""
@@ -267,6 +269,7 @@ class SimulatedThread:
         """Start the task. Raises `RuntimeError` where the run has it that no thread can start."""
         self._before_start()
         self.task = self._scheduler.spawn(self.name, self._work)
+        self.task.thread = self
         self._scheduler.pause()
 
     @property
@@ -279,12 +282,6 @@ class SimulatedThread:
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else self._scheduler.clock.now + timeout
         self._scheduler.wait(lambda: not self.is_alive(), deadline, f"the end of {self.name}")
-
-    def __eq__(self, other: object) -> bool:
-        """`current_thread()` is a task."""
-        return self is other or (self.task is not None and self.task is other)
-
-    __hash__ = object.__hash__
 
 
 class SimulatedTimer(SimulatedThread):
@@ -366,8 +363,16 @@ class SimulatedPool:
                 future.set_result(result)
 
 
-def wait_for_futures(futures: Iterable[Future[Any]], timeout: float | None = None) -> None:
+class SimulatedWait:
     """Stands for `concurrent.futures.wait`."""
-    for future in futures:
-        with suppress(TimeoutError, CancelledError):
-            future.exception(timeout)
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def __call__(self, futures: Collection[Future[Any]], timeout: float | None = None) -> Any:
+        deadline = None if timeout is None else self._scheduler.clock.now + timeout
+        for future in futures:
+            with suppress(TimeoutError, CancelledError):
+                future.exception(None if deadline is None else max(deadline - self._scheduler.clock.now, 0.0))
+        done = {future for future in futures if future.done()}
+        return DoneAndNotDoneFutures(done, set(futures) - done)

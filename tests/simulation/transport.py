@@ -4,7 +4,8 @@
            <──                                           <──
 
 A link never reorders or loses a message while it stands. Closed in order it still delivers what was sent; cut, as by
-the death of a process, it drops what is under way. A full link refuses the router's messages, as a pipe does.
+the death of a process, it drops what is under way. While it is held, as by a network that is partitioned, nothing
+arrives. A full link refuses the router's messages, as a pipe does.
 """
 
 import itertools
@@ -35,30 +36,37 @@ class _Pipe:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._messages: deque[tuple[float, list[bytes]]] = deque()
-        self._last = 0.0
+        self._last = self._held_until = 0.0
 
     def __len__(self) -> int:
         return len(self._messages)
 
     def put(self, frames: list[bytes]) -> None:
-        self._last = max(self._last, self._scheduler.clock.now + self._scheduler.choices.pick(_DELAYS))
+        arrives = max(self._scheduler.clock.now, self._held_until) + self._scheduler.choices.pick(_DELAYS)
+        self._last = max(self._last, arrives)
         self._messages.append((self._last, frames))
         self._scheduler.add_alarm(self._last)
 
+    def hold(self, until: float) -> None:
+        """Let nothing arrive before."""
+        self._held_until = until
+        self._scheduler.add_alarm(until)
+
     @property
     def has_arrived(self) -> bool:
-        return bool(self._messages) and self._messages[0][0] <= self._scheduler.clock.now
+        now = self._scheduler.clock.now
+        return bool(self._messages) and self._messages[0][0] <= now and self._held_until <= now
 
     @property
     def has_all_arrived(self) -> bool:
-        return self._last <= self._scheduler.clock.now
+        return max(self._last, self._held_until) <= self._scheduler.clock.now
 
     def get(self) -> list[bytes]:
         return self._messages.popleft()[1]
 
     def drop(self) -> None:
         self._messages.clear()
-        self._last = 0.0
+        self._last = self._held_until = 0.0
 
 
 class _Link:
@@ -108,11 +116,16 @@ class SimulatedTransport:
         self._before_socket()
         return SimulatedWaker(self._scheduler)
 
+    def links_of(self, address: str) -> "list[_Link]":
+        """The connections of a core, the first one first."""
+        router = self.routers.get(address)
+        return [] if router is None else list(router.links.values())
+
     def cut_off(self, address: str) -> None:
         """Cut every link of a core, whose process is gone."""
-        router = self.routers.pop(address, None)
-        for link in [] if router is None else router.links.values():
+        for link in self.links_of(address):
             link.cut()
+        self.routers.pop(address, None)
 
     def next_identity(self) -> bytes:
         return next(self._numbers).to_bytes(5, "big")

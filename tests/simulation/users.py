@@ -24,7 +24,7 @@ from rollout_engine.seeds import child_seed, mix
 from tests.faults.ledger import Entry, Ledger
 from tests.simulation.faults import RandomFaults
 from tests.simulation.scheduler import Scheduler
-from tests.simulation.spelling_worker import VOCAB_SIZE, SpellingWorker, spelled_token, weights_of
+from tests.simulation.spelling_worker import VOCAB_SIZE, NoteBook, spelled_token, weights_of
 from tests.simulation.threads import SimulatedQueue
 
 ERRORS = (RolloutEngineError, MemoryError, OSError, RuntimeError)
@@ -65,12 +65,19 @@ class Users:
     """Users of one client; each is a task that calls one thing after the other."""
 
     def __init__(
-        self, scheduler: Scheduler, frontend: Frontend, ledger: Ledger, worker: SpellingWorker, faults: RandomFaults
+        self,
+        scheduler: Scheduler,
+        frontend: Frontend,
+        ledger: Ledger,
+        notes: NoteBook,
+        faults: RandomFaults,
+        step_seconds: float,
     ) -> None:
-        self.frontend = frontend
-        self._step_seconds = worker.step_seconds
+        """`notes`: what extensions were called with. `step_seconds`: how long a step takes at least."""
+        self.frontend, self.operations = frontend, OPERATIONS
+        self._step_seconds = step_seconds
         self._scheduler, self._choices, self._faults = scheduler, scheduler.choices, faults
-        self.ledger, self._notes = ledger, worker.notes
+        self.ledger, self._notes = ledger, notes
         self._num_busy = self._num_calls = 0
         self.outcomes: Counter[str] = Counter()
         """What was called, and how it ended."""
@@ -93,6 +100,11 @@ class Users:
     def are_done(self) -> bool:
         """Whether every user has ended, and every request was read to its end."""
         return not self._num_busy
+
+    @property
+    def engine_runs(self) -> bool:
+        """Whether the engine says that it runs."""
+        return self._state() == "RUNNING"
 
     def calm(self) -> None:
         """Let what is paused, asleep or dirty go on."""
@@ -117,7 +129,7 @@ class Users:
         for number in range(num_operations):
             if self._choices.are_over:
                 return
-            kind, operate = self._choices.pick(_OPERATIONS if number else _OPERATIONS[:1])
+            kind, operate = self._choices.pick(self.operations if number else OPERATIONS[:1])
             self._scheduler.note(kind)
             operate(self)
             if self._choices.chance(0.3):
@@ -271,8 +283,19 @@ class Users:
             arguments["seconds"] = self._choices.pick([0.0, 0.01, 0.3])
         timeout = self._choices.pick([None, 0.005, 0.1])
         result = self._call("collective_rpc", method=method, timeout=timeout, kwargs=arguments)
-        self._fates[number] = _fate(result, number)
+        self._fates[number] = self._fate(result, number)
         self._scheduler.note(f"call {number}: {self._fates[number]}")
+
+    def _fate(self, result: Any, number: int) -> str:
+        """How a noted call has ended, as its caller was told."""
+        if not isinstance(result, Exception):
+            assert result == [number], f"call {number} returned {result}"
+            return "returned"
+        if isinstance(result, RPCTimeoutError):
+            return "never" if "never will" in str(result) else "late"
+        if "user code fails" in str(result):
+            return "raised by user code"
+        return "never" if "start new thread" in str(result) else type(result).__name__
 
     # Weights
 
@@ -314,7 +337,7 @@ class Users:
         return self.frontend.span(verb, arguments)
 
 
-_OPERATIONS: list[tuple[str, Callable[[Users], None]]] = [
+OPERATIONS: list[tuple[str, Callable[[Users], None]]] = [
     *[("add", Users._add)] * 20,
     *[("abort", Users._abort)] * 6,
     *[("pause", Users._pause)] * 3,
@@ -336,17 +359,6 @@ def _check_error(error: str | None) -> None:
         cause in error for cause in ("no memory is left", "a logits processor failed", "DirtyW")
     )
     assert known, f"a sample failed by itself: {error}"
-
-
-def _fate(result: Any, number: int) -> str:
-    if not isinstance(result, Exception):
-        assert result == [number], f"call {number} returned {result}"
-        return "returned"
-    if isinstance(result, RPCTimeoutError):
-        return "never" if "never will" in str(result) else "late"
-    if "user code fails" in str(result):
-        return "raised by user code"
-    return "never" if "start new thread" in str(result) else type(result).__name__
 
 
 def check_spelling(prompt: list[int], params: SamplingParams, index: int, tokens: list[int], spans: Any) -> None:

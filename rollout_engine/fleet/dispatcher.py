@@ -1,0 +1,66 @@
+"""Carries out what the brain of a fleet decides. The fleet's client calls it, inside its lock."""
+
+from collections.abc import Iterable, MutableMapping
+
+from rollout_engine.engine.client import Listener
+from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
+from rollout_engine.fleet.brain import Brain
+from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.supervisor import Fleet, Supervisor
+from rollout_engine.messages import EngineCoreOutputs
+
+
+class Dispatcher:
+    """Sends requests to replicas, has them started, updated and ended, and tells the user. No-op after shutdown."""
+
+    def __init__(
+        self, fleet: Fleet, brain: Brain, members: MutableMapping[int, Member], supervisor: Supervisor
+    ) -> None:
+        """`members`: the replicas that have an engine; those that are stopped are taken from it."""
+        self._fleet, self._brain, self._members, self._supervisor = fleet, brain, members, supervisor
+        self.listener: Listener | None = None
+        """The user's."""
+        self.dead_error: EngineDeadError | None = None
+        """Why nothing can be computed any more; None while something can."""
+
+    def do(self, actions: Iterable[Action], *, raises: bool = False) -> None:
+        """Carry out these decisions. `raises`: the sender of a request is the caller."""
+        for action in [] if self._supervisor.is_closed else actions:
+            match action:
+                case Send(index, request):
+                    error = self._members[index].send(request)
+                    if error is not None and raises:
+                        raise error
+                    if error is not None:
+                        self.refuse(index, request.first_sequence_id, error)
+                case Abort(index, sequence_ids):
+                    self._members[index].abort(sequence_ids)
+                case Tell(ended):
+                    self.deliver(EngineCoreOutputs(self._brain.policy_version, ended=ended))
+                case Start(index, at):
+                    self._supervisor.start(index, at, self._fleet)
+                case CatchUp(index, at):
+                    self._supervisor.catch_up(self._members[index], at, self._fleet)
+                case Stop(index):
+                    self._supervisor.retire(self._members.pop(index))
+                case Fail(reason):
+                    self.fail_all(EngineDeadError(f"The fleet is dead: {reason}."))
+
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Tell the user outputs."""
+        if self.listener is not None:
+            self.listener.deliver(outputs)
+
+    def refuse(self, replica: int, sequence_id: int, error: RolloutEngineError) -> None:
+        """Tell the user of a request that a replica did not take."""
+        first, actions = self._brain.refused(sequence_id, replica)
+        self.do(actions)
+        if first is not None and self.listener is not None:
+            self.listener.refuse(first, error)
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """Tell the user that every request has failed."""
+        self.dead_error = error
+        if self.listener is not None:
+            self.listener.fail_all(error)
