@@ -60,6 +60,7 @@ class RolloutCollector:
         on_group: OnGroup | None = None,
         layout: Layout = "padded",
     ) -> None:
+        frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._run = RolloutRun(frontend, (), reward_fn, reward_weights=reward_weights, keeps_aborted=True)
         self._on_group, self._layout = on_group, layout

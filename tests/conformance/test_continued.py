@@ -28,9 +28,9 @@ def continued(engine, monkeypatch):
         client = engine.frontend.client
         add = client.add_request
 
-        def add_continued(request):
+        def add_continued(request, route):
             seed = child_seed(request.seed, index)
-            add(msgspec.structs.replace(request, seed=seed, output_token_ids=tokens))
+            add(msgspec.structs.replace(request, seed=seed, output_token_ids=tokens), route)
 
         with monkeypatch.context() as patch:
             patch.setattr(client, "add_request", add_continued)

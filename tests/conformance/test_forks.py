@@ -24,6 +24,7 @@ ARGUMENTS = {
     "abort": ("endless",),
     "abort_request": ("endless",),
     "arollout": (["hello"],),
+    "collect": (["hello"],),
     "chat": ([{"role": "user", "content": "hello"}],),
     "generate": ("hello",),
     "get_sequence_ids": ("endless",),
