@@ -114,6 +114,7 @@ def test_a_core_told_to_end_lets_its_requests_end_first(checkpoint):
         wait_gone(process.pid, engine.address, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_core_does_not_outlive_its_parent(checkpoint, number):
     kill_parent(checkpoint, number)

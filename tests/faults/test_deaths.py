@@ -25,6 +25,7 @@ def test_every_caller_hears_of_a_killed_core_in_time(checkpoint):
     leftovers.assert_none()
 
 
+@pytest.mark.slow
 def test_trainers_that_die_in_a_push_leave_whole_weights_and_room_for_the_next(engine):
     async def run():
         deaths = TrainerDeaths(engine, seed=3)
@@ -37,6 +38,7 @@ def test_trainers_that_die_in_a_push_leave_whole_weights_and_room_for_the_next(e
     assert deaths.spelled.num_wrong == 0
 
 
+@pytest.mark.slow
 def test_trainers_that_stand_still_in_a_push_are_given_up_by_its_deadline(engine):
     async def run():
         deaths = TrainerDeaths(engine, seed=6, stopped=1.0)

@@ -16,6 +16,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokeniz
 PROCESSOR = r"logits processor tests.faults.stuck_code:Stuck \(apply, sequence \d+\)"
 
 
+@pytest.mark.slow
 def test_a_core_lives_on_where_it_can_interrupt_and_ends_with_the_reason_where_it_cannot(checkpoint, post_mortems):
     async def last_of(engine, params, prompt=(5, 6)):
         async for output in engine.generate(list(prompt), params):

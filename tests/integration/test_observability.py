@@ -138,6 +138,7 @@ def test_a_rollout_is_as_stale_as_its_oldest_token_when_it_is_handed_out(engine,
     assert (seen["rollout_staleness_versions_count"], seen["rollout_staleness_versions_sum"]) == (4, 2)
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process_shows_the_same_figures(checkpoint, registry, scrape):
     logger = PrometheusLogger(registry=registry)
 

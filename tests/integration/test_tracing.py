@@ -71,6 +71,7 @@ def collector(protocol):
         thread.join()
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process_sends_requests_pauses_and_updates(checkpoint, collector):
     async def run(engine):
         async for _ in engine.generate("hello", PARAMS, "a", trace_headers=HEADERS):

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from rollout_engine import LLM, SamplingParams
 
 PROMPT = list(range(3, 43))
@@ -41,6 +43,7 @@ def test_a_returned_seed_replays_its_sample(checkpoint):
             assert sample_of(llm, [PROMPT], seed=sample.seed, max_tokens=20, top_p=1.0)[0] == sample.token_ids
 
 
+@pytest.mark.slow
 def test_a_new_process_gives_the_same_tokens(checkpoint):
     directory = str(checkpoint("qwen2"))
     script = (

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +30,7 @@ def test_a_module_under_ddp_gives_its_own_names(tmp_path):
     assert all(wrapped[name].data_ptr() == t.data_ptr() for name, t in plain.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_module_sharded_by_fsdp2_is_gathered_whole(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
     script, store = str(HERE / "sharded_trainer.py"), tmp_path / "store"

@@ -12,6 +12,7 @@ import pytest
 HOPPER_SHARED_BYTES = 227 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings no assembler for this machine")
 def test_kernels_compile_and_fit(tmp_path):
     names = [

@@ -229,6 +229,7 @@ def test_a_request_that_forbids_every_token_fails_alone(engine_on):
     assert ours[1][1].token_ids == theirs[1][1].token_ids
 
 
+@pytest.mark.slow
 def test_a_step_is_launched_before_the_one_behind_it_is_known(engine_on):
     assert_alike(run(engine_on("device"), DRAWN), run(engine_on("device", async_scheduling=False), DRAWN))
 
@@ -265,6 +266,7 @@ def test_scores_are_those_of_the_cpu(engine_on):
         np.testing.assert_allclose(mine, other, atol=BOUND)
 
 
+@pytest.mark.slow
 def test_padded_batches_replayed_from_static_memory_change_no_bit(engine_on):
     llm = engine_on("device")
     plain = run(llm, DRAWN)
@@ -338,6 +340,7 @@ def test_memory_that_runs_out_fails_the_step_and_the_engine_lives(engine_on, mon
     assert_alike(run(llm, GREEDY), run(engine_on("cpu"), GREEDY))
 
 
+@pytest.mark.slow
 def test_a_sleeping_engine_holds_neither_kv_nor_weights_and_wakes_with_both_or_takes_new_weights(engine_on):
     # An engine of its own: weights of the host that were once digested keep their memory.
     llm, captured = engine_on("device", max_num_seqs=3), []

@@ -110,6 +110,7 @@ def test_logprobs_of_chunks_groups_prefix_hits_and_preempted_samples_are_the_tra
     assert_those_of(trainer_of("qwen3", "bfloat16"), first + again)
 
 
+@pytest.mark.slow
 def test_logprobs_of_prompts_and_of_tokens_drawn_on_the_host_are_the_trainers(engine_on, trainer_of):
     llm, trainer = engine_on("device", dtype="bfloat16", num_kv_blocks=9, **OPTIONS), trainer_of("qwen3", "bfloat16")
     params = SamplingParams(

@@ -87,6 +87,7 @@ def test_a_step_is_one_upload_one_launch_one_replay_and_one_download(steps):
     assert made and all(names == ["copy_", "_prepare_kernel", "replay", "clone"] for names in made)
 
 
+@pytest.mark.slow
 def test_truncation_is_three_launches_more_and_edits_are_an_upload_and_five(steps):
     (names, *others) = steps(SamplingParams(max_tokens=4, logprobs=0, seed=1, ignore_eos=True, top_p=0.9))
     assert names[3:-1] == ["_active_kernel", "_edge_kernel", "_outcome_kernel"]
