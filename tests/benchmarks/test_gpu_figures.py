@@ -57,6 +57,7 @@ def test_a_trainer_of_other_weights_is_told_from_the_exact_one(tmp_path):
         llm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_part_that_fails_leaves_its_error_in_the_results(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu", "--parts", "limits", "--results", str(tmp_path)])

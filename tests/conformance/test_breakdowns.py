@@ -162,6 +162,7 @@ def test_a_coroutine_that_finds_no_thread_fails_and_does_nothing_later(engine, m
     assert engine.check_health().policy_version == version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start, name",
     [

@@ -105,6 +105,7 @@ def test_grpo_writes_its_record(short_run):
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_grpo_trains_a_given_checkpoint_and_learns_nothing_from_shuffled_advantages(short_run, tmp_path):
     options = ["--model", str(short_run[0] / "policy"), "--micro-batch", "100", "--shuffle-advantages"]
     rows = load("grpo").main([*SHORT, *options, "--out", str(tmp_path)])
@@ -170,6 +171,7 @@ def test_async_grpo_writes_its_record(two_async_steps):
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
 
 
+@pytest.mark.slow
 def test_async_grpo_with_no_staleness_waits_for_answers_of_the_live_version(short_run, tmp_path):
     options = ["--model", str(short_run[0] / "policy"), "--max-staleness", "0", "--steps", "2"]
     rows = load("async_grpo").main([*options, "--out", str(tmp_path)])

@@ -144,6 +144,7 @@ def test_nothing_is_left_of_the_transports(checkpoint, options):
     assert not traces(engine)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_client_that_was_killed(engine):
     code = (
         "import asyncio, sys; from rollout_engine import AsyncLLM; from rollout_engine.testing import tiny_model\n"

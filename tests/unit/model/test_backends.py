@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 
@@ -27,6 +29,7 @@ print(backends.device_of(EngineConfig(model="none")).backend.__name__)
 """
 
 
+@pytest.mark.slow
 def test_without_triton_everything_is_imported_and_only_cuda_is_refused():
     run = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True)
     engine, trainer, cpu = run.stdout.splitlines()

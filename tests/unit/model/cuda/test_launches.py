@@ -82,6 +82,7 @@ def steps(engine_on, monkeypatch):
     return count
 
 
+@pytest.mark.slow
 def test_a_step_is_one_upload_one_launch_one_replay_and_one_download(steps):
     made = steps(SamplingParams(max_tokens=5, logprobs=0, seed=1, ignore_eos=True))
     assert made and all(names == ["copy_", "_prepare_kernel", "replay", "clone"] for names in made)
