@@ -58,10 +58,10 @@ def update_weights(
         reset_version: allow any `version`, for a trainer that restarted.
         allow_nonfinite: take NaN and infinities, which are refused otherwise.
         timeout: seconds that the weights may take to arrive, and requests in flight to finish.
-        partial: `source` may hold some of the weights only; the others keep their values. It is as transactional as
-            a whole update, takes the same memory, gives all live weights the new version, and the report's digest
-            is of all of them. Otherwise a weight that is missing is refused. After `DirtyWeightsError`, and after
-            a sleep that forgot the weights, only a whole update helps.
+        partial: `source` may lack weights, which keep their values; otherwise that is refused. It is as
+            transactional as a whole update, takes the same memory, gives all live weights the new version, and the
+            report's digest is of all of them. After `DirtyWeightsError`, and after a sleep that forgot the weights,
+            send all. A fleet takes a part once all weights were sent; both as tensors then, not as a path.
 
     Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`

@@ -26,7 +26,7 @@ from rollout_engine.errors import (
 )
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.store_directory import StoreDirectory
-from rollout_engine.fleet.update_round import at_all, check_same, drop, held, whole_report
+from rollout_engine.fleet.update_round import at_all, check_same, drop, held, overlaid, whole_report
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
@@ -112,13 +112,12 @@ class FleetUpdates:
         if options.transport not in (None, "store"):
             what = f"update_weights: transport={options.transport!r} leads to one engine"
             raise LifecycleError(f"{what}; the replicas of a fleet read one store: leave transport=None.")
-        if options.partial:
-            what = "update_weights: partial=True is not possible over a fleet: a replica that starts later"
-            raise WeightUpdateError(f"{what} would have only a part of the weights. Send all of them.")
         if not members:
             what = "update_weights: no replica of the fleet lives at the moment"
             raise RetryableError(f"{what}; they are started again: update again a little later.")
-        options = msgspec.structs.replace(options, transport=None)
+        if options.partial:
+            source = self._completed(source)
+        options = msgspec.structs.replace(options, transport=None, partial=False)
         staged: dict[int, tuple[int, str]] = {}
         reports: dict[int, UpdateReport] = {}
         errors: dict[int, Exception] = {}
@@ -177,6 +176,19 @@ class FleetUpdates:
 
     def _is_own(self, path: str) -> bool:
         return self._directory is not None and path == str(self._directory.path)
+
+    def _completed(self, part: WeightSource) -> WeightSource:
+        """All of the newest weights, those of `part` in their place: a replica that starts later needs all of them.
+
+        Raises `WeightUpdateError` where what others hold cannot be read here.
+        """
+        newest = self._newest
+        if isinstance(part, str | os.PathLike) or newest is None or not self._is_own(newest.path):
+            what = "update_weights(partial=True): the replicas of a fleet get the rest from the update before"
+            advice = "first send all weights once, as an nn.Module or as tensors, then parts, as tensors too"
+            raise WeightUpdateError(f"{what}, if both have come as tensors and not as a path: {advice}.")
+        with as_weight_errors():
+            return overlaid(newest.path, part)
 
     @contextmanager
     def _near(self, member: Member, path: str, seconds: float) -> Iterator[str]:

@@ -12,6 +12,9 @@ from rollout_engine.errors import DirtyWeightsError, TransferTimeoutError, Weigh
 from rollout_engine.fleet.member import Member
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.threads import run_together
+from sync.base import WeightSource
+from sync.errors import ManifestMismatch
+from sync.source import SourcePair, read_source, tied_groups
 
 R = TypeVar("R")
 
@@ -75,6 +78,20 @@ def check_same(path: str, staged: Mapping[int, tuple[int, str]]) -> None:
         read = [f"replica {index}: version {version}, {digest}" for index, (version, digest) in staged.items()]
         what = f"update_weights: the replicas have read different weights at {path} ({', '.join(read)})"
         raise WeightUpdateError(f"{what}; nothing is changed. Let nobody write there meanwhile, and update again.")
+
+
+def overlaid(store: str, part: WeightSource) -> list[SourcePair]:
+    """All tensors of a store, in files; those of `part` replace theirs, and what is tied to them.
+
+    Raises `ManifestMismatch` for a part that is empty, or no tensors.
+    """
+    pairs, stored = read_source(part), read_source(store)
+    if not pairs:
+        raise ManifestMismatch("partial=True, and the update has no tensor: send at least one.")
+    replaced = {name for name, _ in pairs}
+    for group in tied_groups(stored):
+        replaced |= set(group) if replaced.intersection(group) else set()
+    return [*(pair for pair in stored if pair[0] not in replaced), *pairs]
 
 
 def whole_report(reports: Mapping[int, UpdateReport]) -> UpdateReport:

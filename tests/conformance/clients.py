@@ -51,8 +51,8 @@ NOT_OVER_FLEETS = {
     "test_a_call_that_is_cancelled_before_it_begins": _RANKS,
     "test_cancelled_calls_leave_nobody_waiting": _ONE_CORE,
     "test_a_call_that_is_late_leaves_nobody_waiting[fleet of two-sleep]": "the replica without requests sleeps at once",
-    "test_every_kind_of_source_brings_the_same_weights[fleet of two-part]": "a fleet takes no partial update",
+    "test_every_kind_of_source_brings_the_same_weights[fleet of two-part]": "a fleet is sent all weights first",
     "test_refused_weights_change_nothing[fleet of two-change8": "a fleet has one transport, and says so otherwise",
-    "test_a_failure_in_place_is_dirty": "a fleet takes no partial update",
+    "test_a_failure_in_place_is_dirty": "a partial update of a fleet is staged like any other",
 }
 """Part of a test's id -> why it does not run over a fleet."""

@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+import torch
 
 import sync
 from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, RolloutService, SamplingParams
@@ -159,7 +160,8 @@ def test_a_service_over_the_fleet_gives_what_an_llm_gives_and_pins_scores_and_up
 @pytest.mark.slow
 def test_a_replica_that_starts_later_has_the_newest_weights_and_the_state_of_the_others(fleet):
     async def run():
-        report = await fleet.update_weights(tiny_model(seed=4).state_dict())
+        await fleet.update_weights(tiny_model(seed=4).state_dict())
+        report = await fleet.update_weights({"model.norm.weight": torch.full((64,), 2.0)}, partial=True)
         await fleet.pause_generation()
         os.kill((await fleet.replicas())[1].pid, signal.SIGKILL)
         while (await fleet.replicas())[1].state == "SYNCED":
@@ -168,8 +170,29 @@ def test_a_replica_that_starts_later_has_the_newest_weights_and_the_state_of_the
         assert [replica.policy_version for replica in found] == [report.version] * 2
         assert await fleet.is_paused()
         await fleet.resume_generation()
-        digests = await fleet.collective_rpc("get_weight_digest")
-        assert digests[0] == digests[1]
+        assert await fleet.collective_rpc("get_weight_digest") == [report.digest] * 2
+
+    asyncio.run(run())
+
+
+def test_a_part_of_the_weights_completes_those_that_all_have(fleet, tmp_path):
+    weights, part = tiny_model(seed=5).state_dict(), {"model.norm.weight": torch.full((64,), 1.5)}
+
+    async def run():
+        published = sync.publish(tmp_path, weights, fleet.policy_version + 1)
+        await fleet.update_weights(tmp_path)
+        for refused in (fleet.update_weights(tmp_path, partial=True), fleet.update_weights(part, partial=True)):
+            with pytest.raises(WeightUpdateError, match="first send all weights once, as an nn.Module or as tensors"):
+                await refused
+        assert (await fleet.update_weights(weights)).digest == published.digest
+        for refused, message in (({}, "no tensor"), ({"more": torch.ones(1)}, "more")):
+            with pytest.raises(WeightUpdateError, match=message):
+                await fleet.update_weights(refused, partial=True)
+        version = fleet.policy_version
+        report = await fleet.update_weights(iter(part.items()), partial=True)
+        whole = sync.publish(tmp_path, weights | part, version + 1, reset_version=True)
+        assert (report.version, report.digest) == (version + 1, whole.digest)
+        assert await fleet.collective_rpc("get_weight_digest") == [whole.digest] * 2
 
     asyncio.run(run())
 
@@ -277,8 +300,6 @@ def test_sizes_that_cannot_be_are_refused(checkpoint, num_replicas, said):
 def test_what_a_fleet_cannot_do_is_told(fleet):
     async def run():
         weights = tiny_model().state_dict()
-        with pytest.raises(WeightUpdateError, match="partial=True is not possible over a fleet"):
-            await fleet.update_weights({"model.norm.weight": weights["model.norm.weight"]}, partial=True)
         with pytest.raises(LifecycleError, match="leave transport=None"):
             await fleet.update_weights(weights, transport="gloo")
         with pytest.raises(ConfigError, match="num_replicas=0"):
