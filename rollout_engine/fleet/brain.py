@@ -111,7 +111,7 @@ class Brain:
             return []
         found.has(policy_version)
         if policy_version == self.policy_version:
-            return self._serve(found, now)
+            return self._serve([found], now)
         return [*self._stale(found, now), CatchUp(replica, now)]
 
     def committed(self, replicas: Iterable[int], policy_version: int, now: float) -> list[Action]:
@@ -123,11 +123,10 @@ class Brain:
         for replica in living:
             if replica.index not in took:
                 actions += self._missed_commit(replica, now)
-        for replica in living:
-            if replica.index in took:
-                replica.has(policy_version)
-                actions += self._serve(replica, now) if replica.state is ReplicaState.STALE else []
-        return actions
+        ready = [replica for replica in living if replica.index in took]
+        for replica in ready:
+            replica.has(policy_version)
+        return [*actions, *self._serve([each for each in ready if each.state is ReplicaState.STALE], now)]
 
     def strayed(self, replicas: Iterable[int], now: float, *, can_catch_up: bool) -> list[Action]:
         """Nobody knows which weights these replicas have: an update failed there, and no other one took it.
@@ -162,7 +161,6 @@ class Brain:
         self._leave(found, now)
         found.problem, found.num_failures = problem, found.num_failures + 1
         again = self._end(found) if found.state is ReplicaState.DRAINING else self._restart(found, now)
-        self.ledger.lost(replica)
         return [*again, *self._moved(found)]
 
     def computed(self, replica: int, policy_version: int, now: float) -> list[Action]:
@@ -240,9 +238,10 @@ class Brain:
             actions += self._placed(entry)
         return actions
 
-    def _serve(self, replica: Replica, now: float) -> list[Action]:
-        replica.state, replica.synced_at, replica.num_missed = ReplicaState.SYNCED, now, 0
-        self.balancer.add(replica.index)
+    def _serve(self, replicas: Iterable[Replica], now: float) -> list[Action]:
+        for replica in replicas:
+            replica.state, replica.synced_at, replica.num_missed = ReplicaState.SYNCED, now, 0
+            self.balancer.add(replica.index)
         waiting, self._waiting = self._waiting, deque()
         return [action for entry in waiting for action in self._placed(entry)]
 
@@ -266,6 +265,7 @@ class Brain:
 
     def _restart(self, replica: Replica, now: float) -> list[Action]:
         replica.policy_version, replica.num_missed = -1, 0
+        self.ledger.lost(replica.index)
         if replica.num_failures >= MAX_FAILURES:
             return self._end(replica)
         replica.state = ReplicaState.STARTING
@@ -280,6 +280,7 @@ class Brain:
     def _end(self, replica: Replica) -> list[Action]:
         """A replica is gone for good. Requests that wait fail with the last one."""
         replica.state = ReplicaState.DEAD
+        self.ledger.lost(replica.index)
         return [Fail(self._problems())] if self.is_dead else []
 
     def _forget(self, ended: Iterable[Entry]) -> None:
