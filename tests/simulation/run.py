@@ -6,6 +6,9 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import Any
 
+from tests.simulation.brain_core import World
+from tests.simulation.brain_fleet import patched
+from tests.simulation.brain_scenario import run_brain
 from tests.simulation.choices import Choices
 from tests.simulation.clock import SimulatedClock
 from tests.simulation.core_process import process_patches
@@ -73,7 +76,7 @@ class Run:
         end = [] if self.error is None else [f"FAILED {type(self.error).__name__}: {self.error}"]
         return [f"{seconds:12.6f} {task:14} {what}" for seconds, task, what in self._lines] + end
 
-    def shortest(self, carriers: Carriers) -> "Run":
+    def shortest(self, carriers: Carriers | None = None) -> "Run":
         """The run of this seed with the fewest choices that fails by the same kind of error."""
         assert self.error is not None, "only a run that fails is made shorter"
         found, low, high = self, 0, self.num_choices
@@ -106,6 +109,22 @@ class FleetRun(Run):
 
     def _scenario(self, scheduler: Scheduler, faults: RandomFaults, transport: SimulatedTransport) -> None:
         run_fleet(scheduler, faults, transport, self._published, self.outcomes, self.ends)
+
+
+class BrainRun(Run):
+    """One run of a fleet whose cores are simple and whose threads are events: much cheaper, much stormier."""
+
+    def go(self, carriers: Carriers | None = None) -> "BrainRun":
+        """Carry it out. Raises nothing. It needs no thread."""
+        choices = Choices(self.seed, self.limit)
+        world = World(choices)
+        try:
+            with patched(world), _silent():
+                self.ends = run_brain(world).reasons
+        except Exception as error:
+            self.error = error
+        self._lines, self.num_choices, self.faults = world.log, choices.num_made, world.faults
+        return self
 
 
 @contextmanager
