@@ -150,18 +150,20 @@ class FleetUpdates:
         return whole_report(reports)
 
     def catch_up(self, member: Member) -> int:
-        """Give a replica the newest weights; returns their version. Raises as `EngineClient.update_weights`."""
+        """Give a replica, whose `updating` is held, the newest weights; returns their version.
+
+        Raises as `EngineClient.update_weights`.
+        """
         client, options = member.client, UpdateOptions(reset_version=True)
-        with member.updating:
-            assert self._newest is not None, "a replica lags only behind an update"
-            newest = self._newest
-            try:
-                if self._stage(member, newest.path, newest.version, options) != (newest.version, newest.digest):
-                    raise _changed(newest)
-                client.commit_weights(options.timeout)
-            except BaseException:
-                client.drop_staged_weights()
-                raise
+        assert self._newest is not None, "a replica lags only behind an update"
+        newest = self._newest
+        try:
+            if self._stage(member, newest.path, newest.version, options) != (newest.version, newest.digest):
+                raise _changed(newest)
+            client.commit_weights(options.timeout)
+        except BaseException:
+            client.drop_staged_weights()
+            raise
         return newest.version
 
     def close(self) -> None:

@@ -137,12 +137,13 @@ class Supervisor:
         member.replica.end()
 
     def _catch_up(self, member: Member, fleet: Fleet) -> None:
-        try:
-            version = self._updates.catch_up(member)
-        except Exception as problem:
-            fleet.not_caught_up(member, problem)
-        else:
-            fleet.caught_up(member, version)
+        with member.updating:  # until it is told: what the next update does to it is told later
+            try:
+                version = self._updates.catch_up(member)
+            except Exception as problem:
+                fleet.not_caught_up(member, problem)
+            else:
+                fleet.caught_up(member, version)
 
     def _run(self, name: str, at: float, work: Callable[[], object]) -> None:
         def run() -> None:
