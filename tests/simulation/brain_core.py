@@ -1,10 +1,8 @@
 """A core of the fleet tier without threads: it spells tokens on an event queue, and answers over two pipes."""
 
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rollout_engine.capacity.events import Events
 from rollout_engine.errors import (
     DirtyWeightsError,
     EngineDeadError,
@@ -17,7 +15,7 @@ from rollout_engine.fleet.member import Member
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.seeds import child_seed, mix
-from tests.simulation.choices import Choices
+from tests.simulation.brain_world import Call, Pipe, World
 
 HANG_SECONDS = 5.0
 """Silence after which a client takes its core for gone."""
@@ -25,9 +23,7 @@ CALL_SECONDS = 4.0
 """How long an update waits for a core's answer."""
 END_TOKEN = 7
 _NUM_TOKENS = 24
-_DELAYS = (0.001, 0.003, 0.02, 0.1)
-KINDS = ("start", "refusal", "weights", "late commit", "half a commit", "told twice")
-"""Failures that strike where the fleet's own work passes, each at a rate of its own in every run."""
+_NUM_TOKENS = 24
 
 
 def spelled(seed: int, position: int, digest: int) -> int:
@@ -49,121 +45,6 @@ class Report(NamedTuple):
     digest: str
 
 
-class World:
-    """The event queue of a run, its choices, its failures and its log."""
-
-    def __init__(self, choices: Choices) -> None:
-        self.choices, self.events = choices, Events()
-        self.is_calm = False
-        """Whether nothing fails any more."""
-        self.faults: Counter[str] = Counter()
-        self.log: list[tuple[float, str, str]] = []
-        self.digests = {0: 0}
-        """Version -> digest of the newest weights that were sent under it."""
-        self.refuted: set[int] = set()
-        """Versions of updates that no replica has taken."""
-        self.refused: set[int] = set()
-        """First sequence ids of requests that a core has refused."""
-        self.sent: Callable[[int, int], None] = lambda replica, sequence_id: None
-        """Hears of each request that is sent: replica, and first sequence id."""
-        self._rates = {kind: choices.pick([0.0, 0.02, 0.1]) for kind in KINDS}
-        self._stalls = self._num_digests = 0
-
-    def monotonic(self) -> float:
-        """Seconds on the machine's clock, which stalls and jumps."""
-        return self.events.now + self._stalls
-
-    def stall(self, seconds: int) -> None:
-        """Let the clock jump."""
-        self._stalls += seconds
-
-    def later(self, seconds: float, event: Callable[..., object], *arguments: Any) -> None:
-        """Plan an event."""
-        self.events.plan(self.events.now + seconds, event, *arguments)
-
-    def delayed(self, event: Callable[..., object], *arguments: Any) -> None:
-        """Plan an event after a delay that the seed chooses."""
-        self.later(self.choices.pick(_DELAYS), event, *arguments)
-
-    def told(self, event: Callable[..., object], *arguments: Any) -> None:
-        """Plan a notice: late, and perhaps twice."""
-        self.later(self.choices.pick((0.0, 0.01, 0.3, 2.0, 10.0)), event, *arguments)
-        if self.strikes("told twice"):
-            self.later(self.choices.pick((0.0, 0.3, 2.0, 10.0)), event, *arguments)
-
-    def strikes(self, kind: str) -> bool:
-        """Whether a failure of a kind strikes here."""
-        if self.is_calm or not self.choices.chance(self._rates[kind]):
-            return False
-        self.count(kind)
-        return True
-
-    def count(self, what: str, where: object = "") -> None:
-        """Count a failure."""
-        self.faults[what] += 1
-        self.note(f"fault: {what} {where}")
-
-    def note(self, event: str) -> None:
-        """Add a line to the log."""
-        self.log.append((self.events.now, "", event))
-
-    def new_weights(self, version: int) -> Weights:
-        """Weights that no core has."""
-        self._num_digests += 1
-        self.refuted.discard(version)
-        self.digests[version] = self._num_digests
-        return Weights(version, self._num_digests)
-
-
-class _Pipe:
-    """One way of a connection. Messages arrive in order, some time after they were sent."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._messages: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self.held_until = 0.0
-
-    @property
-    def is_held(self) -> bool:
-        """Whether nothing arrives now."""
-        return self.held_until > self._world.events.now
-
-    def send(self, arrive: Callable[..., object], *arguments: Any) -> None:
-        """Call `arrive` at the other end."""
-        self._messages.append((arrive, arguments))
-        self._world.delayed(self._arrive)
-
-    def flush(self) -> None:
-        """Let all that is on its way arrive."""
-        while self._messages:
-            arrive, arguments = self._messages.popleft()
-            arrive(*arguments)
-
-    def lose(self) -> None:
-        """Let nothing arrive of what is on its way."""
-        self._messages.clear()
-
-    def _arrive(self) -> None:
-        if self.is_held:
-            self._world.events.plan(self.held_until, self._arrive)
-        elif self._messages:  # else it was flushed, or lost
-            arrive, arguments = self._messages.popleft()
-            arrive(*arguments)
-
-
-class _Call:
-    """A call on a core: `done` hears its result, or its error, once."""
-
-    def __init__(self, done: Callable[[Any], None]) -> None:
-        self._done: Callable[[Any], None] | None = done
-
-    def end(self, result: Any) -> None:
-        """Tell the result, unless the call has ended."""
-        done, self._done = self._done, None
-        if done is not None:
-            done(result)
-
-
 class BrainCore:
     """A core, the client of it, and its replica: what a `Member` talks to."""
 
@@ -172,6 +53,8 @@ class BrainCore:
 
     def __init__(self, world: World, replica: int, name: str) -> None:
         self._world, self._replica, self.name = world, replica, name
+        self.policy_version = 0
+        """Version of its newest weights."""
         self.index = world.choices.pick((0, 1, 3))
         """As which client the fleet talks to it: its sequence ids begin at `index << 40`."""
         self._first = first_sequence_of(self.index)
@@ -186,8 +69,8 @@ class BrainCore:
         self._is_lost = self._is_armed = False
         self._sequences: dict[int, tuple[int, list[int], int]] = {}
         """Sequence id -> seed, tokens, most tokens."""
-        self._to_core, self._to_client = _Pipe(world), _Pipe(world)
-        self._calls: list[_Call] = []
+        self._to_core, self._to_client = Pipe(world), Pipe(world)
+        self._calls: list[Call] = []
         self._after_answer: EngineCoreOutputs | None = None
         self._listener: Any = None
 
@@ -197,11 +80,6 @@ class BrainCore:
     def client(self) -> Any:
         """The client of it."""
         return self
-
-    @property
-    def policy_version(self) -> int:
-        """Version of its weights."""
-        return -1 if self.weights is None else self.weights.version
 
     def listen(self, listener: Any) -> None:
         """Set who hears what it says."""
@@ -223,7 +101,7 @@ class BrainCore:
 
     def call(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Do something at the core; `done` hears the result, the error that it returned, or why there is none."""
-        call = _Call(done)
+        call = Call(done)
         if self._is_lost:
             self._world.later(0.0, call.end, EngineDeadError("the core is gone"))
             return
@@ -248,6 +126,7 @@ class BrainCore:
         if self._sequences and self.weights is not None and self._world.choices.chance(0.3):
             self._after_answer = self._computed()
         self.weights, self._staged = self._staged, None
+        self.policy_version = self.weights.version
         if self._world.strikes("half a commit"):
             self.weights = None
             return DirtyWeightsError("some tensors are new")
@@ -330,7 +209,7 @@ class BrainCore:
         if ended:
             self._tell(EngineCoreOutputs(self.policy_version, ended=ended))
 
-    def _carry_out(self, work: Callable[[], Any], call: _Call) -> None:
+    def _carry_out(self, work: Callable[[], Any], call: Call) -> None:
         result = work()
         self._to_client.send(self._answer, call, result)
         if self._after_answer is not None:
@@ -390,7 +269,7 @@ class BrainCore:
     def _say(self, what: Callable[..., None], *arguments: Any) -> None:
         what(self._listener, *arguments)
 
-    def _answer(self, call: _Call, result: Any) -> None:
+    def _answer(self, call: Call, result: Any) -> None:
         call.end(result)
 
     def _lose(self) -> None:

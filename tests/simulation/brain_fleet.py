@@ -14,7 +14,8 @@ from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.fleet_updates import FleetUpdates, Published
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.update_round import check_same, drop
-from tests.simulation.brain_core import CALL_SECONDS, BrainCore, Weights, World
+from tests.simulation.brain_core import CALL_SECONDS, BrainCore, Weights
+from tests.simulation.brain_world import World
 
 _LOOK_SECONDS = 0.1
 _CONFIG = EngineConfig(model="formula", skip_tokenizer_init=True)
@@ -112,17 +113,25 @@ class _CatchUp:
         if isinstance(result, Exception):
             self._failed(result)
         else:
-            self._member.updating.release()
             self._world.note(f"{self._core.name} has caught up with version {self._newest.version}")
-            self._world.told(self._fleet.caught_up, self._member, self._newest.version)
+            self._tell(self._fleet.caught_up, self._newest.version)
 
     def _failed(self, problem: Exception) -> None:
         try:
             self._core.drop_staged_weights()
         except TransferTimeoutError as later:
             problem = later
-        self._member.updating.release()
-        self._world.later(self._world.choices.pick((0.0, 0.3)), self._fleet.not_caught_up, self._member, problem)
+        self._tell(self._fleet.not_caught_up, problem)
+
+    def _tell(self, notice: Callable[..., None], what: Any) -> None:
+        """Tell it late, and perhaps twice, before others may change the weights again."""
+
+        def tell() -> None:
+            for _ in range(1 + self._world.strikes("told twice")):
+                notice(self._member, what)
+            self._member.updating.release()
+
+        self._world.later(self._world.choices.pick((0.0, 0.01, 0.3, 2.0, 10.0)), tell)
 
 
 class UpdateRound:
@@ -142,7 +151,7 @@ class UpdateRound:
         self._members = dict(self._client._members)
         version = self._client.policy_version + self._world.choices.pick((1, 1, 2))
         self._world.note(f"update to version {version} of replicas {sorted(self._members)}")
-        self._weights = self._world.new_weights(version)
+        self._weights = Weights(version, self._world.new_weights(version))
         self._deadline = self._world.events.now + CALL_SECONDS
         self._hold()
 

@@ -10,8 +10,9 @@ from rollout_engine.fleet.client import FleetClient
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed, mix
-from tests.simulation.brain_core import END_TOKEN, HANG_SECONDS, BrainCore, World, spelled
+from tests.simulation.brain_core import END_TOKEN, HANG_SECONDS, BrainCore, spelled
 from tests.simulation.brain_fleet import UpdateRound, core_of, make_client, newest, restart_all
+from tests.simulation.brain_world import World
 from tests.simulation.scheduler import SimulationFailed
 
 _WAITS = (0.05, 0.0, 0.01, 0.3, 2.0)

@@ -6,9 +6,9 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import Any
 
-from tests.simulation.brain_core import World
 from tests.simulation.brain_fleet import patched
 from tests.simulation.brain_scenario import run_brain
+from tests.simulation.brain_world import World
 from tests.simulation.choices import Choices
 from tests.simulation.clock import SimulatedClock
 from tests.simulation.core_process import process_patches
