@@ -255,11 +255,14 @@ class RolloutPolicy(BlockingVerbs):
             layout=layout,
         )
 
-    def score(self, batch: TensorDict, temperature: float = 1.0) -> Tensor:  # type: ignore[override]
+    def score(  # type: ignore[override]
+        self, batch: TensorDict, temperature: float = 1.0, *, timeout: float | None = None
+    ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
         float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
-        as the weights are the same and the engine is deterministic.
+        as the weights are the same and the engine is deterministic. After `timeout` seconds it raises
+        `CallTimeoutError`.
         """
         tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
         full = full_places(batch)
@@ -271,6 +274,7 @@ class RolloutPolicy(BlockingVerbs):
             [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
             [row[first:] for row, (_, first) in zip(ids, scored, strict=True)],
             temperature=temperature,
+            timeout=timeout,
         )
         logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
         for (place, first), result in zip(scored, results, strict=True):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from rollout_engine.engine.verb import Verb
+from rollout_engine.engine.interrupts import allowed
+from rollout_engine.engine.verb import Arguments, Verb
 
 
 class CallFuture(Future[Any]):
@@ -19,6 +20,20 @@ class CallFuture(Future[Any]):
 
     begun = False
     """Whether the call has begun, as far as this end knows."""
+
+    def wait(self, verb: Verb, arguments: Arguments) -> Any:
+        """Result of this call of a verb, within the verb's timeout; after it the call is taken back, and its error says
+        that it is late."""
+        try:
+            with allowed():
+                return self.result(verb.patience(arguments))
+        except TimeoutError:
+            if self.done():  # it is the result
+                raise
+            self.cancel()
+            raise verb.too_late(arguments, begun=self.begun) from None
+        finally:
+            self.cancel()  # interrupted, or too late: nobody waits for it any more
 
     def begin(self) -> bool:
         """Note that the call begins. False: it is cancelled, and must not."""

@@ -8,6 +8,7 @@ Whoever holds the lock drives: in process the threads that call the engine, in a
 thread that waits to change something goes before the next step.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -160,13 +161,20 @@ class EngineDriver:
         return call.verb.beside_steps is not None and call.verb.beside_steps(self, call.arguments)
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Hold the lock for a change; afterwards whoever waits for one looks again."""
+    def between_steps(self, deadline: float = math.inf) -> Iterator[None]:
+        """Hold the lock for a change; afterwards whoever waits for one looks again.
+
+        Raises `TimeoutError`, naming what runs, where something else still does at `deadline` (`time.monotonic`).
+        """
         self._entered.clear()
+        seconds = deadline - time.monotonic()
         try:
-            self._changed.acquire()
+            is_taken = self.lock.acquire(-1 if math.isinf(seconds) else min(max(seconds, 0.0), threading.TIMEOUT_MAX))
         finally:
             self._entered.set()
+        if not is_taken:
+            work = self.work
+            raise TimeoutError("the engine is busy" if work is None else f"the engine is busy with {work.what}")
         try:
             yield
             if self._waiting:
@@ -177,10 +185,15 @@ class EngineDriver:
             self._wake()
 
     @contextmanager
-    def boundary(self) -> Iterator[None]:
-        """Hold the lock with no step in flight and no call half done: what has begun ends under the present weights."""
-        with self.between_steps():
+    def boundary(self, deadline: float = math.inf) -> Iterator[None]:
+        """Hold the lock with no step in flight and no call half done: what has begun ends under the present weights.
+
+        Raises `TimeoutError` where that is not so at `deadline` (`time.monotonic`).
+        """
+        with self.between_steps(deadline):
             while self._pieces:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("calls that the engine had begun have not ended")
                 self.step()
             self.core.quiesce()
             yield

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rollout_engine import threads
@@ -118,7 +119,7 @@ class LocalClient:
         deadline = None if seconds is None else time.monotonic() + seconds
         turned = verb.takes_steps and self._thread is None
         call = Call(verb, arguments, _TurnedFuture(self.turn) if turned else None, deadline=deadline)
-        if seconds is None or turned:
+        if seconds is None or turned or verb.when != "between steps":  # the last does not wait for anybody
             try:
                 with held():  # no interrupt comes between a verb and its result
                     self.driver.run(call)
@@ -137,7 +138,9 @@ class LocalClient:
             raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
         check, executor = threads.raise_if_cancelled, self.driver.executor
         steps = UpdateSteps(self.driver, options.kv, self._turn, check)
-        return steps.carry_out(lambda: update_from_source(executor.updater, source, steps, options, version, check))
+        deadline = time.monotonic() + options.timeout
+        update = partial(update_from_source, executor.updater, source, steps, options, version, check)
+        return steps.carry_out(update, deadline)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` before it is this thread's turn.

@@ -1,14 +1,16 @@
 """The steps of one engine while its weights are updated. Satisfies `rollout_engine.weights.update.StepControl`."""
 
+import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import allowed, held
-from rollout_engine.errors import DrainTimeoutError
+from rollout_engine.errors import DrainTimeoutError, RetryableError, TransferTimeoutError
 from rollout_engine.messages import KvMode, UpdateMode
 from rollout_engine.outputs import UpdateReport
+from rollout_engine.threads import start_thread
 
 
 class UpdateSteps:
@@ -24,15 +26,27 @@ class UpdateSteps:
         self, driver: EngineDriver, kv: KvMode, turn: Callable[[], None], check: Callable[[], None] = lambda: None
     ) -> None:
         self._driver, self._kv, self._turn, self._check = driver, kv, turn, check
+        self._is_late = False
+        """Whether the engine was busy with something else when the update was to go on."""
 
-    def begin(self) -> None:
-        """Enter UPDATING. Raises `LifecycleError` where an update is not possible now."""
-        with self._driver.between_steps():
+    def begin(self, deadline: float = math.inf) -> None:
+        """Enter UPDATING. Raises `LifecycleError` where an update is not possible now.
+
+        Raises `TransferTimeoutError` where something else runs still at `deadline` (`time.monotonic`).
+        """
+        with _in_time("begin"), self._driver.between_steps(deadline):
             self._driver.core.begin_update()
             self._updater = self._driver.executor.updater  # a shutdown may drop it meanwhile
 
     def end(self) -> None:
-        """Leave UPDATING."""
+        """Leave UPDATING; once the engine is free, where the update has waited for that for too long."""
+        if self._is_late:
+            with suppress(RetryableError):  # no thread: better late than never
+                start_thread(self._end, name="update-end")
+                return
+        self._end()
+
+    def _end(self) -> None:
         with self._driver.between_steps():
             self._driver.core.end_update(dirty=self._updater.dirty)
 
@@ -44,15 +58,26 @@ class UpdateSteps:
         finally:
             self.end()
 
-    def carry_out(self, update: Callable[[], UpdateReport]) -> UpdateReport:
+    def carry_out(self, update: Callable[[], UpdateReport], deadline: float) -> UpdateReport:
         """Do all three on this thread. No interrupt comes between a step and the one that has to follow it."""
         with held():
-            self.begin()
+            self.begin(deadline)
             return self.run(update)
 
-    def boundary(self) -> AbstractContextManager[object]:
-        """Keep steps out while inside, with none in flight."""
-        return self._driver.boundary()
+    @contextmanager
+    def boundary(self, deadline: float) -> Iterator[None]:
+        """Keep steps out while inside, with none in flight.
+
+        Raises `TransferTimeoutError`, nothing done, where that is not so at `deadline` (`time.monotonic`).
+        """
+        with ExitStack() as stack:
+            try:
+                with _in_time("commit"):
+                    stack.enter_context(self._driver.boundary(deadline))
+            except TransferTimeoutError:
+                self._is_late = True
+                raise
+            yield
 
     def drain(self, mode: UpdateMode, deadline: float) -> None:
         """End ("abort") or finish ("wait") requests in flight, and let no new one start before the update has ended.
@@ -82,3 +107,12 @@ class UpdateSteps:
     def commit_version(self, version: int) -> int:
         """Make `version` the live one; returns the number of requests in flight. Called inside `boundary`."""
         return self._driver.core.commit_version(version, self._kv)
+
+
+@contextmanager
+def _in_time(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as problem:
+        text = f"update_weights: the update could not {what} in the time given: {problem}"
+        raise TransferTimeoutError(f"{text}. Send the weights again, with a longer timeout.") from None

@@ -15,7 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin,
 import msgspec
 
 from rollout_engine._structs import arguments_struct
-from rollout_engine.errors import RequestError, RolloutEngineError, refused
+from rollout_engine.errors import CallTimeoutError, RequestError, RolloutEngineError, refused
 from rollout_engine.metrics import CoreStats
 
 When = Literal["between steps", "any time", "at once"]
@@ -46,14 +46,17 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     until: Callable[[Any], bool] | None = None
     """The call ends after the first step that finds this true of the driver; None: at once."""
     timeout: str = ""
-    """Name of the argument that says how many seconds a caller waits for the result.
+    """Name of the argument that says how many seconds a caller waits for the result; by default "timeout", if there is
+    one.
 
-    "", or None for that argument: as long as the work takes, which depends on its size alone. A core that dies or hangs
-    ends the wait (`EngineDeadError`), `step_deadline` what does not end. A verb with `until` depends on requests, which
-    may be endless, and has a timeout.
+    Every verb that users call has one, and its default is None, which is no limit of the caller's own: before a verb
+    begins, it waits for what others have begun, such as the commit of a large model or a method of an extension, and no
+    number of seconds is too long for all of these. What does not end is ended elsewhere: each step and each call by
+    `EngineConfig.step_deadline`, and a core that dies or hangs ends every wait (`EngineDeadError`). "": the caller
+    waits by a deadline of another kind, such as that of the weight update that the call belongs to.
     """
     late: Callable[..., RolloutEngineError] | None = None
-    """Makes the error of a call that took longer: `late(arguments, begun)`."""
+    """Makes the error of a call that took longer, `late(arguments, begun)`; None: a `CallTimeoutError`."""
     prepare: Callable[..., Arguments] | None = None
     """Converts the caller's arguments to those that are sent, in the caller's process; raises for wrong ones."""
     after_shutdown: bool = False
@@ -120,8 +123,11 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
 
     def too_late(self, arguments: Arguments, *, begun: bool) -> RolloutEngineError:
         """The error of a call whose time is over. `begun` False: it had not begun, and never will."""
-        assert self.late is not None, "a verb with a timeout says what is late"
-        return self.late(arguments, begun)
+        if self.late is not None:
+            return self.late(arguments, begun)
+        fate = "if it has begun it goes on to its end" if begun else "it had not begun, and never will"
+        advice = "check_health() says how long the engine has been busy"
+        return CallTimeoutError(f"{self.name}: no result within {arguments[self.timeout]:g} s; {fate}. {advice}.")
 
 
 class VerbTable(dict[str, Verb]):
@@ -153,6 +159,7 @@ class VerbTable(dict[str, Verb]):
 def verb_of(function: Callable[..., Any], **options: Any) -> Verb:
     """Make the verb that `function` carries out. Its first parameter is the driver; `options` are `Verb`'s."""
     hints = get_type_hints(function)
+    options.setdefault("timeout", "timeout" if "timeout" in hints else "")
     _, *parameters = inspect.signature(function).parameters.values()
     sent = {name: _on_the_wire(hint) for name, hint in hints.items()}
     return Verb(

@@ -5,6 +5,10 @@ Clients call them by name, the driver runs them, and every face has a method for
 driver's lock, between two steps, unless its row of the table says otherwise; every verb raises `LifecycleError`, naming
 state and verb, where it is out of order, and after shutdown.
 
+`timeout`, or `drain_timeout` where the wait is for requests, is in seconds; None: as long as the engine is busy with
+what came before (`Verb.timeout` says why that is the default, and what ends it). After it a verb raises
+`CallTimeoutError`, a `TimeoutError`: a call that has not begun by then never does.
+
 Pausing, resuming, sleeping and waking are idempotent. While the engine does not run, calls that block until their
 requests are complete (`LLM.generate`, `RolloutPolicy.rollout`) refuse to start; those in progress wait.
 """
@@ -86,13 +90,13 @@ def pause_generation(
 
 
 @VERBS.add(combine=combine.nothing)
-def resume_generation(driver: EngineDriver) -> None:
+def resume_generation(driver: EngineDriver, *, timeout: float | None = None) -> None:
     """Go on after a pause."""
     driver.core.resume()
 
 
 @VERBS.add(when="any time", combine=all)
-def is_paused(driver: EngineDriver) -> bool:
+def is_paused(driver: EngineDriver, *, timeout: float | None = None) -> bool:
     """Whether a pause is in force (also while asleep)."""
     return driver.core.lifecycle.paused is not None
 
@@ -131,24 +135,26 @@ def sleep(
     driver.deliver(driver.core.sleep(level, mode))
 
 
-def _prepare_wake_up(tags: Iterable[str] | None) -> Arguments:
-    return {"tags": tags if tags is None or isinstance(tags, str) else list(tags)}
+def _prepare_wake_up(tags: Iterable[str] | None, timeout: float | None) -> Arguments:
+    return {"tags": tags if tags is None or isinstance(tags, str) else list(tags), "timeout": timeout}
 
 
 @VERBS.add(prepare=_prepare_wake_up, combine=combine.nothing)
-def wake_up(driver: EngineDriver, tags: str | list[str] | None = None) -> None:
+def wake_up(driver: EngineDriver, tags: str | list[str] | None = None, *, timeout: float | None = None) -> None:
     """Take memory back: "weights", "kv_cache", or None for all. A pause from before the sleep still holds."""
     driver.core.wake_up(tags)
 
 
 @VERBS.add(when="any time", combine=any)
-def is_sleeping(driver: EngineDriver) -> bool:
+def is_sleeping(driver: EngineDriver, *, timeout: float | None = None) -> bool:
     """Whether some memory is still released."""
     return bool(driver.core.lifecycle.asleep)
 
 
 @VERBS.add(combine=all)
-def reset_prefix_cache(driver: EngineDriver, reset_running_requests: bool = False) -> bool:
+def reset_prefix_cache(
+    driver: EngineDriver, reset_running_requests: bool = False, *, timeout: float | None = None
+) -> bool:
     """Forget every known prefix, and return whether that was done.
 
     It is refused (False, nothing changed) while requests in flight hold KV blocks, unless `reset_running_requests`:
@@ -176,7 +182,7 @@ def _late_score(arguments: Arguments, begun: bool) -> RolloutEngineError:
     return CallTimeoutError(f"score: {what}; what is left of them never will be. Give fewer at a time, or more time.")
 
 
-@VERBS.add_in_pieces(prepare=_prepare_score, timeout="timeout", late=_late_score)
+@VERBS.add_in_pieces(prepare=_prepare_score, late=_late_score)
 def score(
     driver: EngineDriver,
     prompt_token_ids: Sequence[list[int]],
@@ -230,7 +236,6 @@ def _runs_beside_steps(driver: EngineDriver, arguments: Arguments) -> bool:
     combine=combine.end_to_end,
     needs_all=True,
     beside_steps=_runs_beside_steps,
-    timeout="timeout",
     late=_rpc_late,
     span="collective_rpc",
     span_arguments=("method",),
@@ -257,7 +262,7 @@ def collective_rpc(
 
 
 @VERBS.add(crosses=False)
-def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any]) -> list[Any]:
+def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any], *, timeout: float | None = None) -> list[Any]:
     """Results of `fn(module)` for the module of every rank, between two steps. It may read weights, not write them.
 
     In process only. Raises what `fn` raises; `LifecycleError` and `DirtyWeightsError` where there are no weights to
@@ -277,25 +282,25 @@ def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any]) -> list[An
 
 
 @VERBS.add()
-def get_model_metadata(driver: EngineDriver) -> dict[str, tuple[str, tuple[int, ...]]]:
+def get_model_metadata(driver: EngineDriver, *, timeout: float | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (dtype, shape) of every weight."""
     return driver.executor.metadata()
 
 
 @VERBS.add(when="any time", after_shutdown=True, combine=combine.mean)
-def get_cache_usage(driver: EngineDriver) -> float:
+def get_cache_usage(driver: EngineDriver, *, timeout: float | None = None) -> float:
     """KV blocks referenced by live requests / all blocks."""
     return driver.core.cache_usage()
 
 
 @VERBS.add(when="any time", after_shutdown=True, combine=sum)
-def get_num_unfinished_requests(driver: EngineDriver) -> int:
+def get_num_unfinished_requests(driver: EngineDriver, *, timeout: float | None = None) -> int:
     """Requests of all clients that the core has not ended."""
     return driver.core.num_unfinished_requests
 
 
 @VERBS.add(when="at once", combine=combine.health)
-def check_health(driver: EngineDriver) -> Health:
+def check_health(driver: EngineDriver, *, timeout: float | None = None) -> Health:
     """Ask the engine for a sign of life, which comes during a step too. Raises `EngineDeadError` when it is gone."""
     lifecycle, work = driver.core.lifecycle, driver.work
     return Health(
@@ -312,18 +317,18 @@ def check_health(driver: EngineDriver) -> Health:
 
 
 @VERBS.add(after_shutdown=True, combine=combine.nothing)
-def check_integrity(driver: EngineDriver) -> None:
+def check_integrity(driver: EngineDriver, *, timeout: float | None = None) -> None:
     """Recount requests, blocks and references from scratch; AssertionError says what is off."""
     driver.core.check_integrity()
 
 
 @VERBS.add(when="any time", after_shutdown=True, public=False, combine=combine.metrics)
-def get_core_metrics(driver: EngineDriver) -> CoreMetrics:
+def get_core_metrics(driver: EngineDriver, *, timeout: float | None = None) -> CoreMetrics:
     """Counters and gauges of the core, of now."""
     return driver.core.metrics()
 
 
 @VERBS.add(when="any time", public=False)
-def require_running(driver: EngineDriver, verb: str) -> None:
+def require_running(driver: EngineDriver, verb: str, *, timeout: float | None = None) -> None:
     """Raise, naming `verb`, unless a request that is added now is computed without another call."""
     driver.core.lifecycle.require_running(verb[:80])

@@ -15,6 +15,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import EngineClient, Route
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.engine.verb import Arguments, Verb
+from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.faces.weight_updates import update_weights
 from rollout_engine.metrics import EngineMetrics, StatLogger
@@ -26,7 +27,7 @@ from rollout_engine.sampling_params import SamplingLike, SamplingParams
 from rollout_engine.seeds import mix
 from rollout_engine.telemetry.spans import Spans, TraceHeaders, spans_to
 from rollout_engine.telemetry.stat_loggers import all_loggers
-from rollout_engine.telemetry.stat_thread import StatThread
+from rollout_engine.telemetry.stat_thread import MetricsReader, StatThread
 from rollout_engine.text.input_processor import CheckedPrompt, InputProcessor, at_index, one_each
 from rollout_engine.text.prompts import Prompt
 from rollout_engine.text.tokenizer import TextCodec
@@ -201,14 +202,17 @@ class Frontend:
         self.require_own_process()
         return len(self.streams)
 
-    def get_metrics(self) -> EngineMetrics:
-        """Counters and gauges of the core, timings of this client's requests; from any thread."""
-        return _metrics_of(self.client, self.streams)()
+    def get_metrics(self, *, timeout: float | None = None) -> EngineMetrics:
+        """Counters and gauges of the core, timings of this client's requests; from any thread.
 
-    def do_log_stats(self) -> None:
-        """Show the metrics to every stat logger now."""
+        `timeout` as for verbs: `CallTimeoutError` after so many seconds.
+        """
+        return _metrics_of(self.client, self.streams)(timeout)
+
+    def do_log_stats(self, *, timeout: float | None = None) -> None:
+        """Show the metrics to every stat logger now. `timeout` as in `get_metrics`."""
         self.client.require_usable()
-        self._stat_thread.write()
+        self._stat_thread.write(timeout)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
@@ -266,9 +270,15 @@ class Frontend:
         return stream
 
 
-def _metrics_of(client: EngineClient, streams: OpenStreams) -> Callable[[], EngineMetrics]:
+def _metrics_of(client: EngineClient, streams: OpenStreams) -> MetricsReader:
     """Read the metrics without a reference to the front end, which ends when nobody has one."""
-    return lambda: EngineMetrics(core=client.call("get_core_metrics", {}).result(), requests=streams.stats)
+
+    def read(timeout: float | None = None) -> EngineMetrics:
+        arguments = {"timeout": timeout}
+        core = client.call("get_core_metrics", arguments).wait(VERBS["get_core_metrics"], arguments)
+        return EngineMetrics(core=core, requests=streams.stats)
+
+    return read
 
 
 def _close(process: OwnerProcess, stat_thread: StatThread, client: EngineClient, spans: Spans) -> None:

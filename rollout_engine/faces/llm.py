@@ -98,6 +98,6 @@ class LLM(BlockingVerbs):
         prompts = [{"messages": conversation} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, session_id=session_id, **chat)
 
-    def get_num_unfinished_requests(self) -> int:
-        """Requests whose finished output has not been returned."""
+    def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
+        """Requests whose finished output has not been returned. It never waits for `timeout`."""
         return self.frontend.num_open()

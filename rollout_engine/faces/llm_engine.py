@@ -117,8 +117,8 @@ class LLMEngine(BlockingVerbs):
         self.frontend.require_own_process()
         return len(self._reader) > 0
 
-    def get_num_unfinished_requests(self) -> int:
-        """Requests of this client whose finished output has not been returned."""
+    def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
+        """Requests of this client whose finished output has not been returned. It never waits for `timeout`."""
         return self.frontend.num_open() + self._reader.num_put_back
 
     @property

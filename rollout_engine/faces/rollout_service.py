@@ -202,13 +202,19 @@ class RolloutService(BlockingVerbs):
         """How the service itself has routed requests so far, and what is in flight per replica."""
         return self._fleet.calls.balancer_stats()
 
-    def get_num_unfinished_requests(self, replica_index: int | None = None) -> int:
-        """Requests that the core of a replica has not ended; None: of all replicas together."""
-        return int(self._read("get_num_unfinished_requests", replica_index))
+    def get_num_unfinished_requests(self, replica_index: int | None = None, *, timeout: float | None = None) -> int:
+        """Requests that the core of a replica has not ended; None: of all replicas together.
 
-    def get_cache_usage(self, replica_index: int | None = None) -> float:
-        """KV blocks referenced by live requests / all blocks of a replica; None: the mean over replicas."""
-        return float(self._read("get_cache_usage", replica_index))
+        `timeout` as in `LLM.get_cache_usage`.
+        """
+        return int(self._read("get_num_unfinished_requests", replica_index, timeout))
+
+    def get_cache_usage(self, replica_index: int | None = None, *, timeout: float | None = None) -> float:
+        """KV blocks referenced by live requests / all blocks of a replica; None: the mean over replicas.
+
+        `timeout` as in `LLM.get_cache_usage`.
+        """
+        return float(self._read("get_cache_usage", replica_index, timeout))
 
     def collective_rpc(  # type: ignore[override]  # results by replica
         self,
@@ -289,11 +295,11 @@ class RolloutService(BlockingVerbs):
         if replica_index is not None:
             self._fleet.calls.require_serving(replica_index)
 
-    def _read(self, name: str, replica_index: int | None) -> Any:
-        verb, fleet = VERBS[name], self._fleet
+    def _read(self, name: str, replica_index: int | None, timeout: float | None) -> Any:
+        verb, fleet, arguments = VERBS[name], self._fleet, {"timeout": timeout}
         if replica_index is None:
-            return wait_for(self.frontend, verb, {}, lambda: fleet.call(name, {}))
-        return wait_for(self.frontend, verb, {}, lambda: fleet.calls.on_one(replica_index, name, {}))
+            return wait_for(self.frontend, verb, arguments, lambda: fleet.call(name, arguments))
+        return wait_for(self.frontend, verb, arguments, lambda: fleet.calls.on_one(replica_index, name, arguments))
 
 
 make_rollout_service = RolloutService.from_pretrained

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 from rollout_engine.engine import verbs
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.driver import EngineDriver
-from rollout_engine.engine.interrupts import allowed, held
+from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
@@ -43,17 +43,7 @@ def blocking(function: Callable[Concatenate[EngineDriver, P], R]) -> Callable[Co
 def wait_for(frontend: Frontend, verb: Verb, arguments: Arguments, call: Callable[[], CallFuture]) -> Any:
     """Make a call of a verb and wait for its result, as long as the verb's own timeout says."""
     with frontend.span(verb, arguments), held():
-        result = call()
-        try:
-            with allowed():
-                return result.result(verb.patience(arguments))
-        except TimeoutError:
-            if result.done():  # it is the result
-                raise
-            result.cancel()
-            raise verb.too_late(arguments, begun=result.begun) from None
-        finally:
-            result.cancel()  # interrupted, or too late: nobody waits for it any more
+        return call().wait(verb, arguments)
 
 
 def awaitable(

@@ -1,18 +1,32 @@
 """Shows the metrics of an engine to its stat loggers, from a thread of its own."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from typing import Protocol
 
-from rollout_engine.errors import EngineDeadError
+from rollout_engine.errors import CallTimeoutError, EngineDeadError
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.telemetry.logger_thread import LoggerThread
 from rollout_engine.telemetry.stat_loggers import is_stock
 from rollout_engine.threads import start
 
+logger = logging.getLogger("rollout_engine")
+
 _POLL_SECONDS = 0.5
 """Most seconds until the end of the work is noticed."""
+_READ_SECONDS = 2.0
+"""Most seconds until `close` is noticed while the engine does not say how it is."""
+
+
+class MetricsReader(Protocol):
+    """Reads the metrics of an engine."""
+
+    def __call__(self, timeout: float | None = None) -> EngineMetrics:
+        """Raises `CallTimeoutError` where the engine does not answer within `timeout` seconds."""
+        ...
 
 
 class StatThread:
@@ -24,7 +38,7 @@ class StatThread:
     def __init__(
         self,
         loggers: Sequence[StatLogger],
-        read: Callable[[], EngineMetrics],
+        read: MetricsReader,
         has_work: Callable[[], bool],
         interval: float,
     ) -> None:
@@ -47,10 +61,12 @@ class StatThread:
             self._working = True
             self._wake.set()
 
-    def write(self) -> None:
-        """Log now; returns when every logger that does not hang has been called. Raises `EngineDeadError`."""
-        with self._lock:
-            self._write()
+    def write(self, timeout: float | None = None) -> None:
+        """Log now; returns when every logger that does not hang has been called.
+
+        Raises `EngineDeadError`, and `CallTimeoutError` where the engine does not answer within `timeout` seconds.
+        """
+        self._write(self._read(timeout))
         for thread in self._threads:
             thread.flush()
 
@@ -84,18 +100,29 @@ class StatThread:
             self._working = False  # before the check: work that begins after it must wake this thread
             if self._has_work() and not is_stopped:
                 self._working = True
-            with self._lock:
-                if not self._working or time.monotonic() - self._since >= self._interval:
-                    self._write()
+            if not self._working or time.monotonic() - self._since >= self._interval:
+                metrics = self._read_until_closed()
+                if metrics is not None:
+                    self._write(metrics)
         with self._lock:
             self._since = None
 
-    def _write(self) -> None:
-        now = time.monotonic()
-        seconds = 0.0 if self._since is None else now - self._since
-        metrics = self._read()
-        for stock in self._stock:
-            stock.log(metrics, seconds)
-        for thread in self._threads:
-            thread.log(deepcopy(metrics), seconds)
-        self._since = None if self._since is None else now
+    def _read_until_closed(self) -> EngineMetrics | None:
+        """The metrics; None where this is closed while the engine does not answer."""
+        while True:
+            try:
+                return self._read(_READ_SECONDS)
+            except CallTimeoutError:
+                if self._stop.is_set():
+                    logger.warning("the engine is busy and was not asked for its last statistics")
+                    return None
+
+    def _write(self, metrics: EngineMetrics) -> None:
+        with self._lock:
+            now = time.monotonic()
+            seconds = 0.0 if self._since is None else now - self._since
+            for stock in self._stock:
+                stock.log(metrics, seconds)
+            for thread in self._threads:
+                thread.log(deepcopy(metrics), seconds)
+            self._since = None if self._since is None else now

@@ -34,8 +34,8 @@ from sync.transports import make_receiver, make_sender
 class StepControl(Protocol):
     """Control of an engine's steps, as far as an update of its weights needs it."""
 
-    def boundary(self) -> AbstractContextManager[object]:
-        """Keep steps out while inside, with none in flight."""
+    def boundary(self, deadline: float) -> AbstractContextManager[object]:
+        """Keep steps out while inside, with none in flight. Raises, nothing done, if that is not so at `deadline`."""
 
     def drain(self, mode: UpdateMode, deadline: float) -> None:
         """End ("abort") or finish ("wait") requests in flight, and let no new one start before the update has ended.
@@ -118,7 +118,7 @@ def apply_update(
             stalled = 0.0
             if inplace:
                 steps.drain(options.mode, deadline)
-                with steps.boundary():
+                with steps.boundary(deadline):
                     stalled = time.perf_counter()
                     steps.stop()
             accepted()
@@ -126,8 +126,8 @@ def apply_update(
             hold(manifest.version, updater.verify())
             if not inplace:
                 steps.drain(options.mode, deadline)
-            check()
-            with steps.boundary():
+            with steps.boundary(deadline):
+                check()  # it may have been called off while it waited
                 stalled = stalled or time.perf_counter()
                 updater.commit(manifest.version)
                 with updater.versioned():

@@ -5,15 +5,17 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from rollout_engine import AsyncLLM
 from rollout_engine.engine.verbs import VERBS
-from rollout_engine.errors import CallTimeoutError, DrainTimeoutError
+from rollout_engine.errors import CallTimeoutError, DrainTimeoutError, TransferTimeoutError
 from rollout_engine.process.process_client import ProcessClient
 from tests.conformance.conftest import num_open_calls
 from tests.conformance.running import in_flight, step_further, step_until, weights
+from tests.conformance.scenarios import SCENARIOS
 
 SCORE = {"prompt_token_ids": [[5]], "completion_token_ids": [[6]]}
 
@@ -96,6 +98,36 @@ def late_score(engine, tmp_path):
     engine.collective_rpc("score_again")
 
 
+def late_behind_another(engine, tmp_path, verb):
+    """Call a verb behind a method that does not end. It does nothing, then or later; some need not wait."""
+    client, gate = engine.frontend.client, tmp_path / "gate"
+    if in_process(engine) and not VERBS[verb].crosses:
+        before = []
+        arguments = {"fn": before.append}
+    else:
+        before, arguments = [], SCENARIOS[verb].arguments
+    if verb == "resume_generation":
+        engine.pause_generation()
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(engine.collective_rpc, "hold", timeout=60, args=[str(gate)])
+        wait_until((tmp_path / "gate.begun").exists)
+        try:
+            bound = VERBS[verb].bind((), {**arguments, "timeout": 0.05})
+            for _ in range(2):
+                if VERBS[verb].when == "at once" or (VERBS[verb].when == "any time" and in_process(engine)):
+                    client.call(verb, bound).wait(VERBS[verb], bound)
+                    continue
+                with pytest.raises(CallTimeoutError, match=f"^{verb}: no result within 0.05 s; .*check_health"):
+                    client.call(verb, bound).wait(VERBS[verb], bound)
+        finally:
+            gate.touch()
+        held.result(60)
+    step_until(engine, lambda: nobody_waits(engine))
+    assert not before, "it ran after its caller was told that it would not"
+    assert engine.is_paused() == (verb == "resume_generation")
+    engine.resume_generation()
+
+
 LATE = {
     "wait_for_requests_to_drain": lambda engine, _: late_drain(engine),
     "pause_generation": late_pause,
@@ -103,12 +135,28 @@ LATE = {
     "collective_rpc": late_rpc,
     "score": late_score,
 }
-"""By the name of each verb with a timeout: calls that are late, and leave nobody waiting."""
+"""By the name of the verb: calls that are late, and leave nobody waiting. Others are late behind what does not end."""
 
 
-@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.timeout])
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_call_that_is_late_leaves_nobody_waiting(engine, tmp_path, verb):
-    LATE[verb](engine, tmp_path)
+    if not VERBS[verb].crosses and not in_process(engine):
+        pytest.skip("it does not cross processes")
+    LATE.get(verb, partial(late_behind_another, verb=verb))(engine, tmp_path)
+
+
+def test_an_update_behind_what_does_not_end_is_late(engine, tmp_path):
+    if not in_process(engine):
+        pytest.skip("the engine's process is given ten seconds more")
+    gate, version = tmp_path / "gate", engine.policy_version
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(engine.collective_rpc, "hold", timeout=60, args=[str(gate)])
+        wait_until((tmp_path / "gate.begun").exists)
+        with pytest.raises(TransferTimeoutError, match="could not begin in the time given: .* is busy with hold"):
+            engine.update_weights(weights(1), timeout=0.05)
+        gate.touch()
+        held.result(60)
+    assert engine.policy_version == version and nobody_waits(engine)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def core_messages() -> list[Frames]:
         "begin_weight_update": dict(manifest=manifest, rendezvous=rendezvous, options=options),
         "stage_weights": dict(path="/nowhere", version=5, options=options),
     }
-    plain = [name for name, verb in (VERBS | WEIGHT_VERBS).items() if not verb.arguments.__struct_fields__]
+    plain = [
+        name for name, verb in (VERBS | WEIGHT_VERBS).items() if set(verb.arguments.__struct_fields__) <= {"timeout"}
+    ]
     return _frames_of(
         Hello(1),
         AddRequest(request),

@@ -1,5 +1,6 @@
 """Faults that this engine once had, or was found open to: each puts the faulty behaviour back."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -76,7 +77,7 @@ def _stale_kv(patch: MonkeyPatch) -> None:
 @fault("a commit meets a step in flight")
 def _commit_meets_step(patch: MonkeyPatch) -> None:
     @contextmanager
-    def boundary(driver: EngineDriver) -> Iterator[None]:
+    def boundary(driver: EngineDriver, deadline: float = math.inf) -> Iterator[None]:
         with driver.between_steps():
             yield
 
