@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from rollout_engine import threads
@@ -139,8 +138,9 @@ class LocalClient:
         check, executor = threads.raise_if_cancelled, self.driver.executor
         steps = UpdateSteps(self.driver, options.kv, self._turn, check)
         deadline = time.monotonic() + options.timeout
-        update = partial(update_from_source, executor.updater, source, steps, options, version, check)
-        return steps.carry_out(update, deadline)
+        return steps.carry_out(
+            lambda: update_from_source(executor.updater, source, steps, options, version, check), deadline
+        )
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` before it is this thread's turn.

@@ -1,6 +1,7 @@
 """One forward of a Hugging Face causal LM over paged KV on the CPU: chunks in, logits of chosen rows out."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.layer_watch import LayerWatch
 from rollout_engine.model.sampling.logit_rows import LogitRows
+from rollout_engine.model.sampling.module_logits import module_logits
 
 
 class CpuModel:
@@ -44,14 +46,18 @@ class CpuModel:
     def forward_rows(
         self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]
     ) -> LogitRows:
-        """Do as `forward`; compiled layers leave the logits of many rows to be computed as they are taken."""
+        """Do as `forward`; the logits of many rows are left to be computed as they are taken, before the next step."""
         batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows = torch.from_numpy(np.asarray(logit_rows, np.int64))
-        with self.kv.step(batch) as step:
-            if self.decoder is not None and not self.layer_watch.num_watchers:
+        if self.decoder is not None and not self.layer_watch.num_watchers:
+            with self.kv.step(batch) as step:
                 return self.decoder.forward(token_ids, positions, step.plan, rows)
-            out = self.module(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-            )
-        return LogitRows.of(out.logits[0])
+
+        def forward(rows: Tensor) -> Any:
+            with self.kv.step(batch):
+                return self.module(
+                    input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+                )
+
+        return module_logits(self.module, forward, rows, self.module.config.vocab_size, may_repeat=True)

@@ -1,6 +1,7 @@
 """One forward of a Hugging Face causal LM over paged KV on a device: a flat batch in, logits of chosen rows out."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.layer_watch import LayerWatch
 from rollout_engine.model.sampling.logit_rows import LogitRows
+from rollout_engine.model.sampling.module_logits import module_logits
 
 
 class CudaModel:
@@ -58,7 +60,7 @@ class CudaModel:
 
     @torch.inference_mode()
     def forward_rows(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool | None = None) -> LogitRows:
-        """Do as `forward`; fused layers leave the logits of many rows to be computed as they are taken."""
+        """Do as `forward`; the logits of many rows are left to be computed as they are taken, before the next step."""
         pool = pool or self.kv
         self.attention.plan(batch.attention)
         if self.runs_fused:
@@ -67,14 +69,17 @@ class CudaModel:
         module = self.module
         if self._compiled is not None and not self.layer_watch.num_watchers:
             module = self._compiled.module
-        with attending(ModuleStep(pool, self.attention, batch)):
-            out = module(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=rows,
-            )
-        return LogitRows.of(out.logits[0])
+
+        def forward(rows: Tensor) -> Any:
+            with attending(ModuleStep(pool, self.attention, batch)):
+                return module(
+                    input_ids=batch.token_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                    logits_to_keep=rows,
+                )
+
+        return module_logits(module, forward, rows, self.module.config.vocab_size)
 
     @property
     def runs_fused(self) -> bool:
