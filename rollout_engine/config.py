@@ -138,8 +138,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Classes, or their names "package.module:Class", whose methods `collective_rpc` calls, beside the stock ones;
     imported where the model runs. See `worker_ext.base`."""
     step_deadline: Annotated[float, msgspec.Meta(gt=0)] | None = 1800.0
-    """Seconds after which a step, or a call between two steps, counts as stuck; None: never. A logits processor or a
-    worker extension that loops is then interrupted and fails its request or call (`StepDeadlineError`). What cannot be
+    """Seconds after which a step, a call between two steps, or the commit of a weight update counts as stuck; None:
+    never. A commit has a second more for each 64 MiB of weights. A logits processor or a worker extension that loops is
+    then interrupted and fails its request or call (`StepDeadlineError`). What cannot be
     interrupted ends a core in a process of its own, and `EngineDeadError` says what it was; in process, the log and
     `check_health` do. The default lets an 8B model prefill 8,192 tokens on two CPU cores (ten minutes) three times."""
     stream_interval: Positive = 1

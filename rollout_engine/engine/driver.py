@@ -29,6 +29,8 @@ from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
 _GIVE_WAY_SECONDS = 1.0
 """How long a step waits at most for a thread that wants to go first."""
+_COMMIT_BYTES_PER_S = 64 << 20
+"""Slower than any memory writes weights: a commit that is slower still does not end."""
 _CALLER: ContextVar[int] = ContextVar("caller", default=0)
 
 
@@ -38,6 +40,8 @@ class Work(NamedTuple):
     what: str
     start: float
     thread: int
+    allowance: float = 0.0
+    """Seconds that it may honestly take beyond `EngineConfig.step_deadline`."""
 
 
 class EngineDriver:
@@ -69,7 +73,7 @@ class EngineDriver:
         """Clear while a thread waits for the lock to change something."""
         self._entered.set()
         self.work: Work | None = None
-        """The step or verb in progress."""
+        """The step, verb or commit of weights in progress."""
         self.stuck = ""
         """Why that cannot end, if a `StepWatchdog` says so."""
         self.is_ending = False
@@ -195,8 +199,19 @@ class EngineDriver:
                 if time.monotonic() >= deadline:
                     raise TimeoutError("calls that the engine had begun have not ended")
                 self.step()
-            self.core.quiesce()
+            with self._working("the step that a weight update waits for"):
+                self.core.quiesce()
+            with self._working("the commit of a weight update", self.executor.num_weight_bytes / _COMMIT_BYTES_PER_S):
+                yield
+
+    @contextmanager
+    def _working(self, what: str, allowance: float = 0.0) -> Iterator[None]:
+        """Note what this thread does, for a watchdog."""
+        around, self.work = self.work, Work(what, time.monotonic(), threading.get_ident(), allowance)
+        try:
             yield
+        finally:
+            self.work = around
 
     def is_drained(self) -> bool:
         """Whether nothing drains any more: a pause or sleep is complete."""

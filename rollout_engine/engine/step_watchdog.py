@@ -1,6 +1,7 @@
-"""A watchdog of progress: it names the step or verb that does not end, and the user's code in it.
+"""A watchdog of progress: it names the step, verb or commit of weights that does not end, and the user's code in it.
 
-`EngineConfig.step_deadline` is how long one may take. Then the user's code is interrupted: a logits processor fails its
+`EngineConfig.step_deadline` is how long one may take; a commit, which is not the user's code, may take longer by what
+copying its bytes slowly takes (`Work.allowance`). Then the user's code is interrupted: a logits processor fails its
 own request, a method of a worker extension its call. What cannot be interrupted is given up: a core in a process of its
 own ends, and says why; in process there is nobody who could end it, and the log and `check_health` say where it is.
 """
@@ -74,8 +75,11 @@ class StepWatchdog:
 
     def _interval(self, now: float) -> float:
         """Seconds until the next look: each takes a processor from the threads of a step, so most are far apart."""
-        left = self.seconds if self._work is None else self.seconds - (now - self._since)
+        left = self.seconds if self._work is None else self._limit(self._work) - (now - self._since)
         return max(min(_LOOK_SECONDS, self.seconds / 4), min(_RARE_SECONDS, self.seconds / 4, left / 2))
+
+    def _limit(self, work: Work) -> float:
+        return self.seconds + work.allowance
 
     def _look(self, driver: EngineDriver, now: float) -> None:
         work = driver.work
@@ -95,17 +99,21 @@ class StepWatchdog:
             if now - self._interrupted_at > _GRACE_SECONDS:
                 self._give_up_on(driver, work, threads)
         elif code is not None:
-            is_late = self._has_interrupted or now - self._since > self.seconds
+            is_late = self._has_interrupted or now - self._since > self._limit(work)
             if is_late and now - self._code_since > min(_BRIEF_SECONDS, self.seconds / 4):
                 self._interrupt(code, work)
                 self._interrupted_at, self._has_interrupted = now, True
-        elif now - self._since > self.seconds:
+        elif now - self._since > self._limit(work):
             self._give_up_on(driver, work, threads)
 
     def _interrupt(self, code: UserCode, work: Work) -> None:
         what = code.describe()
         logger.error("%s does not return, in %s: it is interrupted", what, work.what)
-        code.interrupt(f"{what} did not return within step_deadline={self.seconds:g} s and was interrupted")
+        code.interrupt(f"{what} did not return within {self._described_limit(work)} and was interrupted")
+
+    def _described_limit(self, work: Work) -> str:
+        more = f" and {work.allowance:.3g} s for its size" if work.allowance else ""
+        return f"step_deadline={self.seconds:g} s{more}"
 
     def _give_up_on(self, driver: EngineDriver, work: Work, threads: tuple[int, ...]) -> None:
         self._has_given_up = True
@@ -114,7 +122,7 @@ class StepWatchdog:
         stacks = [traceback.extract_stack(frames[thread])[-_NUM_FRAMES:] for thread in busy if thread in frames]
         what = f"{work.what} has" if code is None else f"{code.describe()}, in {work.what}, has"
         where = "".join(f"; it is at {stack[-1].filename}:{stack[-1].lineno}" for stack in stacks[-1:])
-        driver.stuck = f"{what} not ended within step_deadline={self.seconds:g} s{where}"
+        driver.stuck = f"{what} not ended within {self._described_limit(work)}{where}"
         text = "\n".join("".join(traceback.format_list(stack)) for stack in stacks)
         logger.critical("%s\n%s", driver.stuck, text)
         self._give_up(driver.stuck)

@@ -118,6 +118,11 @@ class InlineExecutor:
         return () if self._thread is None else self._thread.ids
 
     @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of the live weights, as plain values."""
+        return self.updater.num_live_bytes
+
+    @property
     def num_sequences(self) -> int:
         """Number of sequences whose state the runner holds."""
         return self.worker.runner.num_sequences

@@ -93,6 +93,11 @@ class WeightUpdater:
         """Name -> (dtype, shape) of every accepted name, both namings."""
         return {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
 
+    @property
+    def num_live_bytes(self) -> int:
+        """Bytes of the live weights, tied ones once, in whatever form they are held."""
+        return sum(self._live[name].nbytes for name in self._checks.canonical)
+
     def digest(self) -> str:
         """Total digest of the live weights under the module's own names; tied weights count once.
 

@@ -24,6 +24,7 @@ class FakeModel(FakeExecutor):
 
     interrupt_at_step = -1
     is_shut_down = dirty = False
+    num_weight_bytes = 0
     threads = ()
     before_step = staticmethod(lambda: None)
     scored_at = None

@@ -7,6 +7,7 @@ import pytest
 
 from rollout_engine import SamplingParams
 from rollout_engine.engine.step_watchdog import StepWatchdog
+from rollout_engine.errors import StepDeadlineError
 from rollout_engine.user_code import UserCode
 
 LONG = 600.0
@@ -117,3 +118,79 @@ def test_a_watchdog_ends_with_its_engine(make_engine, watch):
     watchdog._driver = lambda: None
     watchdog._thread.join(60)
     assert not watchdog._thread.is_alive()
+
+
+def commit(engine, function):
+    """Call `function` on another thread where an update commits; returns the thread, which is about to begin."""
+
+    def run():
+        with engine.frontend.client.driver.boundary():
+            function()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_code_that_loops_in_a_commit_is_interrupted_and_named(make_engine, watch):
+    engine, errors = make_engine(), []
+    watchdog = watch(engine)
+
+    def loop():
+        try:
+            with UserCode(lambda: "hook m:load of module M"):
+                watchdog.seconds = SHORT
+                while True:
+                    time.sleep(0.001)
+        except StepDeadlineError as error:
+            errors.append(str(error))
+        finally:
+            watchdog.seconds = LONG
+
+    commit(engine, loop).join(60)
+    assert errors == ["hook m:load of module M did not return within step_deadline=0.05 s and was interrupted"]
+
+
+def test_a_commit_that_does_not_end_is_given_up_and_named(make_engine, watch):
+    engine, reasons, told = make_engine(), [], threading.Event()
+    watchdog = watch(engine, lambda reason: (reasons.append(reason), told.set()))
+
+    def wait():
+        watchdog.seconds = SHORT
+        told.wait(60)
+        watchdog.seconds = LONG
+
+    commit(engine, wait).join(60)
+    assert len(reasons) == 1
+    assert reasons[0].startswith("the commit of a weight update has not ended within step_deadline=0.05 s; it is at ")
+
+
+def test_a_commit_of_many_bytes_may_take_longer(make_engine, watch):
+    engine, reasons, told = make_engine(), [], threading.Event()
+    watchdog = watch(engine, lambda reason: (reasons.append(reason), told.set()))
+
+    def wait(seconds):
+        watchdog.seconds = SHORT
+        told.wait(seconds)
+        watchdog.seconds = LONG
+
+    engine.executor.num_weight_bytes = 1 << 40
+    commit(engine, lambda: wait(10 * SHORT)).join(60)
+    assert not reasons, "a TiB was to be committed"
+    engine.executor.num_weight_bytes = 16 << 20
+    commit(engine, lambda: wait(60)).join(60)
+    assert "step_deadline=0.05 s and 0.25 s for its size" in reasons[0]
+
+
+def test_a_step_that_a_commit_waits_for_is_watched(make_engine, watch):
+    engine, reasons, told = make_engine(), [], threading.Event()
+    watchdog = watch(engine, lambda reason: (reasons.append(reason), told.set()))
+
+    def wait():
+        watchdog.seconds = SHORT
+        told.wait(60)
+        watchdog.seconds = LONG
+
+    engine.core.quiesce = wait
+    commit(engine, lambda: None).join(60)
+    assert reasons[0].startswith("the step that a weight update waits for has not ended within")
