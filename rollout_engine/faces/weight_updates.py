@@ -57,8 +57,7 @@ def update_weights(
             device. A path needs none.
         reset_version: allow any `version`, for a trainer that restarted.
         allow_nonfinite: take NaN and infinities, which are refused otherwise.
-        timeout: seconds until the commit begins: for the weights to arrive, for requests in flight to finish, and for
-            the engine to end what it is busy with.
+        timeout: seconds for the weights to arrive, requests in flight to finish, and other work of the engine to end.
         partial: `source` may lack weights, which keep their values; otherwise that is refused. It is as
             transactional as a whole update, takes the same memory, gives all live weights the new version, and the
             report's digest is of all of them. After `DirtyWeightsError`, and after a sleep that forgot the weights,
