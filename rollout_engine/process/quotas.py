@@ -1,4 +1,8 @@
-"""How much each client of a core may have in flight; what is more is refused, and takes nothing from others."""
+"""How much each client of a core may have in flight; what is more is refused, and takes nothing from others.
+
+There is no quota on requests per second: clients are taken in turn (`rollout_engine.process.inbox`), and docs/limits.md
+says why.
+"""
 
 import threading
 from collections import Counter

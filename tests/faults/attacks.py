@@ -5,6 +5,7 @@ Each attack does what it does `count` times to the core at an address, waits for
 
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -98,6 +99,19 @@ def requests(address: str, count: int) -> None:
         assert listener.num_ended == count, f"{listener.num_ended} of {count} requests were refused"
 
 
+def tiny(address: str, count: int) -> None:
+    """Add requests of one token each, all of them right, as fast as the core takes them."""
+    params = SamplingParams(max_tokens=1, output_kind="final_only", detokenize=False)
+    with connected(address) as client:
+        listener = client._listener
+        assert isinstance(listener, Listener)
+        request = EngineCoreRequest(prompt_token_ids=[5], params=params, max_tokens=1, seed=1, first_sequence_id=0)
+        for i in range(count):
+            client.add_request(msgspec.structs.replace(request, seed=i, first_sequence_id=(client.index << 40) + i))
+        while listener.num_ended < count:
+            time.sleep(0.01)
+
+
 def waits(address: str, count: int) -> None:
     """Wait for requests to end, one of which never does."""
     with connected(address) as client:
@@ -139,6 +153,7 @@ ATTACKS: dict[str, tuple[Callable[[str, int], None], int]] = {
     "clients": (clients, 1000),
     "calls": (calls, 30_000),
     "requests": (requests, 30_000),
+    "tiny": (tiny, 30_000),
     "waits": (waits, 20_000),
     "aborts": (aborts, 210_000),
     "frames": (frames, 100_000),
