@@ -1,6 +1,7 @@
 """What the contract tests read: every Python file of the repository, parsed once."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class Source(NamedTuple):
 
     def imports(self) -> list[Import]:
         """Every import anywhere in the file: inside functions and under TYPE_CHECKING too."""
-        return list(_imports(self.tree, self.module, self.path.name == "__init__.py", False, False))
+        return _imports_of(self)
 
 
 @pytest.fixture(scope="session")
@@ -67,16 +68,27 @@ def _source(path: Path) -> Source:
     return Source(path, module, parts[0], text, ast.parse(text, str(path)))
 
 
-def _imports(node: ast.AST, module: str, is_package: bool, inside: bool, checking: bool) -> Iterator[Import]:
+@functools.cache
+def _imports_of(source: Source) -> list[Import]:
+    found: list[Import] = []
+    _add_imports(found, source.tree, source.module, source.path.name == "__init__.py", False, False)
+    return found
+
+
+def _add_imports(
+    found: list[Import], node: ast.AST, module: str, is_package: bool, inside: bool, checking: bool
+) -> None:
     if isinstance(node, ast.Import):
-        yield from (Import(alias.name, node.lineno, inside, checking) for alias in node.names)
+        found += (Import(alias.name, node.lineno, inside, checking) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         base = _absolute(node, module, is_package)
-        yield from (Import(_module_of(base, alias.name), node.lineno, inside, checking) for alias in node.names)
-    inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        found += (Import(_module_of(base, alias.name), node.lineno, inside, checking) for alias in node.names)
+    elif isinstance(node, ast.expr):
+        return  # an expression holds no statement
+    inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     checking = checking or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
     for child in ast.iter_child_nodes(node):
-        yield from _imports(child, module, is_package, inside, checking)
+        _add_imports(found, child, module, is_package, inside, checking)
 
 
 def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
