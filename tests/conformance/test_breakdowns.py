@@ -180,6 +180,7 @@ def test_a_client_that_finds_no_thread_leaves_nothing_behind(config, monkeypatch
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 def test_a_core_that_finds_no_thread_says_so(config):
     with pytest.raises(RetryableError, match="'core-socket' cannot start"):
         ProcessClient.start(type(config)(model=config.model, num_threads=1, worker_extensions=[NoSocketThread]))

@@ -94,6 +94,7 @@ def test_a_core_told_to_end_gives_out_what_it_has_and_ends_once(checkpoint):
         wait_gone(process.pid, engine.address, 60)
 
 
+@pytest.mark.slow
 def test_a_core_told_to_end_lets_its_requests_end_first(checkpoint):
     with AsyncLLM(checkpoint, **OPTIONS) as engine:
         process = psutil.Process(engine.frontend.client.pid)

@@ -50,6 +50,7 @@ def test_trainers_that_stand_still_in_a_push_are_given_up_by_its_deadline(engine
     assert deaths.num_deaths == 3 and deaths.spelled.num_wrong == 0
 
 
+@pytest.mark.slow
 def test_random_aborts_leave_no_block(engine):
     aborts = RandomAborts(engine, seed=4)
     asyncio.run(aborts.run(num_aborts=1000, seconds=300))

@@ -18,6 +18,7 @@ def engine(checkpoint):
         yield engine
 
 
+@pytest.mark.slow
 def test_commits_race_aborts_pauses_preemption_and_bad_weights(engine, tmp_path):
     async def run():
         load = UpdatesUnderLoad(engine, tmp_path, seed=1)

@@ -300,6 +300,7 @@ def test_a_policy_over_an_engine_in_its_own_process_calls_too(remote, tmp_path):
         policy.apply_model(lambda module: None)
 
 
+@pytest.mark.slow
 def test_an_extension_that_cannot_be_had_stops_the_start(checkpoint):
     for start in (LLM, AsyncLLM):
         with pytest.raises(ConfigError, match="'sample_extensions:Absent' cannot be loaded: AttributeError"):

@@ -8,12 +8,12 @@ MIXED_PROMPT = torch.tensor([[7, 8, 9, 10, 12, 15, 16, 21, 20, 2, 30, 31]])
 ARCHITECTURES = pytest.mark.parametrize(
     ("architecture", "tied", "dtype"),
     [
-        ("llama", False, torch.float32),
+        pytest.param("llama", False, torch.float32, marks=pytest.mark.slow),
         ("llama", True, torch.bfloat16),
         ("qwen2", False, torch.bfloat16),
-        ("qwen2", True, torch.float32),
+        pytest.param("qwen2", True, torch.float32, marks=pytest.mark.slow),
         ("qwen3", False, torch.float32),
-        ("qwen3", True, torch.bfloat16),
+        pytest.param("qwen3", True, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 

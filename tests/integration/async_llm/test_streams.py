@@ -164,6 +164,7 @@ def test_bad_requests_are_refused_by_name_and_others_go_on(engine, last_of):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_engine_made_inside_one_loop_serves_another_and_draws_as_in_process(
     checkpoint, collect, last_of, assert_same, assert_gone, options
 ):

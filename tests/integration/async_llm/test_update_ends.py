@@ -166,6 +166,7 @@ def test_nothing_is_left_of_a_client_that_was_killed(engine):
     assert traces(engine) == before
 
 
+@pytest.mark.slow
 def test_an_update_of_a_core_that_dies_raises_at_once(checkpoint, options):
     with AsyncLLM(checkpoint, **options) as engine:
 

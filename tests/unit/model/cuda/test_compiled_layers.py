@@ -175,6 +175,7 @@ class TestEngine:
         seed = int(request.param is as_captured)  # engines of their own, whose weights change together
         return engine_on("device", "gemma2", compile=True, seed=seed), engine_on("cpu", "gemma2", seed=seed)
 
+    @pytest.mark.slow
     def test_steps_keep_their_numbers_through_sleep_and_commits_and_compile_nothing(self, engines_of):
         llm, reference = engines_of
         layers = runner_of(llm).model._compiled
@@ -217,6 +218,7 @@ def test_inductor_on_a_device_keeps_the_numbers_of_modules(checkpoints, caplog, 
     assert "uncompiled" not in caplog.text
 
 
+@pytest.mark.slow
 def test_layers_that_are_fused_leave_nothing_to_compile(engine_on, caplog):
     caplog.set_level(logging.INFO, "rollout_engine")
     llm = engine_on("device", compile=True)

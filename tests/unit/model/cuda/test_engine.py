@@ -64,7 +64,9 @@ def runner_of(llm):
     return llm.frontend.client.driver.executor.worker.runner
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "params", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(DRAWN, id="drawn")]
+)
 def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, params):
     ours = engine_on("device")
     assert runner_of(ours).model.decoder is not None
@@ -185,7 +187,8 @@ def test_users_own_code_is_run_on_the_host_beside_rows_that_are_edited_on_the_de
     assert all(token % 2 for place in (0, 2) for token in ours[place][1].token_ids)
 
 
-@pytest.mark.parametrize("special", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.slow
 def test_head_and_draws_run_over_pieces_and_change_no_bit(engine_on, monkeypatch, special):
     """Special: rows edited on the device and on the host, raw and processed log-probs, top tokens."""
     given = [DRAWN.clone(n=4, max_tokens=2), GREEDY.clone(n=2, max_tokens=2)]
@@ -287,6 +290,7 @@ def test_steps_replayed_from_static_memory_draw_all_that_others_draw(engine_on, 
     assert len(replayed) > 4
 
 
+@pytest.mark.slow
 def test_graphs_follow_last_tokens_that_have_moved(engine_on):
     llm, captured = engine_on("device"), []
     plain = run(llm, GREEDY)

@@ -151,6 +151,7 @@ def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(ena
         assert (p.grad - q.grad).norm() / p.grad.norm() < 1e-4, name
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_lowers_the_loss(enable, device):
     model = enable(tiny_model("qwen3", dtype=torch.bfloat16, num_hidden_layers=1)).requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
