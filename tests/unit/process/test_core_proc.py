@@ -111,6 +111,31 @@ def test_a_flood_of_one_client_leaves_the_steps_of_another_their_pace(core, floo
     assert max(taken) <= 4, f"messages taken between two of the bystander's tokens: {taken}"
 
 
+def test_a_flood_of_tiny_requests_costs_a_stream_turns_and_its_share_of_the_batch(core):
+    """Each message takes as long as a step here: then at most some messages and one step come between two tokens."""
+    num_messages, between = 400, []
+    num_taken_before = 0
+    core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=50)))
+    core.put(FLOODER, *(AddRequest(request(FLOODER, max_tokens=1, number=i)) for i in range(num_messages)))
+    num_waiting = core.io.inbox.qsize
+
+    def note(client_index, message):
+        nonlocal num_taken_before
+        if client_index == BYSTANDER and isinstance(message, Outputs):
+            num_taken = num_messages + 1 - num_waiting()
+            between.append((num_taken - num_taken_before, core.core.stats.num_steps))
+            num_taken_before = num_taken
+
+    core.io.on_send = note
+    core.run()
+    steps = [step for _, step in between]
+    assert len(between) == 50, "it has a token of every step"
+    assert steps == list(range(steps[0], steps[0] + 50)), "no step passes that it is not in"
+    assert max(taken for taken, _ in between) <= 4, "messages were taken for longer than a step takes"
+    assert num_taken_before < num_messages, "the flood had ended before the stream"
+    assert not core.io.answers(Refused), "every request of the flood is computed"
+
+
 def test_messages_get_as_much_time_as_steps(core):
     core.model.before_step = lambda: [core.proc._clock() for _ in range(98)]  # a step of a tenth of a second
     core.put(BYSTANDER, AddRequest(request(BYSTANDER, max_tokens=20, output_kind="delta")))
