@@ -146,7 +146,8 @@ def test_updates_that_a_trainer_pushes_meanwhile_keep_every_batch_fresh(checkpoi
                 found |= rows
                 for tokens in rows.values():
                     assert all(token == spelled_token(made) for token, made in tokens)
-                    assert max(made for _, made in tokens) - min(made for _, made in tokens) <= 3
+                    # 3 behind the live version; one replica may have committed the next one before the other has
+                    assert max(made for _, made in tokens) - min(made for _, made in tokens) <= 3 + 1
                     num_mixed += len({made for _, made in tokens}) > 1
         finally:
             ended.set()

@@ -198,8 +198,8 @@ def test_a_part_of_the_weights_completes_those_that_all_have(fleet, tmp_path):
 
 
 @pytest.mark.slow
-def test_replicas_come_and_go_while_requests_run(fleet):
-    async def run():
+def test_replicas_come_and_go_while_requests_run(checkpoint):
+    async def run(fleet):
         await fleet.update_weights(tiny_model().state_dict())
         one = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False, seed=1, output_kind="final_only")
         requests = [asyncio.create_task(anext(fleet.generate([5 + i], one))) for i in range(8)]
@@ -216,7 +216,8 @@ def test_replicas_come_and_go_while_requests_run(fleet):
             fleet.policy_version
         ] * 2
 
-    asyncio.run(run())
+    with AsyncLLM(checkpoint, num_replicas=2, **OPTIONS) as engine:  # its indexes differ afterwards
+        asyncio.run(run(engine))
 
 
 @pytest.mark.slow

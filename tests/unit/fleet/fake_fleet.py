@@ -2,6 +2,7 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
@@ -26,10 +27,14 @@ class FakeClient(LocalClient):
         self.pid = next(_PIDS)
 
     def add_request(self, request):
-        self._sent.submit(self._add, request)
+        try:
+            self._sent.submit(self._add, request)
+        except RuntimeError:  # it has been shut down
+            raise EngineDeadError("The engine is gone.") from None
 
     def abort(self, sequence_ids):
-        self._sent.submit(super().abort, sequence_ids)
+        with suppress(RuntimeError):
+            self._sent.submit(super().abort, sequence_ids)
 
     def call(self, name, arguments):
         if name == "get_live_digest":
