@@ -38,7 +38,7 @@ from tests.faults.peers import RawCore
 from tests.faults.replica_deaths import PROMPTS, ReplicaDeaths, read
 from tests.faults.schedules import Schedule, make_menu
 from tests.faults.updates import UpdatesUnderLoad, spelling
-from tests.simulation.run import FleetRun, Run
+from tests.simulation.run import BrainRun, FleetRun, Run
 from tests.simulation.scheduler import Carriers
 
 HERE = Path(__file__).parent
@@ -99,8 +99,11 @@ def simulations(_: Path, seconds: float, count: int) -> Figure:
 
 
 def fleets(_: Path, seconds: float, count: int) -> Figure:
-    """Simulated fleets until `count` faults have struck: replicas die, hang, do not start, miss updates, as above."""
-    return _simulated(FleetRun, "--fleet ", _until(seconds, count), count)
+    """Simulated fleets until `count` faults have struck: a tenth of them whole ones, the others without threads."""
+    whole = _simulated(FleetRun, "--fleet ", _until(seconds / 2, count), count // 10)
+    events = _simulated(BrainRun, "--brain ", _until(seconds / 2, count), count - whole["num_faults"])
+    tiers = {"whole fleets": whole, "fleets without threads": events}
+    return dict(num_faults=whole["num_faults"] + events["num_faults"], tiers=tiers)
 
 
 def _simulated(make: type[Run], option: str, seeds: Iterator[int], most_faults: float) -> Figure:

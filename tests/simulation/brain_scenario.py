@@ -14,6 +14,7 @@ from tests.simulation.brain_core import END_TOKEN, HANG_SECONDS, BrainCore, spel
 from tests.simulation.brain_fleet import UpdateRound, core_of, make_client, newest, restart_all
 from tests.simulation.brain_world import World
 from tests.simulation.scheduler import SimulationFailed
+from tests.simulation.session_homes import SessionHomes
 
 _WAITS = (0.05, 0.0, 0.01, 0.3, 2.0)
 """Seconds between two things that happen."""
@@ -41,10 +42,9 @@ class BrainUsers:
         """Sequences of requests that were refused: their streams are closed, and what still comes goes nowhere."""
         self._least: dict[int, int] = {}
         """Sequence id -> the newest version as it was added."""
-        self._sessions: dict[int, str] = {}
-        self._homes: dict[str, int] = {}
+        self._homes = SessionHomes(client._brain)
         client.listen(self)
-        world.sent = self._sent
+        world.sent = self._homes.sent
 
     def add(self) -> None:
         """Add a request, perhaps of a session, or for one replica."""
@@ -63,8 +63,7 @@ class BrainUsers:
         for sequence_id in range(first, first + n):
             self._requests[sequence_id], self._tokens[sequence_id] = request, []
             self._least[sequence_id] = self._client.policy_version
-            if session is not None:
-                self._sessions[sequence_id] = session
+        self._homes.opened(range(first, first + n), session)
         try:
             self._client.add_request(request, Route(session, replica))
         except RolloutEngineError as error:
@@ -134,14 +133,6 @@ class BrainUsers:
         self.ends[sequence_id] += 1
         self.reasons[reason] += 1
         assert self.ends[sequence_id] == 1, f"sequence {sequence_id} has ended twice"
-
-    def _sent(self, replica: int, sequence_id: int) -> None:
-        session = self._sessions.get(sequence_id)
-        if session is not None:
-            home = self._homes.get(session)
-            is_moved = home is not None and home != replica and home in self._client._brain.serving
-            assert not is_moved, f"session {session} goes to replica {replica}, and replica {home} serves"
-            self._homes[session] = replica
 
 
 class BrainDisasters:

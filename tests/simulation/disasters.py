@@ -19,29 +19,40 @@ class Disasters:
 
     def __init__(self, scheduler: Scheduler, faults: RandomFaults, fleet: SimulatedFleet) -> None:
         self._scheduler, self._choices, self._faults, self._fleet = scheduler, scheduler.choices, faults, fleet
-        self.are_over = True
+        self._num_busy = 0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the task has ended, and whatever it began."""
+        return not self._num_busy
 
     def start(self, count: int) -> None:
         """Start the task."""
-        self.are_over = False
-        self._scheduler.spawn("disasters", lambda: self._run(count))
+        self._spawn("disasters", lambda: self._run(count))
+
+    def _spawn(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._num_busy -= 1
+
+        self._num_busy += 1
+        self._scheduler.spawn(name, run)
 
     def _run(self, count: int) -> None:
-        try:
-            for number in range(count):
-                self._scheduler.sleep(self._choices.pick(_WAITS))
-                if not self._faults.is_on or self._choices.are_over or self._fleet.client.dead_error is not None:
-                    return
-                what, strike = self._choices.pick(_DISASTERS)
-                alive = self._fleet.provider.alive
-                if alive:
-                    process = self._choices.pick(alive)
-                    self._count(what, process)
-                    strike(self, process)
-                if number % 3 == 2:
-                    self._stand_still()
-        finally:
-            self.are_over = True
+        for number in range(count):
+            self._scheduler.sleep(self._choices.pick(_WAITS))
+            if not self._faults.is_on or self._choices.are_over or self._fleet.client.dead_error is not None:
+                return
+            what, strike = self._choices.pick(_DISASTERS)
+            alive = self._fleet.provider.alive
+            if alive:
+                process = self._choices.pick(alive)
+                self._count(what, process)
+                strike(self, process)
+            if number % 3 == 2:
+                self._stand_still()
 
     def _count(self, what: str, process: SimulatedCoreProcess) -> None:
         self._faults.counts[what] += 1
@@ -99,6 +110,16 @@ class Disasters:
         except RolloutEngineError as error:
             self._scheduler.note(f"scale({count}): {type(error).__name__}")
 
+    def _restart(self, _: SimulatedCoreProcess) -> None:
+        self._spawn("restart", self._restart_all)
+
+    def _restart_all(self) -> None:
+        try:
+            self._fleet.client.restart()
+            self._scheduler.note("restart: returned")
+        except RolloutEngineError as error:
+            self._scheduler.note(f"restart: {type(error).__name__}")
+
 
 _DISASTERS: list[tuple[str, Callable[[Disasters, SimulatedCoreProcess], None]]] = [
     *[("kill", Disasters._kill)] * 4,
@@ -110,4 +131,5 @@ _DISASTERS: list[tuple[str, Callable[[Disasters, SimulatedCoreProcess], None]]] 
     *[("kill in update", Disasters._kill_in_update)] * 2,
     *[("hang in update", Disasters._hang_in_update)] * 1,
     *[("scale", Disasters._scale)] * 3,
+    *[("restart", Disasters._restart)] * 2,
 ]

@@ -1,15 +1,17 @@
 """A fleet in a simulated run: the real client, brain, supervisor and updates, over simulated cores."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.engine.client import Route
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.fleet import fleet_updates
+from rollout_engine.fleet.actions import Action, Send
 from rollout_engine.fleet.balancer import STRATEGIES, Balancer
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.replica_state import ReplicaState
@@ -23,6 +25,7 @@ from tests.simulation.core_process import SimulatedCoreProcess
 from tests.simulation.engine import Sizes
 from tests.simulation.faults import RandomFaults
 from tests.simulation.scheduler import Scheduler
+from tests.simulation.session_homes import SessionHomes
 from tests.simulation.threads import SimulatedRLock
 from tests.simulation.transport import SimulatedTransport
 
@@ -122,11 +125,22 @@ class SimulatedFleet:
         self.ends: Counter[int] = Counter()
         """Sequence id -> how often its user was told of its end."""
         deliver, add = self.frontend.streams.deliver, self.client.add_request
+        homes, do = SessionHomes(self.client._brain), self.client._dispatcher.do
 
-        def add_watched(request: EngineCoreRequest, *rest: Any) -> None:
+        def add_watched(request: EngineCoreRequest, route: Route) -> None:
             first = request.first_sequence_id
             self._least |= dict.fromkeys(range(first, first + request.params.n), self.client.policy_version)
-            add(request, *rest)
+            homes.opened(range(first, first + request.params.n), route.session_id)
+            add(request, route)
+
+        def do_watched(actions: Iterable[Action], **options: Any) -> None:
+            actions = list(actions)
+            for action in actions:
+                if isinstance(action, Send):
+                    self._look(partial(homes.sent, action.replica, action.request.first_sequence_id))
+            do(actions, **options)
+
+        self.client._dispatcher.do = do_watched  # type: ignore[method-assign]
 
         self.client.add_request = add_watched  # type: ignore[method-assign]
 

@@ -32,6 +32,9 @@ class FleetUsers(Users):
             elif fate == "returned":
                 assert counts, f"call {number} returned, and never ran"
 
+    def _session(self) -> str | None:
+        return self._choices.pick([None, None, "a", "b"])
+
     def _fate(self, result: Any, number: int) -> str:
         if isinstance(result, list):
             assert result and set(result) == {number}, f"call {number} returned {result}"

@@ -196,7 +196,7 @@ class Users:
         entry = self.ledger.begin(name, params, partial(check_spelling, prompt, params))
         arrived = SimulatedQueue(self._scheduler)
         try:
-            stream = self.frontend.add_request(prompt, params, name, arrived.put)
+            stream = self.frontend.add_request(prompt, params, name, arrived.put, session_id=self._session())
         except ERRORS as error:
             self._end(entry, type(error).__name__)
             return
@@ -210,6 +210,10 @@ class Users:
                 how = type(error).__name__
         del self._open[name]
         self._end(entry, how)
+
+    def _session(self) -> str | None:
+        """The session of the next request."""
+        return None
 
     def _read_some(self, stream: Any, arrived: Any, entry: Entry, leave_after: int) -> str:
         """Take an output and check it, or wait for news; returns how the request has ended, or ""."""
