@@ -27,7 +27,7 @@ from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.processes import ProcessProvider
 from rollout_engine.fleet.provider import Provider, check_count
 from rollout_engine.fleet.replica_health import ReplicaHealth
-from rollout_engine.fleet.replica_state import wait_until_settled
+from rollout_engine.fleet.replica_state import ReplicaState, wait_until_settled
 from rollout_engine.fleet.supervisor import Supervisor, started
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
@@ -209,6 +209,12 @@ class FleetClient:
         logger.warning("replica %d did not start: %s", index, problem)
         with self._lock:
             self._dispatcher.do(self._brain.lost(index, str(problem), time.monotonic()))
+
+    def lags(self, member: Member) -> bool:
+        """Whether a replica still has to catch up: an update may have overtaken it."""
+        with self._lock:
+            state = self._brain.replicas[member.index].state
+            return self._members.get(member.index) is member and state is ReplicaState.STALE
 
     def caught_up(self, member: Member, version: int) -> None:
         """Note that a replica has got the newest weights, as they were."""

@@ -33,6 +33,10 @@ class Fleet(Protocol):
     def not_started(self, index: int, problem: Exception) -> None:
         """A replica did not start."""
 
+    def lags(self, member: Member) -> bool:
+        """Whether a replica still has to catch up: an update may have overtaken it."""
+        ...
+
     def caught_up(self, member: Member, version: int) -> None:
         """A replica has got weights of this version."""
 
@@ -138,6 +142,8 @@ class Supervisor:
 
     def _catch_up(self, member: Member, fleet: Fleet) -> None:
         with member.updating:  # until it is told: what the next update does to it is told later
+            if not fleet.lags(member):
+                return
             try:
                 version = self._updates.catch_up(member)
             except Exception as problem:

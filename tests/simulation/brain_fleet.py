@@ -98,6 +98,9 @@ class _CatchUp:
         if not self._member.updating.acquire(blocking=False):
             self._world.later(_LOOK_SECONDS, self.begin)
             return
+        if not self._fleet.lags(self._member):
+            self._member.updating.release()
+            return
         assert self._updates._newest is not None, "a replica lags only behind an update"
         self._newest = self._updates._newest
         weights = Weights(self._newest.version, int(self._newest.digest))
