@@ -102,8 +102,7 @@ def fleets(_: Path, seconds: float, count: int) -> Figure:
     """Simulated fleets until `count` faults have struck: a tenth of them whole ones, the others without threads."""
     whole = _simulated(FleetRun, "--fleet ", _until(seconds / 2, count), count // 10)
     events = _simulated(BrainRun, "--brain ", _until(seconds / 2, count), count - whole["num_faults"])
-    tiers = {"whole fleets": whole, "fleets without threads": events}
-    return dict(num_faults=whole["num_faults"] + events["num_faults"], tiers=tiers)
+    return {"num_faults": whole["num_faults"] + events["num_faults"], "whole": whole, "without threads": events}
 
 
 def _simulated(make: type[Run], option: str, seeds: Iterator[int], most_faults: float) -> Figure:
@@ -377,9 +376,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument(
         "--seconds", type=float, default=300.0, help="of each part at most; inf: all run to their count"
     )
-    parser.add_argument(
-        "--count", type=int, help="of each part at most; default: a thousand or more, as the part has it"
-    )
+    parser.add_argument("--count", type=int, help="of each part at most; default: as the part has it")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args(None if arguments is None else list(arguments))
     if unknown := set(options.parts) - set(PARTS):
