@@ -15,9 +15,9 @@ from collections.abc import Iterable
 
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.balancer import Balancer
-from rollout_engine.fleet.integrity import check_replicas, check_requests
+from rollout_engine.fleet.integrity import check_fleet
 from rollout_engine.fleet.ledger import Entry, Ledger
-from rollout_engine.fleet.replica_state import Replica, ReplicaState, backoff
+from rollout_engine.fleet.replica_state import Replica, ReplicaState, backoff, problems_of
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 
 logger = logging.getLogger("rollout_engine")
@@ -82,16 +82,23 @@ class Brain:
         self._forget(self.ledger.received(replica, outputs))
         return self._drained(replica)
 
-    def refused(self, sequence_id: int, replica: int | None = None) -> tuple[int | None, list[Action]]:
+    def refused(
+        self, sequence_id: int, replica: int | None = None, *, others_may: bool = False
+    ) -> tuple[int | None, list[Action]]:
         """Note that a replica, by default the one that has it, did not take the request that begins with a sequence.
 
-        Returns the user's first sequence id of it, None where it has ended or is another replica's by now.
+        `others_may`: another one may take it, so each that serves is tried. Returns the user's first sequence id of it;
+        None where it goes on elsewhere, or has ended.
         """
         entry = self.ledger.get(sequence_id)
         was_taken = replica is not None and self.ledger.refused(replica, sequence_id)
         if entry is None or was_taken or replica not in (None, entry.replica):
             return None, []
         holder, live = entry.replica, list(entry.live)
+        if holder is not None and others_may and not entry.refused_by.issuperset({*self.serving} - {holder}):
+            moved = self._move(entry, holder, has_refused=True)
+            self.ledger.refused(holder, sequence_id)
+            return None, [Abort(holder, live), *self._drained(holder), *moved]
         self._forget(self.ledger.end(live))
         rest: list[Action] = [] if holder is None else [Abort(holder, live), *self._drained(holder)]
         return entry.request.first_sequence_id, rest
@@ -203,12 +210,7 @@ class Brain:
 
     def check_integrity(self) -> None:
         """AssertionError where a request is nowhere, or at a replica that must not have it."""
-        self.ledger.check_integrity()
-        if self.is_dead:
-            return
-        replicas = list(self.replicas.values())
-        check_requests(self.ledger, list(self._waiting), replicas)
-        check_replicas(self.ledger, replicas, self.policy_version)
+        check_fleet(self.ledger, list(self._waiting), list(self.replicas.values()), self.policy_version)
 
     def _placed(self, entry: Entry, replica: int | None = None) -> list[Action]:
         """Send what is left of a request to this replica, or the one that the balancer names, or let it wait."""
@@ -218,10 +220,11 @@ class Brain:
         if not entry.live:
             return actions
         if self.is_dead:
-            return [*actions, Fail(self._problems())]
+            return [*actions, Fail(problems_of(self.replicas.values()))]
         try:
             if replica is None:
-                replica = self.balancer.choose(entry.request.prompt_token_ids, session_id=entry.session_id)
+                prompt, session_id = entry.request.prompt_token_ids, entry.session_id
+                replica = self.balancer.choose(prompt, session_id=session_id, excluding=entry.refused_by)
         except LookupError:
             self._waiting.append(entry)
             return actions
@@ -233,10 +236,15 @@ class Brain:
         """Move the requests of a replica to others."""
         actions: list[Action] = []
         for entry in self.ledger.of_replica(replica.index):
-            self.ledger.moves(entry, replica_lives=replica.lives)
-            self.balancer.ended(replica.index, entry.num_kv_tokens)
-            actions += self._placed(entry)
+            actions += self._move(entry, replica.index, replica_lives=replica.lives)
         return actions
+
+    def _move(
+        self, entry: Entry, replica: int, *, replica_lives: bool = True, has_refused: bool = False
+    ) -> list[Action]:
+        self.ledger.moves(entry, replica_lives=replica_lives, has_refused=has_refused)
+        self.balancer.ended(replica, entry.num_kv_tokens)
+        return self._placed(entry)
 
     def _serve(self, replicas: Iterable[Replica], now: float) -> list[Action]:
         for replica in replicas:
@@ -281,7 +289,7 @@ class Brain:
         """A replica is gone for good. Requests that wait fail with the last one."""
         replica.state = ReplicaState.DEAD
         self.ledger.lost(replica.index)
-        return [Fail(self._problems())] if self.is_dead else []
+        return [Fail(problems_of(self.replicas.values()))] if self.is_dead else []
 
     def _forget(self, ended: Iterable[Entry]) -> None:
         for entry in ended:
@@ -290,7 +298,3 @@ class Brain:
                     self._waiting.remove(entry)
             else:
                 self.balancer.ended(entry.replica, entry.num_kv_tokens)
-
-    def _problems(self) -> str:
-        found = "; ".join(f"replica {each.index}: {each.problem}" for each in self.replicas.values() if each.problem)
-        return f"no replica of the fleet is left ({found or 'all were scaled away'})"

@@ -202,6 +202,8 @@ class FleetClient:
             self._members[member.index] = member
             member.join(self)
             self._dispatcher.do(self._brain.started(member.index, version, time.monotonic()))
+            if (problem := member.client.ending) is not None:  # since before it was joined: it has not said so here
+                self.lost(member, problem)
             return True
 
     def not_started(self, index: int, problem: Exception) -> None:
@@ -240,7 +242,7 @@ class FleetClient:
                     self._dispatcher.do(self._brain.computed(member.index, outputs.policy_version, time.monotonic()))
 
     def refused(self, member: Member, sequence_id: int, error: RolloutEngineError) -> None:
-        """Tell the user of a request that a replica did not take."""
+        """Note that a replica did not take a request: others are tried, or the user is told."""
         with self._lock:
             if self._members.get(member.index) is member:
                 self._dispatcher.refuse(member.index, sequence_id, error)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, MutableMapping
 
 from rollout_engine.engine.client import Listener
-from rollout_engine.errors import EngineDeadError, RolloutEngineError
+from rollout_engine.errors import EngineDeadError, RetryableError, RolloutEngineError
 from rollout_engine.fleet.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.member import Member
@@ -30,10 +30,8 @@ class Dispatcher:
             match action:
                 case Send(index, request):
                     error = self._members[index].send(request)
-                    if error is not None and raises:
-                        raise error
                     if error is not None:
-                        self.refuse(index, request.first_sequence_id, error)
+                        self.refuse(index, request.first_sequence_id, error, raises=raises)
                 case Abort(index, sequence_ids):
                     self._members[index].abort(sequence_ids)
                 case Tell(ended):
@@ -52,10 +50,13 @@ class Dispatcher:
         if self.listener is not None:
             self.listener.deliver(outputs)
 
-    def refuse(self, replica: int, sequence_id: int, error: RolloutEngineError) -> None:
-        """Tell the user of a request that a replica did not take."""
-        first, actions = self._brain.refused(sequence_id, replica)
-        self.do(actions)
+    def refuse(self, replica: int, sequence_id: int, error: RolloutEngineError, *, raises: bool = False) -> None:
+        """Try others with a request that a replica could not take just now; tell the user of one that none takes."""
+        others_may = isinstance(error, RetryableError)
+        first, actions = self._brain.refused(sequence_id, replica, others_may=others_may)
+        self.do(actions, raises=raises)
+        if first is not None and raises:
+            raise error
         if first is not None and self.listener is not None:
             self.listener.refuse(first, error)
 

@@ -6,6 +6,14 @@ from rollout_engine.fleet.ledger import Entry, Ledger
 from rollout_engine.fleet.replica_state import Replica, ReplicaState
 
 
+def check_fleet(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica], policy_version: int) -> None:
+    """AssertionError where requests or replicas are not as they must be, in a fleet that has not failed."""
+    ledger.check_integrity()
+    if any(replica.state is not ReplicaState.DEAD for replica in replicas):
+        check_requests(ledger, waiting, replicas)
+        check_replicas(ledger, replicas, policy_version)
+
+
 def check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica]) -> None:
     """AssertionError where a request is nowhere, or at a replica that must not have it."""
     assert len(set(waiting)) == len(waiting), "a request waits twice"

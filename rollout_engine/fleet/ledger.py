@@ -18,7 +18,7 @@ _MOST_PENDING = 1 << 16
 class Entry:
     """A request until all of its samples have ended."""
 
-    __slots__ = ("aborted", "attempt", "is_whole", "live", "replica", "request", "session_id")
+    __slots__ = ("aborted", "attempt", "is_whole", "live", "refused_by", "replica", "request", "session_id")
 
     def __init__(self, request: EngineCoreRequest, session_id: str | None) -> None:
         self.request, self.session_id = request, session_id
@@ -31,6 +31,8 @@ class Entry:
         """None while it waits for one."""
         self.attempt = 0
         """How many replicas had it before."""
+        self.refused_by: set[int] = set()
+        """Replicas that could not take it just now, since it was last at one that did."""
         self.is_whole = True
         """Whether its replica has the request as it came, and not the rest of it, a sample at a time."""
 
@@ -95,8 +97,15 @@ class Ledger:
                 self._sort()
         return self._ended(end.sequence_id for end in outputs.ended)
 
-    def moves(self, entry: Entry, *, replica_lives: bool) -> None:
-        """Take a request from its replica. What that one still says of it counts no more, until its ends there."""
+    def moves(self, entry: Entry, *, replica_lives: bool, has_refused: bool = False) -> None:
+        """Take a request from its replica. What that one still says of it counts no more, until its ends there.
+
+        `has_refused`: the replica could not take it just now.
+        """
+        if has_refused and entry.replica is not None:
+            entry.refused_by.add(entry.replica)
+        else:
+            entry.refused_by.clear()
         if replica_lives and entry.replica is not None:
             first = entry.request.first_sequence_id
             came = {sequence_id: first if entry.is_whole else sequence_id for sequence_id in entry.live}

@@ -52,8 +52,9 @@ class Member:
             raise
 
     def join(self, owner: Owner) -> None:
-        """Tell `owner` from now on."""
+        """Tell `owner` from now on. A core that drains is lost to it: its requests had better go on elsewhere."""
         self._owner = owner
+        self.client.on_draining = self.fail_all
         self.client.listen(self)
 
     def send(self, request: EngineCoreRequest) -> RolloutEngineError | None:

@@ -1,7 +1,7 @@
 """One replica of a fleet, as the fleet's brain knows it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from rollout_engine.errors import RetryableError
@@ -58,6 +58,12 @@ class Replica:
 def backoff(num_failures: int) -> float:
     """Seconds before the next try after so many failures in a row: none after the first, then twice as long each."""
     return 0.0 if num_failures <= 1 else min(_FIRST_WAIT * 2.0 ** (num_failures - 2), _LONGEST_WAIT)
+
+
+def problems_of(replicas: Iterable[Replica]) -> str:
+    """Why none of these replicas is left."""
+    found = "; ".join(f"replica {each.index}: {each.problem}" for each in replicas if each.problem)
+    return f"no replica of the fleet is left ({found or 'all were scaled away'})"
 
 
 def wait_until_settled(replica: Replica, check: Callable[[], object]) -> None:

@@ -32,6 +32,7 @@ from rollout_engine.process.wire import (
     Call,
     Cancel,
     Decoder,
+    Draining,
     Farewell,
     Goodbye,
     Hello,
@@ -74,8 +75,10 @@ class ClientSocket:
         self.address, self._clock = core.address, core.clock
         self.dead_error: EngineDeadError | None = None
         """Why the core is gone; None while it lives."""
+        self.draining = ""
+        """Why the core takes no more requests and is about to end; "": it takes them."""
         self.client_index = -1
-        self._on_message: Callable[[Outputs | Refused], None] = lambda _: None
+        self._on_message: Callable[[Outputs | Refused | Draining], None] = lambda _: None
         self._on_death: Callable[[EngineDeadError], None] = lambda _: None
         self._process, self._hang_seconds, self._step_deadline = process, hang_seconds, math.inf
         self.owner = OwnerProcess()
@@ -119,7 +122,7 @@ class ClientSocket:
             raise EngineDeadError(f"The core at {self.address} did not answer in {_CONNECT_SECONDS:g} s.") from None
 
     def listen(
-        self, on_message: Callable[[Outputs | Refused], None], on_death: Callable[[EngineDeadError], None]
+        self, on_message: Callable[[Outputs | Refused | Draining], None], on_death: Callable[[EngineDeadError], None]
     ) -> None:
         """Set the listeners, which run on this client's thread. Call it before the first request is sent."""
         self._on_message, self._on_death = on_message, on_death
@@ -243,6 +246,9 @@ class ClientSocket:
                 self._num_outputs += 1
                 self._on_message(message)
             case Refused():
+                self._on_message(message)
+            case Draining(reason):
+                self.draining = reason
                 self._on_message(message)
             case Reply():
                 self._calls.resolve(message)

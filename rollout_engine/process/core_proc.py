@@ -156,6 +156,7 @@ class EngineCoreProc:
             case Drain(reason):
                 self._drain = reason, self._clock() + DRAIN_SECONDS
                 self.driver.is_ending = True
+                self._io.drain(reason)
             case Stop(reason, is_failure=True):
                 raise RuntimeError(reason)
             case Stop(reason):

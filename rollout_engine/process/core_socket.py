@@ -36,6 +36,7 @@ from rollout_engine.process.wire import (
     Abort,
     Call,
     Cancel,
+    Draining,
     Farewell,
     Frame,
     Goodbye,
@@ -91,7 +92,10 @@ class CoreSocket:
         self._lifeline, self._parent = lifeline, os.getppid()
         self._heartbeat_seconds = heartbeat_seconds
         self._ready: Callable[[], Ready] | None = None
-        self._outbox: deque[tuple[int, Any]] = deque()
+        self._outbox: deque[tuple[int | None, Any]] = deque()
+        """(client, message); None: all clients."""
+        self._draining = ""
+        """Why no more clients are welcome; "": they are."""
         self._farewell: str | None = None
         self._orphaned_at: float | None = None
         self._waker = Waker()
@@ -126,6 +130,12 @@ class CoreSocket:
     def send(self, client_index: int, message: Any) -> None:
         """Queue a message for a client; if it has left, the message is dropped."""
         self._outbox.append((client_index, message))
+        self._waker.wake()
+
+    def drain(self, reason: str) -> None:
+        """Tell every client that the core is about to end, and turn new ones away."""
+        self._draining = reason
+        self._outbox.append((None, Draining(reason)))
         self._waker.wake()
 
     def close(self, reason: str) -> None:
@@ -231,6 +241,9 @@ class CoreSocket:
         if hello.protocol != PROTOCOL:
             reason = f"the core speaks protocol {PROTOCOL}, the client {hello.protocol}"
             self._peers.send(self._peers.stranger(identity), Farewell(reason))
+        elif self._draining:
+            reason = f"the core is about to end ({self._draining}) and takes no more clients"
+            self._peers.send(self._peers.stranger(identity), Farewell(reason))
         elif len(self._peers) >= self._max_clients:
             reason = f"the core has {self._max_clients} clients already, as many as its file descriptors allow"
             self._peers.send(self._peers.stranger(identity), Farewell(reason))
@@ -246,7 +259,11 @@ class CoreSocket:
 
     def _send_outbox(self) -> None:
         while self._outbox:
-            self._peers.send_to(*self._outbox.popleft())
+            client_index, message = self._outbox.popleft()
+            if client_index is None:
+                self._peers.send_all(message)
+            else:
+                self._peers.send_to(client_index, message)
 
     def _stop_orphaned(self, poller: zmq.Poller) -> None:
         """Tell the busy loop that the parent has died; if it does not end in time, call `on_orphaned`."""

@@ -22,7 +22,7 @@ from rollout_engine.process.keys import Keys
 from rollout_engine.process.request_columns import with_columns
 from rollout_engine.process.weight_client import WeightClient
 from rollout_engine.process.weight_server import WEIGHT_VERBS
-from rollout_engine.process.wire import Abort, Outputs, Refused
+from rollout_engine.process.wire import Abort, Draining, Outputs, Refused
 from sync.base import WeightSource
 
 logger = logging.getLogger("rollout_engine")
@@ -55,6 +55,8 @@ class ProcessClient:
         self.info: EngineInfo = ready.info
         self.policy_version = ready.policy_version
         self._listener: Listener | None = None
+        self.on_draining: Callable[[EngineDeadError], None] = lambda error: None
+        """Called on the socket's thread, as `ending` says, when the core begins to end."""
         self._weights = WeightClient(self)
         socket.listen(self._take, self._die)
 
@@ -105,6 +107,13 @@ class ProcessClient:
     def dead_error(self) -> EngineDeadError | None:
         """Why the core is gone; None while it lives."""
         return self._socket.dead_error
+
+    @property
+    def ending(self) -> EngineDeadError | None:
+        """Why the core is gone, or takes no more requests because it is about to end; None while it takes them."""
+        if self.dead_error is not None or not self._socket.draining:
+            return self.dead_error
+        return EngineDeadError(f"The engine's core is about to end: {self._socket.draining}.")
 
     def listen(self, listener: Listener) -> None:
         """Set the listener for outputs. Call it before the first request is added."""
@@ -190,7 +199,11 @@ class ProcessClient:
         self.policy_version = report.version
         return report
 
-    def _take(self, message: Outputs | Refused) -> None:
+    def _take(self, message: Outputs | Refused | Draining) -> None:
+        if isinstance(message, Draining):
+            assert self.ending is not None
+            self.on_draining(self.ending)
+            return
         assert self._listener is not None, "a listener is set before requests are added"
         if isinstance(message, Refused):
             self._listener.refuse(message.first_sequence_id, message.failure.as_error())

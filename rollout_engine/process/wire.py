@@ -1,7 +1,7 @@
 """Messages between a client and a core's process, and their encoding as frames: both ends in one file.
 
     client ──> core    Hello  AddRequest  Abort  Call  Cancel  Goodbye  Part
-    core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Farewell  Part
+    core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Draining  Farewell  Part
 
 A message is a list of frames: first the tagged struct as msgpack, then the bytes of its large arrays, not copied. A
 small message is one zmq multipart; a larger one travels in parts (`rollout_engine.process.parts`). In the struct an
@@ -22,7 +22,7 @@ from rollout_engine.engine.client import EngineInfo
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the messages; both ends must have the same."""
 MAX_STRUCT_BYTES = 1 << 20
 """Bytes of a message without its arrays, at most: decoding them holds the interpreter."""
@@ -211,6 +211,12 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fie
     """`time.monotonic()` of the core as it sent this."""
 
 
+class Draining(msgspec.Struct, frozen=True, tag="draining", forbid_unknown_fields=True):
+    """The core ends its requests in flight, refuses new ones from now on, and then ends itself."""
+
+    reason: str
+
+
 class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_fields=True):
     """The last message to a client: the core ends, or has cut this client off."""
 
@@ -218,7 +224,7 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_field
 
 
 ToCore = Hello | AddRequest | Abort | Call | Cancel | Part | Goodbye
-ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | Heartbeat | Farewell
+ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | Heartbeat | Draining | Farewell
 Message = TypeVar("Message")
 
 _ERRORS = {

@@ -27,6 +27,7 @@ from rollout_engine.process.wire import (
     Abort,
     AddRequest,
     Call,
+    Draining,
     Encoder,
     Failure,
     Farewell,
@@ -97,6 +98,7 @@ def client_messages() -> list[Frames]:
         Reply(8, failure=Failure("RPCError", "no", traceback="t", method="m", rank=0)),
         Rejected("?"),
         Heartbeat(),
+        Draining("it received SIGTERM"),
         Farewell("bye"),
     )
 

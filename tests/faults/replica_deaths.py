@@ -1,4 +1,4 @@
-"""Replicas of a fleet that are killed or stopped in the middle of requests, which go on at others."""
+"""Replicas of a fleet that are killed, stopped or told to end in the middle of requests, which go on at others."""
 
 import asyncio
 import os
@@ -69,7 +69,7 @@ class ReplicaDeaths:
         self._engine, self._random = engine, random.Random(seed)
         self._client: Any = engine.frontend.client
         self._events: dict[str, float] = {}
-        self.noticed_seconds: dict[str, list[float]] = dict(SIGKILL=[], SIGSTOP=[])
+        self.noticed_seconds: dict[str, list[float]] = dict(SIGKILL=[], SIGSTOP=[], SIGTERM=[])
         """From each signal until the fleet knew."""
         self.caught_up_seconds: list[float] = []
         """From the start of each new core until it had the newest weights, and served."""

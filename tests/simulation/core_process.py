@@ -12,7 +12,7 @@ from rollout_engine.process import background, core_endpoint, core_link, core_pr
 from rollout_engine.process.client_routing import client_of
 from rollout_engine.process.core_launcher import address_in
 from rollout_engine.process.core_socket import CoreSocket
-from rollout_engine.process.inbox import Stop
+from rollout_engine.process.inbox import Drain, Stop
 from rollout_engine.process.output_batcher import OutputBatcher
 from rollout_engine.process.weight_rendezvous import Rendezvous
 from rollout_engine.process.wire import PROTOCOL, Outputs, Ready, Reply
@@ -48,6 +48,7 @@ class SimulatedCoreProcess:
         self.engine: SimulatedEngine
         self.wire = WireRecord()
         self._io: CoreSocket | None = None
+        self._is_told = False
         scheduler.spawn(name, partial(self._run, faults, sizes), self.group)
         scheduler.wait(lambda: self._io is not None or self.status is not None, None, "the start of the core")
 
@@ -66,9 +67,10 @@ class SimulatedCoreProcess:
         return self.status
 
     def terminate(self) -> None:
-        """Send it SIGTERM."""
+        """Send it SIGTERM: its requests end first, unless it is the second."""
         assert self._io is not None
-        self._io.inbox.put_first(Stop("it received SIGTERM"))
+        kind, self._is_told = (Stop if self._is_told else Drain), True
+        self._io.inbox.put_first(kind("it received SIGTERM"))
 
     def keep_stacks(self, *, abort: bool) -> str:
         """What the system wrote of its end: nothing."""

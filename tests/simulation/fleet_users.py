@@ -43,6 +43,10 @@ class FleetUsers(Users):
             return "unknown"
         return super()._fate(result, number)
 
+    def _name(self, error: Exception) -> str:
+        assert "about to end" not in str(error), f"a core that ends has cost a request: {error}"
+        return super()._name(error)
+
     def _health(self) -> None:
         try:
             found = self._fleet.client.replicas()

@@ -97,6 +97,15 @@ def _checkpoint_serves(patch: MonkeyPatch) -> None:
     patch.setattr(Brain, "started", as_newest)
 
 
+@fault("a fleet does not hear that a core is about to end")
+def _drains_unheard(patch: MonkeyPatch) -> None:
+    def join(member: Member, owner: Any) -> None:
+        member._owner = owner
+        member.client.listen(member)
+
+    patch.setattr(Member, "join", join)
+
+
 @fault("a replica that has failed once does not come back")
 def _never_again(patch: MonkeyPatch) -> None:
     patch.setattr(Supervisor, "start", lambda supervisor, index, at, fleet: None)

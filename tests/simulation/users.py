@@ -198,7 +198,7 @@ class Users:
         try:
             stream = self.frontend.add_request(prompt, params, name, arrived.put, session_id=self._session())
         except ERRORS as error:
-            self._end(entry, type(error).__name__)
+            self._end(entry, self._name(error))
             return
         self._open[name] = stream
         how = ""
@@ -207,7 +207,7 @@ class Users:
                 how = self._read_some(stream, arrived, entry, leave_after)
             except ERRORS as error:
                 self.frontend.close(stream)
-                how = type(error).__name__
+                how = self._name(error)
         del self._open[name]
         self._end(entry, how)
 
@@ -236,6 +236,10 @@ class Users:
         if leaves:
             self.frontend.close(stream)
         return "left" if leaves else ""
+
+    def _name(self, error: Exception) -> str:
+        """How a request has ended that failed with an error."""
+        return type(error).__name__
 
     def _end(self, entry: Entry, how: str) -> None:
         for spans in entry.spans.values():

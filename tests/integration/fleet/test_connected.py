@@ -74,6 +74,32 @@ def test_cores_elsewhere_serve_as_one_and_one_that_comes_back_joins_again(checkp
 
 
 @pytest.mark.slow
+def test_requests_of_a_core_that_its_owner_ends_go_on_and_it_is_taken_in_when_it_comes_back(checkpoint):
+    with LLM(checkpoint, **OPTIONS) as llm:
+        params = [each.clone(output_kind="final_only", detokenize=False) for each in PARAMS]
+        expected = [said(output.outputs) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+    async def run(engine, first):
+        await all_serve(engine)
+        reads = [asyncio.create_task(read(engine, i)) for i in range(len(PROMPTS))]
+        await asyncio.sleep(0.2)
+        os.kill(first.pid, signal.SIGTERM)
+        reads += [asyncio.create_task(read(engine, i)) for i in range(len(PROMPTS))]
+        assert await asyncio.gather(*reads) == 2 * expected
+        assert await asyncio.to_thread(first.wait, 60) == 0, "it has ended in order"
+        with core(checkpoint, listen=address) as (again, _):
+            assert [replica.pid for replica in await all_serve(engine)][0] == again.pid
+            assert await asyncio.gather(*(read(engine, i) for i in range(len(PROMPTS)))) == expected
+            engine.shutdown()
+
+    with core(checkpoint) as (first, address), core(checkpoint) as (_, other):
+        leftovers = Leftovers()
+        with connect(address, other) as engine:
+            asyncio.run(run(engine, first))
+        leftovers.assert_none()
+
+
+@pytest.mark.slow
 def test_cores_that_differ_are_no_fleet(checkpoint, tmp_path):
     with core(checkpoint) as (_, address), core(checkpoint, max_num_seqs=32) as (_, other):
         with pytest.raises(ConfigError, match=f"The core at {other} has configuration .*, the first core has"):

@@ -50,6 +50,34 @@ def test_requests_of_a_killed_replica_go_on_to_the_same_tokens_and_bits(fleet, e
 
 
 @pytest.mark.slow
+def test_a_replica_that_is_told_to_end_costs_no_request_and_is_started_anew(fleet, expected):
+    async def run():
+        deaths = ReplicaDeaths(fleet, seed=2)
+        await deaths.run([signal.SIGTERM, signal.SIGTERM], expected)
+        assert deaths.num_requests == 2 * len(PROMPTS) and deaths.num_continued
+        assert any("about to end: it received SIGTERM" in replica.problem for replica in await fleet.replicas())
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_requests_wait_for_the_only_replica_where_that_is_told_to_end(fleet, expected):
+    async def run():
+        await all_serve(fleet)
+        await fleet.scale(1)
+        reads = [asyncio.create_task(read(fleet, i)) for i in range(len(PROMPTS))]
+        await asyncio.sleep(0.3)
+        os.kill((await fleet.replicas())[0].pid, signal.SIGTERM)
+        while (await fleet.replicas())[0].state == "SYNCED":
+            await asyncio.sleep(0.001)
+        reads.append(asyncio.create_task(read(fleet, 1)))
+        assert await asyncio.gather(*reads) == [*expected, expected[1]]
+        await fleet.scale(2)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
 def test_requests_of_a_replica_that_hangs_go_on_as_well(fleet, expected):
     asyncio.run(ReplicaDeaths(fleet, seed=1).run([signal.SIGSTOP], expected))
 

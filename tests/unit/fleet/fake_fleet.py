@@ -25,6 +25,11 @@ class FakeClient(LocalClient):
         self._sent, self._came = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         super().__init__(*args, own_thread=True)
         self.pid = next(_PIDS)
+        self.on_draining, self.draining = None, None
+
+    @property
+    def ending(self):
+        return self.dead_error or self.draining
 
     def add_request(self, request):
         try:

@@ -1,7 +1,7 @@
 """What a fleet's brain decides. tests/simulation has storms of random events for it."""
 
 from rollout_engine import SamplingParams
-from rollout_engine.fleet.actions import CatchUp, Fail, Send, Start, Stop
+from rollout_engine.fleet.actions import Abort, CatchUp, Fail, Send, Start, Stop
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import MAX_FAILURES, Brain
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
@@ -80,3 +80,48 @@ def test_requests_that_wait_are_spread_over_all_replicas_that_an_update_brings_b
         assert brain.added(request_of(first)) == []
     sent = brain.committed([0, 1, 2], 2, 0.0)
     assert [action.replica for action in sent] == [0, 1, 2]
+
+
+def refused_where_it_is(brain, first):
+    """What comes of a refusal by the replica that has a request; and which one that was."""
+    holder = brain.ledger.get(first).replica
+    told, actions = brain.refused(first, holder, others_may=True)
+    brain.check_integrity()
+    return holder, told, actions
+
+
+def test_a_request_that_replicas_refuse_is_tried_at_each_that_serves_before_its_user_is_told():
+    brain, request = serving(3), request_of(0)
+    brain.lost(2, "killed", 0.0)
+    (first,) = brain.added(request)
+    holder, told, actions = refused_where_it_is(brain, 0)
+    assert first == Send(holder, request) and told is None
+    assert actions == [Abort(holder, [0]), Send(1 - holder, request)]
+    other, told, actions = refused_where_it_is(brain, 0)
+    assert (other, told, actions) == (1 - holder, 0, [Abort(1 - holder, [0])])
+    assert not len(brain.ledger)
+    brain.balancer.check_integrity()
+
+
+def test_a_request_that_was_taken_after_all_may_go_where_it_was_refused_once_its_replica_is_lost():
+    brain, request = serving(2), request_of(0)
+    brain.added(request)
+    holder, _, _ = refused_where_it_is(brain, 0)
+    assert brain.lost(1 - holder, "killed", 0.0) == [Start(1 - holder, 0.0), Send(holder, request)]
+    assert refused_where_it_is(brain, 0)[:2] == (holder, 0), "nobody else serves"
+
+
+def test_the_rest_of_a_request_is_tried_elsewhere_with_its_other_samples():
+    brain = serving(3)
+    brain.added(request_of(0, n=2))
+    first = brain.ledger.get(0).replica
+    brain.received(first, EngineCoreOutputs(0, sequence_ids=[0, 1], token_ids=[5, 6]))
+    sent = [action for action in brain.lost(first, "it received SIGTERM", 0.0) if isinstance(action, Send)]
+    assert [send.request.output_token_ids for send in sent] == [[5], [6]]
+    holder, told, actions = refused_where_it_is(brain, 1)
+    assert told is None and actions[0] == Abort(holder, [0, 1])
+    assert [(send.replica in (first, holder), send.request.output_token_ids) for send in actions[1:]] == [
+        (False, [5]),
+        (False, [6]),
+    ]
+    assert brain.refused(0, holder, others_may=True) == (None, []), "it goes on elsewhere"

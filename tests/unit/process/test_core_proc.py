@@ -28,6 +28,9 @@ class FakeSocket:
         self.gone, self.cancelled = set(), set()
         self.on_send = lambda client_index, message: None
 
+    def drain(self, reason):
+        self.draining = reason
+
     def send(self, client_index, message):
         self.sent.append((client_index, message))
         self.on_send(client_index, message)
@@ -231,7 +234,7 @@ def test_a_drain_ends_what_is_in_flight_and_refuses_what_comes(core):
             core.put(BYSTANDER, AddRequest(request(BYSTANDER, number=1)))
 
     core.model.before_step = before_step
-    assert core.proc.run() == "it is told to end"
+    assert core.proc.run() == core.io.draining == "it is told to end"
     ends = [end.finish_reason for _, message in core.io.sent if isinstance(message, Outputs)
             for step in message.steps for end in step.ended]  # fmt: skip
     assert ends == ["length", "length"]

@@ -20,12 +20,15 @@ from rollout_engine.process.wire import (
     PROTOCOL,
     Abort,
     Call,
+    Draining,
+    Failure,
     Farewell,
     Goodbye,
     Heartbeat,
     Hello,
     Limits,
     Outputs,
+    Refused,
     Rejected,
     Reply,
     Welcome,
@@ -149,6 +152,20 @@ def test_strangers_and_second_hellos_are_rejected(core):
     assert "hello" in stranger.hear().reason
     with pytest.raises(queue.Empty):
         core.io.inbox.get(timeout=0.1)
+
+
+def test_every_client_is_told_of_a_drain_before_refusals_and_new_ones_are_turned_away(core):
+    clients = [core.client(), core.client()]
+    core.io.drain("it is told to end")
+    core.io.send(0, Refused(7, Failure("RetryableError", "no")))
+    assert [client.hear() for client in clients] == [Draining("it is told to end")] * 2
+    assert isinstance(clients[0].hear(), Refused)
+    late = core.client(hello=False)
+    late.say(Hello(PROTOCOL))
+    farewell = late.hear()
+    assert isinstance(farewell, Farewell) and "about to end (it is told to end)" in farewell.reason
+    clients[1].say(Abort([7]))
+    assert core.next().client_index == 1, "those that it has are served on"
 
 
 def test_another_protocol_is_told_so(core):
