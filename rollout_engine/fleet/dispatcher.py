@@ -26,12 +26,13 @@ class Dispatcher:
 
     def do(self, actions: Iterable[Action], *, raises: bool = False) -> None:
         """Carry out these decisions. `raises`: the sender of a request is the caller."""
+        refused = []
         for action in [] if self._supervisor.is_closed else actions:
             match action:
                 case Send(index, request):
                     error = self._members[index].send(request)
                     if error is not None:
-                        self.refuse(index, request.first_sequence_id, error, raises=raises)
+                        refused.append((index, request.first_sequence_id, error))
                 case Abort(index, sequence_ids):
                     self._members[index].abort(sequence_ids)
                 case Tell(ended):
@@ -44,6 +45,12 @@ class Dispatcher:
                     self._supervisor.retire(self._members.pop(index))
                 case Fail(reason):
                     self.fail_all(EngineDeadError(f"The fleet is dead: {reason}."))
+        for (
+            index,
+            sequence_id,
+            error,
+        ) in refused:  # now that the other samples of a request are sent, and can be aborted
+            self.refuse(index, sequence_id, error, raises=raises)
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
         """Tell the user outputs."""

@@ -23,7 +23,6 @@ CALL_SECONDS = 4.0
 """How long an update waits for a core's answer."""
 END_TOKEN = 7
 _NUM_TOKENS = 24
-_NUM_TOKENS = 24
 
 
 def spelled(seed: int, position: int, digest: int) -> int:
@@ -63,10 +62,13 @@ class BrainCore:
         self.step_seconds = 0.02
         self.is_gone = False
         """Whether its process has ended."""
+        self.ending: EngineDeadError | None = None
+        """Why it is about to end, as its client has heard."""
+        self.on_draining: Callable[[EngineDeadError], None] = lambda error: None
         self._staged: Weights | None = None
         self._report: Report | None = None
         self._frozen_until = 0.0
-        self._is_lost = self._is_armed = False
+        self._is_lost = self._is_armed = self._is_draining = False
         self._sequences: dict[int, tuple[int, list[int], int]] = {}
         """Sequence id -> seed, tokens, most tokens."""
         self._to_core, self._to_client = Pipe(world), Pipe(world)
@@ -138,6 +140,10 @@ class BrainCore:
 
     def drop_staged_weights(self) -> Report | None:
         """Drop what is staged; the report of the last update if that was committed."""
+        if self.is_gone and not self._is_lost:
+            if self._to_client.is_held:
+                raise TransferTimeoutError("nobody knows")
+            self._to_client.flush()  # the answer that never comes is waited for until its end is noticed
         if self.is_gone or self._is_lost:
             return None
         if self._to_core.is_held or self._frozen:
@@ -166,8 +172,12 @@ class BrainCore:
         self._to_client.send(self._lose)
 
     def terminate(self) -> None:
-        """Have its process end itself: it gives up what it has."""
-        self._finish()
+        """Have its process end itself: it gives up what it has, at once or some time after it has said so."""
+        seconds = self._world.choices.pick((0.0, 0.1, 1.0))
+        if seconds:
+            self._is_draining = True
+            self._to_client.send(self._hear_draining)
+        self._world.later(seconds, self._finish)
 
     def freeze(self, seconds: float) -> None:
         """Let it do nothing for so long."""
@@ -195,6 +205,9 @@ class BrainCore:
 
     def _take(self, request: EngineCoreRequest) -> None:
         first = request.first_sequence_id
+        if self._is_draining:
+            self._to_client.send(self._say, Member.refuse, first, RetryableError("it is about to end"))
+            return
         if self._world.strikes("refusal"):
             self._world.refused.add(first - self._first)
             self._to_client.send(self._say, Member.refuse, first, RequestError("it is not taken"))
@@ -269,12 +282,16 @@ class BrainCore:
     def _say(self, what: Callable[..., None], *arguments: Any) -> None:
         what(self._listener, *arguments)
 
+    def _hear_draining(self) -> None:
+        self.ending = EngineDeadError("the core is about to end")
+        self.on_draining(self.ending)
+
     def _answer(self, call: Call, result: Any) -> None:
         call.end(result)
 
     def _lose(self) -> None:
         """Notice that the core is gone; told again, it is the same."""
-        self._is_lost = True
+        self._is_lost, self.ending = True, EngineDeadError("the core is gone")
         calls, self._calls = self._calls, []
         for call in calls:
             call.end(EngineDeadError("the core is gone"))

@@ -1,4 +1,4 @@
-"""Where the requests of each session go: to one replica, as long as it serves."""
+"""Where the requests of each session go: to one replica, as long as it serves, but those that it refuses."""
 
 from collections.abc import Iterable
 
@@ -21,9 +21,11 @@ class SessionHomes:
 
     def sent(self, replica: int, sequence_id: int) -> None:
         """Note that a request is sent; AssertionError where the home of its session is another one, and serves."""
-        session = self._sessions.get(sequence_id)
+        session, entry = self._sessions.get(sequence_id), self._brain.ledger.get(sequence_id)
         if session is not None:
             home = self._homes.get(session)
+            if entry is not None and home in entry.refused_by:
+                return
             is_moved = home is not None and home != replica and home in self._brain.serving
             assert not is_moved, f"session {session} goes to replica {replica}, and replica {home} serves"
             self._homes[session] = replica
