@@ -106,6 +106,7 @@ class RolloutPolicy(BlockingVerbs):
         seed: int | None = None,
         layout: Layout = "padded",
         oversample: int | None = None,
+        session_id: str | Sequence[str | None] | None = None,
         on_group: OnGroup | None = None,
         use_tqdm: bool = True,
         **chat: Unpack[ChatOptions],
@@ -129,6 +130,8 @@ class RolloutPolicy(BlockingVerbs):
             oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others are
                 aborted at once ("num_dropped" counts them). This is biased: short answers end first, long ones are
                 missing, and a policy trained on the rest learns to be brief. `collect` is not biased. None: off.
+            session_id: over replicas, prompts of one id, such as the turns of a conversation, go to the same replica,
+                which has their KV; one for all, or one per prompt.
             on_group: called with the TensorDict of each group as soon as it is complete, while others run.
             use_tqdm: show a progress bar; without it nothing is printed.
             chat: for conversations: `tools`, `chat_template`, `chat_template_kwargs` (for example
@@ -144,7 +147,7 @@ class RolloutPolicy(BlockingVerbs):
         check_chat_arguments(chat, self.rollout)
         self.frontend.require_running("rollout")
         start = time.perf_counter()
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample)
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample, session_id)
         bar = ProgressBar(len(plan.prompts), desc="rollout", unit="group", shown=use_tqdm)
         run = RolloutRun(self.frontend, plan.tasks(), reward_fn, reward_weights=reward_weights)
         groups = _run_all(run, bar, lambda group: self._batcher.tell(on_group, group, layout))
@@ -164,6 +167,7 @@ class RolloutPolicy(BlockingVerbs):
         seed: int | None = None,
         layout: Layout = "padded",
         oversample: int | None = None,
+        session_id: str | Sequence[str | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncIterator[TensorDict]:
         """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
@@ -175,7 +179,7 @@ class RolloutPolicy(BlockingVerbs):
         """
         check_layout(layout)
         check_chat_arguments(chat, self.arollout)
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample)
+        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample, session_id)
         loop = asyncio.get_running_loop()
         run, step = RolloutRun(self.frontend, plan.tasks(), reward_fn, loop, reward_weights=reward_weights), None
         try:

@@ -12,7 +12,7 @@ from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
 from rollout_engine.text.conversations import PROMPT_KINDS, ChatOptions
-from rollout_engine.text.input_processor import at_index
+from rollout_engine.text.input_processor import at_index, one_each
 from rollout_engine.text.prompts import PROMPT_KEYS, as_batch, with_chat_options
 
 Columns = Mapping[str, Sequence[Any]]
@@ -33,6 +33,8 @@ class GroupTask(msgspec.Struct, frozen=True):
     """Samples to return, the first to end; None: all."""
     columns: Mapping[str, Any] = {}
     """Each column's value."""
+    session_id: str | None = None
+    """Over replicas, the session whose replica samples it."""
 
     def with_seed(self, seed: int) -> "GroupTask":
         """Return the task of the same samples with their seeds fixed: `seed` is that of sample 0."""
@@ -52,6 +54,7 @@ class RolloutPlan(NamedTuple):
     """The prompts for the engine; conversations include their chat options."""
     num_kept: list[int | None]
     """Samples to return of each prompt, the first to end; None: all."""
+    session_ids: list[str | None]
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class RolloutPlan(NamedTuple):
         seed: int | None = None,
         chat: ChatOptions | None = None,
         oversample: int | None = None,
+        session_id: str | Sequence[str | None] | None = None,
     ) -> "RolloutPlan":
         """Check the arguments of `RolloutPolicy.rollout`. Raises `RequestError` where they do not fit together."""
         listed = _as_list(prompts)
@@ -80,13 +84,14 @@ class RolloutPlan(NamedTuple):
         num_kept: list[int | None] = [None] * len(listed)
         if oversample is not None:
             each_params, num_kept = map(list, zip(*(_oversampled(p, oversample) for p in each_params), strict=True))
-        return cls(listed, each_params, columns or {}, with_chat_options(listed, chat or {}), num_kept)
+        sessions = one_each("session_id", session_id, len(listed), "a str")
+        return cls(listed, each_params, columns or {}, with_chat_options(listed, chat or {}), num_kept, sessions)
 
     def tasks(self) -> list[GroupTask]:
         """Return what to sample of each prompt."""
         rows = [{name: values[i] for name, values in self.columns.items()} for i in range(len(self.prompts))]
         indexes = range(len(self.prompts))
-        columns = (indexes, self.prompts, self.inputs, self.params, self.num_kept, rows)
+        columns = (indexes, self.prompts, self.inputs, self.params, self.num_kept, rows, self.session_ids)
         return [GroupTask(*each) for each in zip(*columns, strict=True)]
 
 

@@ -102,8 +102,8 @@ class RolloutRun:
         """
         if self._waiting:
             inputs, params = ([getattr(task, name) for task in self._waiting] for name in ("input", "params"))
-            kept = [task.num_kept for task in self._waiting]
-            request_ids = self._reader.add_all(inputs, params, num_kept=kept)
+            kept, sessions = ([getattr(task, name) for task in self._waiting] for name in ("num_kept", "session_id"))
+            request_ids = self._reader.add_all(inputs, params, num_kept=kept, session_id=sessions)
             self._running, self._waiting = dict(zip(request_ids, self._waiting, strict=True)), []
         complete = []
         for output in self._reader.read() if self._running else ():

@@ -113,3 +113,12 @@ def test_what_does_not_fit_is_refused_by_its_name(arguments, field):
     with pytest.raises(RequestError) as caught:
         RolloutPlan.of(**arguments)
     assert caught.value.field == field
+
+
+def test_sessions_are_one_for_all_or_one_each():
+    tasks = RolloutPlan.of(["a", "b"], session_id="s").tasks()
+    assert [task.session_id for task in tasks] == ["s", "s"]
+    tasks = RolloutPlan.of(["a", "b"], session_id=["s", None]).tasks()
+    assert [task.session_id for task in tasks] == ["s", None]
+    with pytest.raises(RequestError, match="session_id='a list of 1' is not allowed"):
+        RolloutPlan.of(["a", "b"], session_id=["s"])

@@ -17,6 +17,7 @@ from rollout_engine import (
     LLMEngine,
     RequestError,
     RetryableError,
+    RolloutPolicy,
     RolloutService,
 )
 from rollout_engine.sampling_params import SamplingParams
@@ -191,6 +192,9 @@ def test_session_ids_come_from_every_face_and_have_no_effect_without_replicas(se
     async def read(engine, **options):
         return [output async for output in engine.generate([5], SHORT, **options)]
 
+    async def roll(policy, **options):
+        return [batch async for batch in policy.arollout([5], SHORT, **options)]
+
     for frontend in (service.frontend, make_engine().frontend):
         record(frontend.client)
         engine = LLMEngine(frontend)
@@ -202,13 +206,18 @@ def test_session_ids_come_from_every_face_and_have_no_effect_without_replicas(se
         llm.generate([[5], [6]], SHORT, use_tqdm=False, session_id="c")
         llm.chat([{"role": "user", "content": "a"}], SHORT, use_tqdm=False, session_id="d")
         assert routes == ["a", "b", None, "c", "c", "d"]
+        policy = RolloutPolicy(engine)
+        policy.rollout([[5], [6]], SHORT, session_id=["e", "f"], use_tqdm=False)
+        asyncio.run(roll(policy, session_id="g"))
+        assert routes[6:] == ["e", "f", "g"]
         routes.clear()
-        for call in (partial(llm.generate, [5], SHORT), partial(engine.add_request, "r", [5], SHORT)):
+        calls = (llm.generate, policy.rollout, partial(engine.add_request, "r"))
+        for call in (partial(each, [5], SHORT) for each in calls):
             with pytest.raises(RequestError, match="session_id=7 is not allowed: must be a str"):
                 call(session_id=7)
         assert routes == [] and len(frontend.streams) == 0
     streaming = AsyncLLM._standing_on(service.frontend)
-    assert asyncio.run(read(streaming, session_id="e"))[-1].finished and routes == ["e"]
+    assert asyncio.run(read(streaming, session_id="h"))[-1].finished and routes == ["h"]
     with pytest.raises(RequestError, match="session_id=7"):
         asyncio.run(read(streaming, session_id=7))
 
