@@ -130,12 +130,10 @@ class RolloutPolicy(BlockingVerbs):
             oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others are
                 aborted at once ("num_dropped" counts them). This is biased: short answers end first, long ones are
                 missing, and a policy trained on the rest learns to be brief. `collect` is not biased. None: off.
-            session_id: over replicas, prompts of one id, such as the turns of a conversation, go to the same replica,
-                which has their KV; one for all, or one per prompt.
+            session_id: prompts of one id go to the same replica, which has their KV; one for all, or one per prompt.
             on_group: called with the TensorDict of each group as soon as it is complete, while others run.
             use_tqdm: show a progress bar; without it nothing is printed.
-            chat: for conversations: `tools`, `chat_template`, `chat_template_kwargs` (for example
-                {"enable_thinking": False}), `add_generation_prompt`, `continue_final_message`.
+            chat: for conversations, as in `ChatOptions`; for example chat_template_kwargs={"enable_thinking": False}.
 
         Works inside a running event loop too (it blocks that loop). Whatever is raised, the requests of this rollout
         are aborted first and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as

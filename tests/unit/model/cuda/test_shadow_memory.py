@@ -226,7 +226,7 @@ def test_a_commit_has_what_was_still_under_way_when_it_was_called(on_device, wri
         weights = {name: filled(view.numel()).view(view.shape) * version for name, view in live.items()}
         steps, done = Steps(), []
         enter = steps.boundary
-        steps.boundary = lambda enter=enter, done=done: done.append(stream.num_under_way) or enter()
+        steps.boundary = lambda *args, enter=enter, done=done: done.append(stream.num_under_way) or enter(*args)
         options = UpdateOptions.checked(staging=staging)
         report = update_from_source(updater, weights, steps, options)
         assert done[-1] >= 2, "both pieces of the last tensor"
