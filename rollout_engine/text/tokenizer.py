@@ -68,6 +68,13 @@ class TextCodec:
         return [plain] if spaced == plain else [plain, spaced]
 
     def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any
+    ) -> tuple[str, list[int]]:
+        """Render a conversation as (text, ids); options as in `ChatOptions`. Raises `RequestError`."""
+        text = self.render_chat(messages, tools, **options)
+        return text, self._encode(text, add_special_tokens=False)
+
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
         tools: list[Any] | None = None,
@@ -76,13 +83,13 @@ class TextCodec:
         chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = False,
-    ) -> tuple[str, list[int]]:
-        """Render a conversation as (text, ids); options as in `ChatOptions`. Raises `RequestError`."""
+    ) -> str:
+        """Render a conversation as text; options as in `ChatOptions`. Raises `RequestError`."""
         variables = chat_template_kwargs or {}
         self._warn_of_unread(self._template(chat_template, tools), [*variables, *(["tools"] if tools else [])])
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         try:
-            text = str(
+            return str(
                 self.hf.apply_chat_template(
                     messages,
                     tools=tools,
@@ -99,7 +106,6 @@ class TextCodec:
                 field="messages",
                 value=messages,
             ) from problem
-        return text, self._encode(text, add_special_tokens=False)
 
     def new_stream(
         self,
