@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from envs_adapters.base import BrokenCall, ToolCall
 from rollout_engine.errors import RequestError
 
 ToolFormat = Literal["hermes", "llama3", "xml"]
@@ -24,20 +25,6 @@ _FRAMED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool that an answer asks for."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class BrokenCall(msgspec.Struct, frozen=True):
-    """A part of an answer that was meant as a call, and is none."""
-
-    text: str
-    problem: str
 
 
 class ToolCalls(msgspec.Struct, frozen=True):

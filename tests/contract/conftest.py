@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rollout_engine", "sync", "worker_ext")
+PACKAGES = ("rollout_engine", "sync", "worker_ext", "envs_adapters")
 
 
 class Import(NamedTuple):

@@ -82,7 +82,8 @@ def _extras() -> set[str]:
 
 def _third_party(sources, is_meant=lambda found: True) -> set[str]:
     found = {i.name.split(".")[0] for s in sources for i in s.imports() if is_meant(i)}
-    ours = {"rollout_engine", "sync", "worker_ext", "tests", "conftest", *(s.path.stem for s in sources)}
+    packages = {"rollout_engine", "sync", "worker_ext", "envs_adapters"}
+    ours = packages | {"tests", "conftest", *(s.path.stem for s in sources)}
     return found - sys.stdlib_module_names - ours
 
 

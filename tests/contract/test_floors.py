@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
-EVERYTHING = ("rollout_engine", "sync", "worker_ext")
+OUTSIDE = ("sync", "worker_ext", "envs_adapters")
+EVERYTHING = ("rollout_engine", *OUTSIDE)
 UNDER_THE_LEAVES = ("sync", "worker_ext", "rollout_engine.kernels")
 
 
 def _names(cell: str) -> list[str]:
     names = re.findall(r"`([\w.]+)`", cell)
-    return [name if _within(name, ("sync", "worker_ext")) else f"rollout_engine.{name}" for name in names]
+    return [name if _within(name, OUTSIDE) else f"rollout_engine.{name}" for name in names]
 
 
 def _within(name: str, owners: tuple[str, ...]) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from .conftest import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("rollout_engine/decisions/*.md")]
-PATH = re.compile(r"`((?:rollout_engine|sync|worker_ext|docs|examples|tests)/[\w/.]+)`")
+PATH = re.compile(r"`((?:rollout_engine|sync|worker_ext|envs_adapters|docs|examples|tests)/[\w/.]+)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

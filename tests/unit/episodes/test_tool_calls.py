@@ -16,7 +16,10 @@ from rollout_engine.episodes.tool_calls import (
 ADD = ToolCall("add", {"a": 1, "b": [2, "x"]})
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}\n</tool_call>'
 LLAMA3 = '{"name": "add", "parameters": {"a": 1, "b": [2, "x"]}}'
-XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n</function>\n</tool_call>"
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=b>\nx\ny\n</parameter>\n</function>\n</tool_call>"
+)
 
 
 @pytest.mark.parametrize(
