@@ -1,0 +1,56 @@
+"""Environments run by `EnvCalls`, of which nothing may be left after a test."""
+
+import threading
+import time
+
+import pytest
+
+from envs_adapters.base import EnvSpec
+from rollout_engine.episodes.env_calls import EnvCalls
+
+WAIT_SECONDS = 60.0
+
+
+class Runner:
+    """`EnvCalls`, and a wait for their results."""
+
+    def __init__(self, spec):
+        self._has_done = threading.Event()
+        self.calls = EnvCalls(spec, self._has_done.set)
+
+    def results(self, number):
+        """The next `number` results, as (key, result)."""
+        found, deadline = [], time.monotonic() + WAIT_SECONDS
+        while len(found) < number:
+            assert self._has_done.wait(deadline - time.monotonic()), f"{len(found)} of {number} results"
+            self._has_done.clear()
+            found += self.calls.take()
+        assert len(found) == number
+        return found
+
+    def reset(self, key=0, seed=0):
+        self.calls.reset(key, seed)
+        return self.results(1)[0][1]
+
+    def step(self, action, key=0):
+        self.calls.step(key, action)
+        return self.results(1)[0][1]
+
+
+@pytest.fixture
+def run_env():
+    """Run environments of a class, with options of `EnvSpec`; ended after the test, with no thread left."""
+    before, made = set(threading.enumerate()), []
+
+    def run(factory, **options):
+        options.setdefault("name", getattr(factory, "__name__", "Env"))
+        made.append(Runner(EnvSpec(factory, **options)))
+        return made[-1]
+
+    yield run
+    for runner in made:
+        runner.calls.end()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
