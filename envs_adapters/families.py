@@ -3,7 +3,8 @@
 A family's module has
 
     TRAITS               fields of `EnvSpec` that hold for all its environments
-    check(name, options) raises `ConfigError` for a name or an option that the family does not know
+    check(name, options) raises `ConfigError` for a name or an option that the family does not know; may return fields
+                         of `EnvSpec` for this environment alone
     make(name, **options)    one environment
 
 and imports the package that it adapts only inside these functions.
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
+from envs_adapters import skyrl_gym
 from envs_adapters.base import EnvSpec, Placement
 from rollout_engine.errors import ConfigError, refused, unknown_name
 
@@ -29,7 +31,9 @@ class Family(NamedTuple):
     """The extra of rollout-engine that installs it."""
 
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, Family] = {
+    "skyrl_gym": Family(skyrl_gym, "skyrl_gym", "skyrl-gym"),
+}
 
 
 def make_env(
@@ -69,8 +73,7 @@ def make_env(
         advice = f"pip install 'rollout-engine[{family.extra}]'"
         raise ConfigError(f"{target}: the package '{family.package}' is not installed. {advice} installs it.")
     _check_options(target, family.module.make, options)
-    family.module.check(name, options)
-    traits = {**family.module.TRAITS, **chosen}
+    traits = {**family.module.TRAITS, **(family.module.check(name, options) or {}), **chosen}
     return EnvSpec(family.module.make, {"name": name, **options}, target, **traits)
 
 
