@@ -40,6 +40,8 @@ class ChatTurns:
             raise RequestError(f"{what}. Give chat_template= with one that does.", field="chat_template")
         self._base_text = closed[: closed.index(_ANSWER) + len(_ANSWER)]
         self._base_ids = codec.encode(self._base_text, add_special_tokens=False)
+        self._is_split = self._begins_with_a_token(closed[len(self._base_text) :])
+        """Whether the text behind an answer is encoded to the same ids without what comes before it."""
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to the header of its next answer. Raises `RequestError`."""
@@ -55,16 +57,10 @@ class ChatTurns:
 
         Raises `RequestError` for messages that the template cannot render there.
         """
-        token_ids = self._codec.encode(
-            self._base_text + self._glue_text(as_messages(messages)), add_special_tokens=False
-        )
-        start = len(self._base_ids)
-        if token_ids[:start] != self._base_ids:
-            what = "the tokenizer joins the end of an answer with what the chat template writes behind it"
-            raise RequestError(f"Turns cannot be continued: {what}.", field="chat_template")
-        if sampled and token_ids[start : start + 1] == [sampled[-1]]:
-            start += 1
-        return token_ids[start:]
+        text = self._glue_text(as_messages(messages))
+        token_ids = self._codec.encode(text, add_special_tokens=False) if self._is_split else self._after_base(text)
+        ends_twice = bool(sampled) and token_ids[:1] == [sampled[-1]]
+        return token_ids[1:] if ends_twice else token_ids
 
     def rewriting(self, roles: Sequence[str]) -> str | None:
         """How the template rewrites earlier turns once messages with these roles follow an answer; None: not at all.
@@ -77,6 +73,21 @@ class ChatTurns:
             found = (self._difference(key, kind, answer) for kind, answer in _ANSWERS.items())
             self._rewriting[key] = next((each for each in found if each is not None), None)
         return self._rewriting[key]
+
+    def _begins_with_a_token(self, closing: str) -> bool:
+        """Whether a template closes answers by a token that is found before any other text is divided into tokens."""
+        token_ids = self._codec.encode(closing, add_special_tokens=False)
+        begins = bool(token_ids) and self._codec.is_cut_out(token_ids[0])
+        return begins and token_ids == self._after_base(closing)
+
+    def _after_base(self, text: str) -> list[int]:
+        """Token ids of the text behind an answer."""
+        token_ids = self._codec.encode(self._base_text + text, add_special_tokens=False)
+        start = len(self._base_ids)
+        if token_ids[:start] != self._base_ids:
+            what = "the tokenizer joins the end of an answer with what the chat template writes behind it"
+            raise RequestError(f"Turns cannot be continued: {what}.", field="chat_template")
+        return token_ids[start:]
 
     def _difference(self, roles: tuple[str, ...], kind: str, answer: str) -> str | None:
         messages = [_message("user")]

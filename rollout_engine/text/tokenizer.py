@@ -61,6 +61,11 @@ class TextCodec:
             )
         return token_ids
 
+    def is_cut_out(self, token_id: int) -> bool:
+        """Whether this is a token that is cut out of the text as it is, before the rest is divided into tokens."""
+        token = self.hf.added_tokens_decoder.get(token_id)
+        return token is not None and not (token.lstrip or token.normalized or token.single_word)
+
     def encode_word(self, word: str) -> list[list[int]]:
         """Return the ids of a word alone, and after a space where those differ. Raises `RequestError`."""
         texts = (word, f" {word.lstrip()}")
@@ -119,7 +124,7 @@ class TextCodec:
         if skipped in self._tables:  # byte-level decoders put no spaces between tokens
             return ByteStream(self._tables[skipped], prompt_token_ids)
         unspaced = {} if skip_special_tokens or spaces_between_special_tokens else self._added
-        return WindowStream(self._decode, skipped, prompt_token_ids, unspaced)
+        return WindowStream(self.decode, skipped, prompt_token_ids, unspaced)
 
     def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
@@ -153,7 +158,8 @@ class TextCodec:
             self._warned.add(text)
             logger.warning("%s", text)
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
         if self.hf.is_fast:  # without the clean-up of `decode`, which rewrites earlier text
             return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
         return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

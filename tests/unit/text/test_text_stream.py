@@ -144,7 +144,7 @@ def test_an_unfinished_character_is_held_back_until_the_flush(codec):
 
 def test_garbage_bytes_cost_no_more_than_text():
     calls = []
-    decode = SENTENCEPIECE._decode
+    decode = SENTENCEPIECE.decode
     stream = WindowStream(lambda ids: calls.append(len(ids)) or decode(ids), frozenset())
     text = stream.push([FIRST_BYTE + 0xFF] * 500) + stream.flush()
     assert text == REPLACEMENT * 500

@@ -1,0 +1,34 @@
+"""Prompts of an episode's later turns for a tokenizer without a chat template: text is appended as it is."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_engine.errors import RequestError
+from rollout_engine.text.tokenizer import TextCodec
+
+
+class TextTurns:
+    """The prompts of episodes in plain text, as `ChatTurns` gives those of conversations."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of the text, with the special tokens that the tokenizer adds. Raises `RequestError`."""
+        return self._codec.encode(_text(messages))
+
+    def glue(self, messages: Sequence[dict[str, Any]], sampled: Sequence[int]) -> list[int]:
+        """Token ids of the text between an answer and the next one. Raises `RequestError`."""
+        text = _text(messages)
+        return self._codec.encode(text, add_special_tokens=False) if text else []
+
+    def rewriting(self, roles: Sequence[str]) -> None:
+        """Nothing rewrites plain text."""
+
+
+def _text(messages: Sequence[dict[str, Any]]) -> str:
+    for message in messages:
+        if message["role"] != "user":
+            bound = "'user' for a tokenizer without a chat template, to which everything is plain text"
+            raise RequestError.for_field("role", message["role"], bound, "Or give chat_template=...")
+    return "".join(message["content"] for message in messages)
