@@ -139,11 +139,12 @@ class Frontend:
         session_id: str | Sequence[str | None] | None = None,
         replica_index: int | None = None,
         num_kept: Sequence[int | None] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Stream]:
         """Queue one prompt or a list of them, all checked before any is queued: `RequestError` names the index.
 
         `params`, `priority`, `session_id`: one for all or one each. `replica_index`: the replica of a fleet that is to
-        begin with them. `num_kept`: one each, as in `add_request`.
+        begin with them. `num_kept`: one each, as in `add_request`. `seeds`: one each, in place of those of the params.
         """
         self.client.require_usable()
         if not isinstance(session_id, list | tuple):
@@ -159,8 +160,10 @@ class Frontend:
                     for index, each in enumerate(checked):
                         try:
                             route = Route.checked(sessions[index], replica_index)
-                            kept = num_kept[index] if num_kept else None
-                            streams.append(self._queue(each, None, wake, priorities[index], route, num_kept=kept))
+                            kept, seed = (given[index] if given else None for given in (num_kept, seeds))
+                            streams.append(
+                                self._queue(each, None, wake, priorities[index], route, num_kept=kept, seed=seed)
+                            )
                         except RequestError as error:  # the core's own checks
                             raise at_index("prompts", index, error) from error
             except BaseException:
@@ -168,6 +171,11 @@ class Frontend:
                     self.close(stream)
                 raise
         return streams
+
+    def next_seed(self) -> int:
+        """Draw a seed from the engine's own."""
+        with self._admitting:
+            return self.inputs.next_seed()
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; their streams still give what they had. An unknown or finished id is a no-op."""
@@ -255,9 +263,10 @@ class Frontend:
         route: Route,
         trace_headers: Mapping[str, str] | None = None,
         num_kept: int | None = None,
+        seed: int | None = None,
     ) -> Stream:
         name = self._ids.make() if request_id is None else self._ids.check(request_id)
-        request = self.inputs.admit(checked, priority=priority)
+        request = self.inputs.admit(checked, priority=priority, seed=seed)
         # Before the core hears of it.
         stream = self.streams.add(name, request, checked.text, wake, trace_headers, num_kept)
         try:

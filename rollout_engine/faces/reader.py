@@ -21,8 +21,8 @@ class Reader:
         """`on_arrival` is called, on any thread, when `read` has something to return at once."""
         self._frontend = frontend
         self._open: dict[str, Stream] = {}
-        self._arrived: queue.SimpleQueue[Stream] = queue.SimpleQueue()
-        """Streams with something to take."""
+        self._arrived: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        """Streams with something to take; None for a nudge."""
         self._wake = self._arrived.put if on_arrival is None else _both(self._arrived.put, on_arrival)
         self._put_back: list[RequestOutput] = []
 
@@ -83,6 +83,10 @@ class Reader:
             raise
         return outputs
 
+    def nudge(self) -> None:
+        """Have a `read` on another thread that waits, or the next one, return soon."""
+        self._arrived.put(None)
+
     def put_back(self, outputs: list[RequestOutput]) -> None:
         """Have the next `read` return these again."""
         self._put_back = outputs + self._put_back
@@ -106,8 +110,8 @@ class Reader:
         """Tokens so far of the requests whose finished output has not been read."""
         return self._frontend.streams.num_tokens(self._open)
 
-    def _take(self, stream: Stream) -> RequestOutput | None:
-        if stream.request_id not in self._open:
+    def _take(self, stream: Stream | None) -> RequestOutput | None:
+        if stream is None or stream.request_id not in self._open:
             return None
         try:
             output = self._frontend.take(stream)

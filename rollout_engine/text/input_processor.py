@@ -131,14 +131,20 @@ class InputProcessor:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
         return self._encode(as_fields(prompt))[1]
 
-    def admit(self, checked: CheckedPrompt, *, priority: int = 0) -> EngineCoreRequest:
-        """Make the request to the core. Without a seed of its own it gets one from the engine's seed and its number."""
+    def next_seed(self) -> int:
+        """Draw a seed from the engine's own, as a request without one would."""
+        self._num_admitted += 1
+        return mix(self._seed, self._num_admitted - 1)
+
+    def admit(self, checked: CheckedPrompt, *, priority: int = 0, seed: int | None = None) -> EngineCoreRequest:
+        """Make the request to the core. `seed` comes before that of its params; without any it gets `next_seed`."""
         priority = plain(priority)
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError.for_field("priority", priority, "an int in [-2**63, 2**63)")
         params = checked.params
-        seed = mix(self._seed, self._num_admitted) if params.seed is None else unsigned(params.seed)
-        self._num_admitted += 1
+        drawn = self.next_seed()
+        if seed is None:
+            seed = drawn if params.seed is None else unsigned(params.seed)
         first_sequence_id = self._next_sequence_id
         self._next_sequence_id += params.n
         return EngineCoreRequest(
