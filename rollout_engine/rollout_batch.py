@@ -23,6 +23,7 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
                                                                     was not cut off (finish_reason "stop")
     ("rewards", NAME)                         [B, 1]                float32, of each function where there is a list of
                                                                     them; NaN where it does not apply
+    ("masks", "turn")                         [B, T]   [1, N]       int64; only of episodes
     "cu_seqlens"                                       [B + 1]      int32; where each sequence of full starts
 
 Padding is `pad_token_id` for tokens. The padded layout has batch size [B], the packed one [].
@@ -48,6 +49,8 @@ RESERVED_KEYS = frozenset(
     "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens".split()
 )
 """Top-level keys that no column may take."""
+EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
+"""Top-level keys of episodes besides these, one entry per row; `rollout_engine.episodes.rows` defines them."""
 
 
 def rollout_batch(
@@ -59,6 +62,7 @@ def rollout_batch(
     rewards: Sequence[Sequence[float]] | None = None,
     function_rewards: Mapping[str, Sequence[Sequence[float | None]]] | None = None,
     oversampled: bool = False,
+    turns: Sequence[np.ndarray] | None = None,
     layout: Layout = "padded",
 ) -> RolloutBatch:
     """Build one TensorDict from finished outputs, with the keys of the table above.
@@ -71,6 +75,7 @@ def rollout_batch(
         rewards: per prompt, one number per sample.
         function_rewards: name -> the same for one reward function; None where it does not apply.
         oversampled: add "num_dropped".
+        turns: per sequence int64 [response]: turn of a sampled token, -1 of any other (log-prob 0, version -1).
         layout: "padded", or "packed" (all sequences end to end in one row, without padding).
 
     `SamplingParams(seed=int(batch["seed"][row]), n=1)` replays a sequence. Seeds have 64 bits, so int64 holds the upper
@@ -83,12 +88,11 @@ def rollout_batch(
     prompts = _repeated([np.array(output.prompt_token_ids, np.int64) for output in outputs], outputs)
     responses = [np.array(sample.token_ids, np.int64) for sample in samples]
     num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
-    masks = _masks(num_prompt, num_response, layout)
+    masks = _masks(num_prompt, num_response, layout, turns)
 
     batch_size = [len(samples)] if layout == "padded" else []
     batch = RolloutBatch(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
-    groups = np.arange(len(outputs)) if group_ids is None else np.array(group_ids, np.int64)
-    batch["group_id"] = _tensor(groups[rows])
+    batch["group_id"] = _tensor(np.array(range(len(outputs)) if group_ids is None else group_ids, np.int64)[rows])
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
     batch["num_prompt_tokens"] = _tensor(num_prompt)
@@ -106,8 +110,7 @@ def rollout_batch(
     for name, each in (function_rewards or {}).items():
         batch["rewards", name] = _nan_for_none(itertools.chain(*each))
     if layout == "packed":
-        ends = np.cumsum(num_prompt + num_response, dtype=np.int32)
-        batch["cu_seqlens"] = _tensor(np.concatenate([np.zeros(1, np.int32), ends]))
+        batch["cu_seqlens"] = _tensor(np.cumsum([0, *(num_prompt + num_response)], dtype=np.int32))
     return batch
 
 
@@ -123,20 +126,36 @@ class _Masks(NamedTuple):
     prompt: np.ndarray
     response: np.ndarray
     full: np.ndarray
+    after: np.ndarray
+    """The response, within full."""
     assistant: np.ndarray
+    turn: np.ndarray | None = None
+    """int64, not bool: the turn of each token of full, -1 outside the assistant mask."""
 
 
-def _masks(num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout) -> _Masks:
+def _masks(
+    num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout, turns: Sequence[np.ndarray] | None
+) -> _Masks:
+    masks = _spans(num_prompt, num_response, layout)
+    if turns is None:
+        return masks
+    turn = np.full(masks.after.shape, -1)
+    turn[masks.after] = _joined(list(turns), np.int64)
+    return masks._replace(assistant=turn >= 0, turn=turn)
+
+
+def _spans(num_prompt: np.ndarray, num_response: np.ndarray, layout: Layout) -> _Masks:
     if layout == "packed":
         lengths = np.stack([num_prompt, num_response], axis=1).reshape(-1)
-        assistant = np.repeat(np.tile([False, True], len(num_prompt)), lengths)[None]
+        after = np.repeat(np.tile([False, True], len(num_prompt)), lengths)[None]
         prompt, response, full = (np.ones((1, int(n.sum())), bool) for n in (num_prompt, num_response, lengths))
-        return _Masks(prompt, response, full, assistant)
+        return _Masks(prompt, response, full, after, after)
     p, r = num_prompt[:, None], num_response[:, None]
     width = int(num_prompt.max(initial=0))
     at = np.arange(int((num_prompt + num_response).max(initial=0)))
     response = at[: int(num_response.max(initial=0))] < r
-    return _Masks(np.arange(width) >= width - p, response, at < p + r, (at >= p) & (at < p + r))
+    after = (at >= p) & (at < p + r)
+    return _Masks(np.arange(width) >= width - p, response, at < p + r, after, after)
 
 
 def _token_keys(
@@ -163,11 +182,13 @@ def _token_keys(
         },
         "log_probs": {
             "response": _placed(masks.response, logprobs, 0.0),
-            "full": _placed(masks.assistant, logprobs, 0.0),
+            "full": _placed(masks.after, logprobs, 0.0),
         },
-        "policy_version": _placed(masks.assistant, policy_version, -1),
-        "kv_min_version": _placed(masks.assistant, kv_min_version, -1),
+        "policy_version": _placed(masks.after, policy_version, -1),
+        "kv_min_version": _placed(masks.after, kv_min_version, -1),
     }
+    if masks.turn is not None:
+        keys["masks"]["turn"] = _tensor(masks.turn)
     if any(sample.kept_logprob_mass is not None for sample in samples):
         kept = [_or_zeros(sample.kept_logprob_mass, sample) for sample in samples]
         keys["kept_logprob_mass"] = _placed(masks.response, _joined(kept, np.float32), 0.0)

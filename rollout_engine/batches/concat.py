@@ -8,6 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rollout_engine.batches.layout import (
+    PER_TURN,
     SPAN_OF_KEY,
     SPANS,
     Key,
@@ -24,7 +25,7 @@ from rollout_engine.errors import RequestError
 
 GroupIds = Literal["renumber", "keep"]
 
-_FILL: dict[Key, int] = {"policy_version": -1, "kv_min_version": -1}
+_FILL: dict[Key, int] = {"policy_version": -1, "kv_min_version": -1, ("masks", "turn"): -1}
 _TOKENS: tuple[Key, ...] = tuple(("tokens", span) for span in SPANS)
 """Padding values by key; other keys are padded with 0 or False, tokens with the batch's own padding."""
 
@@ -82,7 +83,9 @@ def _joined_padded(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
     joined = {}
     for key in parts[0]:
         values = [part[key] for part in parts]
-        if len({value.shape[1:] for value in values}) > 1:
+        if key == PER_TURN:
+            values = _same_turns(values)
+        elif len({value.shape[1:] for value in values}) > 1:
             span = SPAN_OF_KEY.get(key) or _guessed_span(key, values, batches)
             width = max(width_of(batch, span) for batch in batches)
             fill = pad_token_id if key in _TOKENS else _FILL.get(key, 0)
@@ -96,7 +99,10 @@ def _joined_packed(batches: list[TensorDictBase], parts: list[dict[Key, Any]]) -
     joined = {}
     for key in parts[0]:
         per_token = {packed_span(key, part[key], batch) is not None for part, batch in zip(parts, batches, strict=True)}
-        joined[key] = torch.cat([part[key] for part in parts], 1 if per_token == {True} else 0)
+        values = [part[key] for part in parts]
+        if key == PER_TURN:
+            values = _same_turns(values)
+        joined[key] = torch.cat(values, 1 if per_token == {True} else 0)
     joined["cu_seqlens"] = torch.cat([ends[0][:1], torch.cat([end.diff() for end in ends]).cumsum(0).to(ends[0])])
     return joined
 
@@ -110,6 +116,12 @@ def _guessed_span(key: Key, values: list[Tensor], batches: list[TensorDictBase])
         hint = f"Give it the same shape beyond the first dimension in all, or leave it out: batch.exclude({key!r})."
         raise RequestError.for_field(f"shapes of {key!r}", shapes, "as wide as the prompts, responses or full", hint)
     return fits[0]
+
+
+def _same_turns(values: list[Tensor]) -> list[Tensor]:
+    """Rewards of turns, padded to the most turns of all."""
+    most = max(value.shape[1] for value in values)
+    return [_widened(value, most, 0, left=False) for value in values]
 
 
 def _widened(value: Tensor, width: int, fill: int, *, left: bool) -> Tensor:

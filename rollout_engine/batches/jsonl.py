@@ -10,6 +10,9 @@
     kept_logprob_mass                             the same, with top-k, top-p or min-p
     reward, done                                  with a reward function
     rewards                                       {name: number} with a list of them; null where one does not apply
+    turns, turn_rewards, num_turns, episode_id, seat, ended_by, error, messages, info
+                                                  of episodes (`rollout_engine.episodes.rows`); turns: per token of the
+                                                  response the turn that sampled it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
 Numbers are written so that reading them gives the same bits (float32 as its float64 value).
@@ -27,6 +30,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from rollout_engine.batches.layout import (
+    PER_TURN,
     SPAN_OF_KEY,
     Key,
     Places,
@@ -37,7 +41,7 @@ from rollout_engine.batches.layout import (
     places,
 )
 from rollout_engine.errors import RequestError
-from rollout_engine.rollout_batch import RESERVED_KEYS
+from rollout_engine.rollout_batch import EPISODE_KEYS, RESERVED_KEYS
 from rollout_engine.seeds import unsigned
 
 
@@ -58,7 +62,8 @@ def to_jsonl(batch: TensorDictBase, path: str | os.PathLike[str] | TextIO, *, ap
 def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
     """One dict per sample with the keys of the table above; columns unchanged, all else as plain Python values."""
     check_batch(batch)
-    own, extra = _plain(batch), {key: value for key, value in leaves(batch) if _top(key) not in RESERVED_KEYS}
+    reserved = RESERVED_KEYS | (EPISODE_KEYS if "episode_id" in batch.keys() else set())
+    own, extra = _plain(batch, reserved), {key: value for key, value in leaves(batch) if _top(key) not in reserved}
     where = places(batch)
     for row, (prompt, response, full) in enumerate(zip(*where, strict=True)):
         after = (full[0], slice(full[1].start + own["num_prompt_tokens"][row], full[1].stop))
@@ -74,17 +79,21 @@ def samples(batch: TensorDictBase) -> Iterator[dict[str, Any]]:
             sample["kept_logprob_mass"] = batch["kept_logprob_mass"][response].tolist()
         if "next" in batch.keys():
             sample |= {"reward": own["next", "reward"][row][0], "done": own["next", "done"][row][0]}
-        if functions := [key[1] for key in own if key[0] == "rewards"]:
+        if "episode_id" in own:
+            sample["turns"] = batch["masks", "turn"][after].tolist()
+            sample["turn_rewards"] = own[PER_TURN][row][: own["num_turns"][row]]
+            sample |= {key: own[key][row] for key in sorted(EPISODE_KEYS)}
+        if functions := [key[1] for key in own if key[0] == "rewards" and key != PER_TURN]:
             each = {name: own["rewards", name][row][0] for name in functions}
             sample["rewards"] = {name: None if math.isnan(value) else value for name, value in each.items()}
         sample["columns"] = {_name(key): _value(key, value, batch, where, row) for key, value in extra.items()}
         yield sample
 
 
-def _plain(batch: TensorDictBase) -> dict[Key, list[Any]]:
+def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[Any]]:
     """A rollout's own keys with one entry per sequence, as lists."""
     keys = {key for key, _ in leaves(batch)} - SPAN_OF_KEY.keys() - {"cu_seqlens"}
-    return {key: batch.get(key).tolist() for key in keys if _top(key) in RESERVED_KEYS}
+    return {key: batch.get(key).tolist() for key in keys if _top(key) in reserved}
 
 
 def _line(sample: dict[str, Any]) -> str:

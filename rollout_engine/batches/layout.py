@@ -33,11 +33,14 @@ SPAN_OF_KEY: dict[Key, Span] = {
     ("tokens", "full"): "full",
     ("masks", "all_attention_mask"): "full",
     ("masks", "all_assistant_mask"): "full",
+    ("masks", "turn"): "full",
     ("log_probs", "full"): "full",
     "policy_version": "full",
     "kv_min_version": "full",
 }
 """Keys of a rollout with one value per token."""
+PER_TURN: Key = ("rewards", "turn")
+"""The key of episodes with one value per turn, [B, most turns] in both layouts, padded with 0 on the right."""
 
 _NEEDED = {"tokens", "masks", "num_prompt_tokens"}
 
@@ -121,6 +124,8 @@ def packed_span(key: Key, value: Any, batch: TensorDictBase) -> Span | None:
     """
     if key in SPAN_OF_KEY:
         return SPAN_OF_KEY[key]
+    if key == PER_TURN:
+        return None
     shape = tuple(value.shape)
     if isinstance(value, Tensor) and len(shape) > 1 and shape[0] == 1 < shape[1]:
         for span in SPANS:
