@@ -63,7 +63,7 @@ class Observation(msgspec.Struct):
     """What an environment says to an action, or at the start."""
 
     messages: Messages = ()
-    """What `seat` reads next. With nothing to read, it answers on."""
+    """What `seat` reads next. A chat needs some text; without a chat template "" lets the seat go on."""
     reward: float | Mapping[int, float] = 0.0
     """Of this step, for the seat that acted; {seat: reward} for several. A seat's return is the sum over its steps."""
     terminated: bool = False

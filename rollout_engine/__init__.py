@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.errors import DrainTimeoutError as DrainTimeoutError
     from rollout_engine.errors import EngineDeadError as EngineDeadError
     from rollout_engine.errors import EngineGenerateError as EngineGenerateError
+    from rollout_engine.errors import EpisodeError as EpisodeError
     from rollout_engine.errors import GenerateTimeoutError as GenerateTimeoutError
     from rollout_engine.errors import LifecycleError as LifecycleError
     from rollout_engine.errors import ManifestMismatchError as ManifestMismatchError
@@ -87,6 +88,7 @@ _NAMES = {
         "DrainTimeoutError",
         "EngineDeadError",
         "EngineGenerateError",
+        "EpisodeError",
         "GenerateTimeoutError",
         "LifecycleError",
         "ManifestMismatchError",

@@ -16,7 +16,8 @@ RolloutEngineError
 ├── EngineDeadError                the engine's process is gone
 ├── RPCError                       a call by name was refused, or failed where the model runs; the engine lives
 │   └── RPCTimeoutError (TimeoutError)
-└── RewardError                    a reward function failed, the engine lives
+├── RewardError                    a reward function failed, the engine lives
+└── EpisodeError                   every episode of a rollout failed, for example at a fault of its environment
 """
 
 import difflib
@@ -145,6 +146,10 @@ class RPCTimeoutError(RPCError, TimeoutError):
 
 class RewardError(RolloutEngineError):
     """A reward function raised, or did not return one finite number per completion; its rollout was aborted."""
+
+
+class EpisodeError(RolloutEngineError):
+    """Every episode of a rollout failed; the first fault is its cause. Where some did not, the others are rows."""
 
 
 _FROM_SYNC: dict[type[sync_errors.SyncError], type[WeightUpdateError]] = {

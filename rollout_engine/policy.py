@@ -15,6 +15,8 @@ from torch import Tensor
 from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.interrupts import deliver, held
+from rollout_engine.episodes.plan import RolloutOptions
+from rollout_engine.episodes.run import EpisodeRun
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
@@ -22,11 +24,12 @@ from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.metrics import StatLogger
 from rollout_engine.reward_functions import RewardFunctions
+from rollout_engine.rollout_arguments import RolloutArguments
 from rollout_engine.rollout_batch import Layout, check_layout
 from rollout_engine.rollout_collector import RolloutCollector, staleness_control
 from rollout_engine.rollout_groups import GroupBatcher, OnGroup, log_rollout
-from rollout_engine.rollout_plan import Columns, RolloutPlan, dataset_tasks
-from rollout_engine.rollout_run import Group, RolloutRun
+from rollout_engine.rollout_plan import Columns, dataset_tasks
+from rollout_engine.rollout_run import RolloutRun
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import ChatOptions
@@ -109,7 +112,7 @@ class RolloutPolicy(BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         on_group: OnGroup | None = None,
         use_tqdm: bool = True,
-        **chat: Unpack[ChatOptions],
+        **options: Unpack[RolloutOptions],
     ) -> TensorDict:
         """Sample every prompt and return all sequences, group-major, with the keys of `rollout_engine.rollout_batch`.
 
@@ -133,7 +136,8 @@ class RolloutPolicy(BlockingVerbs):
             session_id: prompts of one id go to the same replica, which has their KV; one for all, or one per prompt.
             on_group: called with the TensorDict of each group as soon as it is complete, while others run.
             use_tqdm: show a progress bar; without it nothing is printed.
-            chat: for conversations, as in `ChatOptions`; for example chat_template_kwargs={"enable_thinking": False}.
+            options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
+                and for environments in place of prompts, `rollout(None, params, env=...)`, as in `EpisodeOptions`.
 
         Works inside a running event loop too (it blocks that loop). Whatever is raised, the requests of this rollout
         are aborted first and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as
@@ -141,13 +145,11 @@ class RolloutPolicy(BlockingVerbs):
         `LifecycleError` while paused or asleep; paused by another thread once it has begun, it waits for the resume,
         or raises `RetryableError` where that pause (sleep, update) aborts a group: none is returned cut short.
         """
-        check_layout(layout)
-        check_chat_arguments(chat, self.rollout)
+        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
         start = time.perf_counter()
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample, session_id)
-        bar = ProgressBar(len(plan.prompts), desc="rollout", unit="group", shown=use_tqdm)
-        run = RolloutRun(self.frontend, plan.tasks(), reward_fn, reward_weights=reward_weights)
+        run = RolloutArguments(*given, session_id, options).begin(self.frontend, self.rollout)
+        bar = ProgressBar(run.num_groups, desc="rollout", unit="group", shown=use_tqdm)
         groups = _run_all(run, bar, lambda group: self._batcher.tell(on_group, group, layout))
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
@@ -166,7 +168,7 @@ class RolloutPolicy(BlockingVerbs):
         layout: Layout = "padded",
         oversample: int | None = None,
         session_id: str | Sequence[str | None] | None = None,
-        **chat: Unpack[ChatOptions],
+        **options: Unpack[RolloutOptions],
     ) -> AsyncIterator[TensorDict]:
         """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
 
@@ -175,11 +177,10 @@ class RolloutPolicy(BlockingVerbs):
         asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`. A group that an
         abort cuts short is not yielded: `RetryableError` is raised.
         """
-        check_layout(layout)
-        check_chat_arguments(chat, self.arollout)
-        plan = RolloutPlan.of(prompts, sampling_params, num_samples, columns, seed, chat, oversample, session_id)
+        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         loop = asyncio.get_running_loop()
-        run, step = RolloutRun(self.frontend, plan.tasks(), reward_fn, loop, reward_weights=reward_weights), None
+        step: asyncio.Future[Sequence[Any]] | None = None
+        run = RolloutArguments(*given, session_id, options).begin(self.frontend, self.arollout, loop)
         try:
             while run.unfinished:
                 self.frontend.require_own_process()  # the loop's threads are not in a forked child
@@ -192,7 +193,7 @@ class RolloutPolicy(BlockingVerbs):
                     yield self._batcher.batch([group], layout)
         finally:
             if step is not None and not step.done():  # cancelled in mid-step: let that step end
-                run.cancel_rewards()
+                run.stop_waiting()
                 await asyncio.wait([step])
                 step.exception()
             run.close()
@@ -289,7 +290,7 @@ class RolloutPolicy(BlockingVerbs):
         return self.frontend.get_tokenizer()
 
 
-def _run_all(run: RolloutRun, bar: ProgressBar, tell: Callable[[Group], None]) -> list[Group]:
+def _run_all(run: RolloutRun | EpisodeRun, bar: ProgressBar, tell: Callable[[Any], None]) -> list[Any]:
     """Run all groups to their end. Returns them in the order of their prompts."""
     groups = []
     with held(), closing(run), bar:

@@ -8,6 +8,8 @@ from typing import Any
 
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, held
+from rollout_engine.episodes.rows import episode_batch
+from rollout_engine.episodes.run import EpisodeGroup
 from rollout_engine.errors import LifecycleError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.metrics import staleness
@@ -18,6 +20,8 @@ from rollout_engine.rollout_run import Group
 from rollout_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger("rollout_engine")
+
+AnyGroup = Group | EpisodeGroup
 
 OnGroup = Callable[[RolloutBatch], Any]
 """Called with the TensorDict of one group."""
@@ -34,10 +38,22 @@ class GroupBatcher:
         self._pad_token_id = _pad_token_id(frontend)
         self._counting = threading.Lock()
 
-    def batch(self, groups: Sequence[Group], layout: Layout) -> RolloutBatch:
+    def batch(self, groups: Sequence[AnyGroup], layout: Layout) -> RolloutBatch:
         """Make one TensorDict of groups of one rollout, in their order."""
+        of_prompts = [group for group in groups if isinstance(group, Group)]
+        if of_prompts:
+            batch = self._batch_of_prompts(of_prompts, layout)
+        else:
+            episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
+            batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
+        temperature = _logprob_temperature([group.params for group in groups])
+        note = RolloutNote(self._dtype, temperature, layout == "packed", self._fp32_head)
+        attach(batch["tokens", "full"], note)
+        return batch
+
+    def _batch_of_prompts(self, groups: Sequence[Group], layout: Layout) -> RolloutBatch:
         rewards = [group.rewards for group in groups if group.rewards is not None]
-        batch = rollout_batch(
+        return rollout_batch(
             [group.output for group in groups],
             pad_token_id=self._pad_token_id,
             group_ids=[group.index for group in groups],
@@ -47,32 +63,28 @@ class GroupBatcher:
             oversampled=groups[0].task.num_kept is not None,
             layout=layout,
         )
-        temperature = _logprob_temperature([group.task.params for group in groups])
-        note = RolloutNote(self._dtype, temperature, layout == "packed", self._fp32_head)
-        attach(batch["tokens", "full"], note)
-        return batch
 
-    def tell(self, on_group: OnGroup | None, group: Group, layout: Layout) -> None:
+    def tell(self, on_group: OnGroup | None, group: AnyGroup, layout: Layout) -> None:
         """Call `on_group`, where there is one, with the TensorDict of a group."""
         if on_group is not None:
             batch = self.batch([group], layout)
             with allowed():
                 on_group(batch)
 
-    def count_staleness(self, groups: Sequence[Group]) -> None:
+    def count_staleness(self, groups: Sequence[AnyGroup]) -> None:
         """Add the samples of groups that are handed out now to the engine's metrics."""
         live, histogram = self._frontend.client.policy_version, self._frontend.streams.stats.rollout_staleness
-        samples = [sample for group in groups for sample in group.output.outputs if sample.version_spans]
+        samples = [sample for group in groups for sample in group.samples if sample.version_spans]
         ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in samples)
         with held(), self._counting:
             for age, times in ages.items():
                 histogram.observe(age, times)
 
 
-def log_rollout(groups: Sequence[Group], seconds: float, policy_version: int) -> None:
+def log_rollout(groups: Sequence[AnyGroup], seconds: float, policy_version: int) -> None:
     """Log one line on a rollout that took so many seconds."""
     num_tokens = sum(group.num_tokens for group in groups)
-    rewards = [reward for group in groups if group.rewards for reward in group.rewards.total]
+    rewards = [reward for group in groups for reward in group.total_rewards]
     mean = f", mean reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
     numbers = (len(groups), num_tokens, seconds, num_tokens / seconds, policy_version, mean)
     logger.info("rollout of %d prompts: %d tokens in %.2f s (%.0f tokens/s), policy version %d%s", *numbers)

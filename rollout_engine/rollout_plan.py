@@ -78,9 +78,9 @@ class RolloutPlan(NamedTuple):
         _same_length("sampling_params", params, listed)
         _check_columns(columns or {}, listed)
         if seed is None and all(each is params[0] for each in params):  # one object, so the engine checks it once
-            each_params = [_for_rollout(params[0], num_samples, None, 0)] * len(listed)
+            each_params = [for_rollout(params[0], num_samples, None, 0)] * len(listed)
         else:
-            each_params = [_for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)]
+            each_params = [for_rollout(p, num_samples, seed, i) for i, p in enumerate(params)]
         num_kept: list[int | None] = [None] * len(listed)
         if oversample is not None:
             each_params, num_kept = map(list, zip(*(_oversampled(p, oversample) for p in each_params), strict=True))
@@ -115,7 +115,7 @@ def dataset_tasks(
     seed = as_int("seed", seed, MIN_SEED, MAX_SEED)
     num_samples = as_int("num_samples", num_samples, 1, MAX_N)
     oversample = as_int("oversample", oversample, 1, MAX_N)
-    shared, num_kept = _for_rollout(as_sampling_params(params), num_samples, seed, 0), None
+    shared, num_kept = for_rollout(as_sampling_params(params), num_samples, seed, 0), None
     if oversample is not None:
         shared, num_kept = _oversampled(shared, oversample)
     return _tasks(dataset, shared, num_kept, seed, chat or {})
@@ -159,7 +159,8 @@ def _as_list(prompts: Any) -> list[Any]:
     return [prompts] if batch is None else batch
 
 
-def _for_rollout(params: Any, num_samples: int | None, seed: int | None, index: int) -> SamplingParams:
+def for_rollout(params: Any, num_samples: int | None, seed: int | None, index: int) -> SamplingParams:
+    """Check the params of prompt `index` and add what rollouts need. Raises `RequestError`."""
     try:
         params = as_sampling_params(params)
     except RequestError as error:

@@ -11,10 +11,11 @@ from rollout_engine.engine.interrupts import allowed
 from rollout_engine.errors import EngineGenerateError, LifecycleError, RequestError, RetryableError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rewards import RewardCaller, Rewards
 from rollout_engine.rollout_plan import GroupTask
+from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.input_processor import at_index
 
 
@@ -31,8 +32,21 @@ class Group(msgspec.Struct, frozen=True):
         return self.task.index
 
     @property
+    def params(self) -> SamplingParams:
+        return self.task.params
+
+    @property
+    def samples(self) -> list[CompletionOutput]:
+        return self.output.outputs
+
+    @property
+    def total_rewards(self) -> list[float]:
+        """One per sample; empty without a reward function."""
+        return self.rewards.total if self.rewards else []
+
+    @property
     def num_tokens(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.output.outputs)
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def oldest_version(self) -> int | None:
@@ -75,6 +89,11 @@ class RolloutRun:
     def unfinished(self) -> bool:
         """Whether groups are still to come."""
         return bool(self._waiting or self._running or self._rewarding)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in all, before the first `advance`."""
+        return len(self._waiting)
 
     @property
     def num_open_tokens(self) -> int:
@@ -131,15 +150,15 @@ class RolloutRun:
                 rewards.cancel()
         self._rewarding = [entry for entry in self._rewarding if entry[0].index not in indexes]
 
-    def cancel_rewards(self) -> None:
-        """Make an `advance` that waits for rewards on another thread return at once."""
+    def stop_waiting(self) -> None:
+        """Make an `advance` that waits on another thread return at once."""
         self._cancelled = True
         for _, _, rewards in self._rewarding:
             rewards.cancel()
 
     def close(self) -> None:
         """Abort unfinished requests; no-op where the engine is gone or belongs to another process."""
-        self.cancel_rewards()
+        self.stop_waiting()
         if self._caller is not None:
             self._caller.close()
         unfinished, self._running, self._rewarding, self._waiting = list(self._running), {}, [], []

@@ -10,7 +10,7 @@ dictionary with "role" or "content") is one prompt.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,11 +106,13 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     return fields
 
 
-def check_chat_arguments(options: Mapping[str, Any], verb: Callable[..., Any]) -> None:
-    """Raise `RequestError` for a keyword argument of `verb` that is not in `ChatOptions`, saying where it belongs."""
+def check_chat_arguments(
+    options: Mapping[str, Any], verb: Callable[..., Any], known: Sequence[str] = CHAT_KEYS
+) -> None:
+    """Raise `RequestError` for a keyword argument of `verb` that is not among its `known` ones: where it belongs."""
     for name, value in options.items():
-        if name not in CHAT_KEYS:
-            raise RequestError(_unknown_argument(name, verb), field=name, value=value)
+        if name not in known:
+            raise RequestError(_unknown_argument(name, verb, known), field=name, value=value)
 
 
 def with_chat_options(prompts: Any, options: ChatOptions) -> Any:
@@ -196,7 +198,7 @@ def _unknown_key(key: str, fields: dict[str, Any]) -> str:
     return peer_option(_PEERS, key) or unknown_name("prompt key", key, PROMPT_KEYS) + hint
 
 
-def _unknown_argument(name: str, verb: Callable[..., Any]) -> str:
+def _unknown_argument(name: str, verb: Callable[..., Any], known: Sequence[str]) -> str:
     unknown = f"'{name}' is not an argument of {verb.__name__}:"
     if name in SamplingParams.__struct_fields__:
         return f"{unknown} give sampling_params=SamplingParams({name}=...)."
@@ -204,7 +206,7 @@ def _unknown_argument(name: str, verb: Callable[..., Any]) -> str:
         return f"{unknown} it is an option of the engine, given when that is made."
     own = [key for key, each in inspect.signature(verb).parameters.items() if each.kind != each.VAR_KEYWORD]
     peers = peer_option(CALL_PEERS, name) or peer_option(SAMPLING_PEERS, name)
-    return peers or unknown_name(f"argument of {verb.__name__}", name, [*own, *CHAT_KEYS])
+    return peers or unknown_name(f"argument of {verb.__name__}", name, [*own, *known])
 
 
 def _not_a_prompt(value: Any) -> RequestError:

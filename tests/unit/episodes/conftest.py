@@ -1,4 +1,4 @@
-"""Environments run by `EnvCalls`, of which nothing may be left after a test."""
+"""Environments beside the engine, and a policy whose model is fake; nothing may be left after a test."""
 
 import threading
 import time
@@ -7,6 +7,9 @@ import pytest
 
 from envs_adapters.base import EnvSpec
 from rollout_engine.episodes.env_calls import EnvCalls
+from rollout_engine.policy import RolloutPolicy
+from tests.unit.episodes.playing import Counting
+from tests.unit.fake_engine import CODEC, make_engine
 
 WAIT_SECONDS = 60.0
 
@@ -54,3 +57,15 @@ def run_env():
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
+
+
+@pytest.fixture
+def policy():
+    """A policy over the real front end and core."""
+    engine = make_engine(CODEC, max_model_len=256)
+    Counting.actions = []
+    yield RolloutPolicy(engine)
+    assert not engine.core.has_unfinished_requests()
+    assert engine.core.cache_usage() == 0
+    assert len(engine.frontend.streams) == 0
+    engine.core.check_integrity()

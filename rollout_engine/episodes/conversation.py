@@ -1,0 +1,137 @@
+"""One seat of an episode: what it has read and answered, as messages and as rows of token ids.
+
+    row = prompt | sampled | glue | sampled | glue | sampled
+
+What was sampled is never tokenized again. Where the chat template rewrites earlier turns, a new row begins with the
+conversation as the template now writes it (`branches`), or the episode is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from envs_adapters.base import Message
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import CompletionOutput
+
+
+class Turns(Protocol):
+    """The prompts of conversations: `ChatTurns` or `TextTurns`."""
+
+    def prompt(self, messages: list[Message]) -> list[int]: ...
+    def glue(self, messages: list[Message], sampled: Sequence[int]) -> list[int]: ...
+    def rewriting(self, roles: Sequence[str]) -> str | None: ...
+
+
+class Row(msgspec.Struct):
+    """A training row: a prompt and all that follows it."""
+
+    prompt: list[int]
+    response: list[int] = []
+    """Sampled tokens and glue."""
+    turns: list[int] = []
+    """Per token of the response the turn that sampled it, -1 for glue."""
+    samples: list[tuple[int, CompletionOutput]] = []
+    """The answers, and where in the response each begins."""
+
+    def add_glue(self, token_ids: list[int]) -> None:
+        """Append text that the policy did not sample."""
+        self.response += token_ids
+        self.turns += [-1] * len(token_ids)
+
+    def add_sample(self, turn: int, sample: CompletionOutput) -> None:
+        """Append an answer."""
+        self.samples.append((len(self.response), sample))
+        self.response += sample.token_ids
+        self.turns += [turn] * len(sample.token_ids)
+
+    def drop_last_glue(self) -> None:
+        """Forget what was appended for an answer that did not come."""
+        end = self.samples[-1][0] + len(self.samples[-1][1].token_ids) if self.samples else 0
+        del self.response[end:], self.turns[end:]
+
+
+class Conversation:
+    """What one seat reads and answers. A policy plays it where `turns` is given, else a function of the user's."""
+
+    def __init__(self, turns: Turns | None, *, branches: bool = False) -> None:
+        self.messages: list[Message] = []
+        self.rows: list[Row] = []
+        self.rewards: list[float] = []
+        """One per turn."""
+        self._turns, self._branches = turns, branches
+        self._unread: list[Message] = []
+        self._early_reward = 0.0
+        """Given before the first turn."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def last_answer(self) -> CompletionOutput | None:
+        """The last answer; None before the first."""
+        return self.rows[-1].samples[-1][1] if self.rows and self.rows[-1].samples else None
+
+    def read(self, messages: list[Message]) -> None:
+        """Add what stands before the next answer."""
+        self._unread += messages
+        self.messages += messages
+
+    def prompt(self) -> list[int]:
+        """Token ids of the next turn's prompt. Raises `RequestError` where the conversation cannot be continued."""
+        assert self._turns is not None, "a policy plays this seat"
+        unread, self._unread = self._unread, []
+        if not self.rows:
+            if not unread:
+                raise RequestError("The environment gave nothing to answer: reset returned no text.", field="messages")
+            self.rows.append(Row(self._turns.prompt(self.messages)))
+            return self.rows[0].prompt
+        rewriting = self._turns.rewriting([message["role"] for message in unread])
+        if rewriting is not None:
+            if not self._branches:
+                raise rewritten(rewriting)
+            self.rows.append(Row(self._turns.prompt(self.messages)))
+            return self.rows[-1].prompt
+        row = self.rows[-1]
+        row.add_glue(self._turns.glue(unread, row.samples[-1][1].token_ids))
+        return row.prompt + row.response
+
+    def answer(self, sample: CompletionOutput) -> None:
+        """Add the policy's answer."""
+        self.rows[-1].add_sample(self.num_turns, sample)
+        self.say(sample.text)
+
+    def say(self, text: str) -> None:
+        """Add the words of an answer, and the reward that came before any."""
+        self.messages.append({"role": "assistant", "content": text})
+        self.rewards.append(self._early_reward)
+        self._early_reward = 0.0
+
+    def reward(self, reward: float) -> None:
+        """Add a reward to the last turn."""
+        if self.rewards:
+            self.rewards[-1] += reward
+        else:
+            self._early_reward += reward
+
+    @property
+    def total_reward(self) -> float:
+        """The return: the sum of all rewards."""
+        return sum(self.rewards) + self._early_reward
+
+    def end(self) -> None:
+        """Forget the glue of an answer that will not come."""
+        for row in self.rows:
+            row.drop_last_glue()
+
+
+def rewritten(how: str) -> RequestError:
+    """Make the error of a chat template that rewrites earlier turns."""
+    advice = (
+        "on_rewrite='branch' trains such turns as rows of their own; or give a chat_template= (or "
+        "chat_template_kwargs=) that keeps earlier turns as they were sampled"
+    )
+    what = f"Turns cannot be continued token by token: the chat template rewrites what came before ({how})"
+    return RequestError(f"{what}. {advice}.", field="chat_template")

@@ -1,0 +1,189 @@
+"""One episode: what happens after each of its events. No thread, clock or engine here."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from envs_adapters.base import Action, Message, Observation, ToolCall
+from rollout_engine.episodes.conversation import Conversation
+from rollout_engine.episodes.tool_calls import ToolCalls
+from rollout_engine.episodes.tool_functions import tool_name
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import CompletionOutput
+from rollout_engine.seeds import mix
+
+EndedBy: TypeAlias = Literal["terminated", "truncated", "max_turns", "max_episode_tokens", "episode_timeout", "error"]
+"""What ended an episode: its environment, by itself ("terminated") or by its own limit ("truncated"), or a limit of the
+rollout, or a fault."""
+
+_SEATS, _TURNS = 1 << 33, 1 << 32
+"""Apart from the indexes of samples, so that no two draws of an episode share a seed."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A policy is to answer."""
+
+    seat: int
+    token_ids: list[int]
+    seed: int
+    room: int
+    """Tokens that the answer may have."""
+
+
+class Consult(msgspec.Struct, frozen=True):
+    """A function of the user's is to answer, for a seat that it plays."""
+
+    seat: int
+    messages: list[Message]
+
+
+class Act(msgspec.Struct, frozen=True):
+    """The environment is to take a step."""
+
+    action: Action
+
+
+class UseTools(msgspec.Struct, frozen=True):
+    """Tools of the rollout are to be called: none of the calls is of a tool of the environment's."""
+
+    calls: list[ToolCall]
+
+
+Next: TypeAlias = Ask | Consult | Act | UseTools | None
+"""What an episode needs next; None: it has ended."""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """The same for all episodes of a rollout."""
+
+    max_turns: int
+    max_tokens: Callable[[int], int | None]
+    """Most tokens of a seat's rows, prompt included; None for a seat that a function plays."""
+    new_conversation: Callable[[int, list[dict[str, Any]]], Conversation]
+    """Makes a seat's conversation; the environment's tools are given."""
+    find_calls: Callable[[int, CompletionOutput, list[dict[str, Any]]], ToolCalls]
+    """Finds the tool calls in an answer."""
+    min_room: int = 1
+    """Tokens that every answer must have room for."""
+    own_tools: frozenset[str] = frozenset()
+    """Names of the tools that the rollout calls itself."""
+
+
+class Episode:
+    """One episode. Each method takes an event and returns what is needed next.
+
+    Args:
+        key: its number in the rollout.
+        group, member: which start, and which of the samples of that start.
+        seed: of its first answer; those of other turns and seats follow from it.
+    """
+
+    def __init__(self, rules: Rules, key: int, group: int, member: int, seed: int) -> None:
+        self.key, self.group, self.member, self.seed = key, group, member, seed
+        self.seats: dict[int, Conversation] = {}
+        self.ended_by: EndedBy | None = None
+        self.error: str | None = None
+        self.info: Mapping[str, Any] = {}
+        """Of the last observation."""
+        self.first_prompt: list[int] | None = None
+        """Token ids of the first prompt of all; None before it."""
+        self._rules, self._tools = rules, list[dict[str, Any]]()
+        """Schemas of the environment's tools."""
+        self._env_tools = set[str]()
+        self.seat = 0
+        """Who acts now, or acted last."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def samples(self) -> list[CompletionOutput]:
+        """All answers of policies, seat by seat."""
+        rows = (row for conversation in self.seats.values() for row in conversation.rows)
+        return [sample for row in rows for _, sample in row.samples]
+
+    def turn_seed(self, seat: int, turn: int) -> int:
+        """Sequence seed of a turn: `SamplingParams(seed=..., n=1)` replays it."""
+        seed = mix(self.seed, _SEATS + seat) if seat else self.seed
+        return mix(seed, _TURNS + turn) if turn else seed
+
+    def began(self, observation: Observation, tools: list[dict[str, Any]], num_seats: int) -> Next:
+        """The environment has been reset."""
+        self._tools, self._env_tools = tools, set(map(tool_name, tools))
+        try:
+            self.seats = {seat: self._rules.new_conversation(seat, tools) for seat in range(num_seats)}
+        except RequestError as error:
+            return self.fail(str(error))
+        return self.observed(observation)
+
+    def sampled(self, sample: CompletionOutput) -> Next:
+        """A policy has answered."""
+        if sample.finish_reason == "error":
+            return self.fail(f"The engine failed: {sample.error}")
+        conversation = self.seats[self.seat]
+        conversation.answer(sample)
+        found = self._rules.find_calls(self.seat, sample, self._tools)
+        if found.calls and self._rules.own_tools and not any(call.name in self._env_tools for call in found.calls):
+            return UseTools(found.calls)
+        is_cut = sample.finish_reason == "length"
+        token_ids = list(sample.token_ids)
+        return Act(Action(sample.text, token_ids, found.calls, found.broken, self.seat, is_cut))
+
+    def consulted(self, text: str) -> Next:
+        """A function has answered."""
+        self.seats[self.seat].say(text)
+        return Act(Action(text, seat=self.seat))
+
+    def observed(self, observation: Observation) -> Next:
+        """The environment has taken a step, or its tools or the rollout's have answered."""
+        self.info = observation.info
+        rewards = observation.reward
+        for seat, reward in (rewards if isinstance(rewards, Mapping) else {self.seat: rewards}).items():
+            if seat not in self.seats:
+                return self.fail(f"The environment rewards seat {seat}, but has {len(self.seats)} seats.")
+            self.seats[seat].reward(reward)
+        if observation.seat not in self.seats:
+            return self.fail(f"Seat {observation.seat} is to act, but the environment has {len(self.seats)} seats.")
+        self.seat = observation.seat
+        messages = observation.messages
+        conversation = self.seats[self.seat]
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+        conversation.read([message for message in said if message.get("content") != ""])
+        if observation.terminated or observation.truncated:
+            return self.end("terminated" if observation.terminated else "truncated")
+        if conversation.num_turns >= self._rules.max_turns:
+            return self.end("max_turns")
+        return self._next_turn(conversation)
+
+    def _next_turn(self, conversation: Conversation) -> Next:
+        limit = self._rules.max_tokens(self.seat)
+        if limit is None:
+            return Consult(self.seat, list(conversation.messages))
+        try:
+            token_ids = conversation.prompt()
+        except RequestError as error:
+            return self.fail(str(error))
+        if self.first_prompt is None:
+            self.first_prompt = token_ids
+        room = limit - len(token_ids)
+        if room < self._rules.min_room and not conversation.num_turns:
+            conversation.rows.clear()
+            return self.fail(f"The first prompt has {len(token_ids)} tokens, which leaves no room of {limit}.")
+        if room < self._rules.min_room:
+            return self.end("max_episode_tokens")
+        return Ask(self.seat, token_ids, self.turn_seed(self.seat, conversation.num_turns), room)
+
+    def fail(self, reason: str) -> Next:
+        """End it for a fault."""
+        self.error = reason
+        return self.end("error")
+
+    def end(self, ended_by: EndedBy) -> Next:
+        """End it: nothing is needed any more."""
+        self.ended_by = ended_by
+        for conversation in self.seats.values():
+            conversation.end()
+        return None

@@ -1,0 +1,145 @@
+"""A policy that plays: the turns of many episodes at one engine."""
+
+import json
+from typing import Any
+
+from rollout_engine.episodes.conversation import Conversation, Turns, rewritten
+from rollout_engine.episodes.episode import Ask
+from rollout_engine.episodes.plan import EpisodePlan
+from rollout_engine.episodes.tool_calls import ToolCalls, ToolFormat, format_of_template, parse_tool_calls, with_types
+from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.faces.reader import Reader
+from rollout_engine.outputs import CompletionOutput
+from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.text_turns import TextTurns
+from rollout_engine.text.tokenizer import TextCodec
+
+
+class Player:
+    """Asks one engine for the turns of episodes, and reads its answers."""
+
+    def __init__(self, frontend: Frontend, plan: EpisodePlan, *, session: str) -> None:
+        """`session`: begins the names of its sessions. Raises `RequestError` for a template that does not fit."""
+        if frontend.inputs.codec is None:
+            raise LifecycleError("Environments speak in text: this engine has no tokenizer (skip_tokenizer_init=True).")
+        self.reader = Reader(frontend)
+        longest = frontend.client.info.max_model_len
+        self.max_tokens = min(plan.max_episode_tokens or longest, longest)
+        self._codec: TextCodec = frontend.inputs.codec
+        self._plan, self._session = plan, session
+        self._turns: dict[str, Turns] = {}
+        """Tools, as JSON -> the prompts of conversations with these tools."""
+        self._has_template = bool(plan.chat.get("chat_template") or self._codec.hf.chat_template)
+        self._form = plan.tool_format or self._taught_form()
+        self._asked: list[tuple[int, Ask]] = []
+        """Episodes whose turns are to be queued."""
+        self._open: dict[str, tuple[int, Ask]] = {}
+        """Request id -> the episode that it is a turn of."""
+        self._requests: dict[int, str] = {}
+        """The inverse."""
+        if plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse":
+            self._require_unchanged_turns()
+
+    def __len__(self) -> int:
+        """Turns that have been queued and not read."""
+        return len(self._open)
+
+    def conversation(self, tools: list[dict[str, Any]]) -> Conversation:
+        """Begin the conversation of a seat. Raises `RequestError`."""
+        return Conversation(self._turns_with(tools), branches=self._plan.on_rewrite == "branch")
+
+    def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]]) -> ToolCalls:
+        """Find the calls in an answer."""
+        if self._form is None or not (tools or self._plan.tools):
+            return ToolCalls()
+        text = self._codec.decode(sample.token_ids)
+        found = parse_tool_calls(text, self._form)
+        if self._form != "xml" or not found.calls:
+            return found
+        inner = [tool.get("function", tool) for tool in self._all_tools(tools)]
+        parameters = {tool["name"]: tool.get("parameters", {}) for tool in inner}
+        calls = [with_types(call, parameters.get(call.name, {})) for call in found.calls]
+        return ToolCalls(calls, found.broken)
+
+    def ask(self, key: int, ask: Ask) -> None:
+        """Have the next `queue` ask for an episode's turn."""
+        self._asked.append((key, ask))
+
+    def queue(self) -> None:
+        """Queue the requests of all turns that were asked for."""
+        if not self._asked:
+            return
+        asked, self._asked = self._asked, []
+        params = self._plan.params
+        request_ids = self.reader.add_all(
+            [{"prompt_token_ids": ask.token_ids} for _, ask in asked],
+            [params if (params.max_tokens or 0) <= ask.room else self._shortened(ask.room) for _, ask in asked],
+            session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
+            seeds=[ask.seed for _, ask in asked],
+        )
+        self._open.update(zip(request_ids, asked, strict=True))
+        self._requests.update((key, request_id) for request_id, (key, _) in zip(request_ids, asked, strict=True))
+
+    def read(self) -> list[tuple[int, CompletionOutput]]:
+        """Take the answers that have come, by episode; computes a step or waits a moment where none has.
+
+        Turns that a pause, sleep or update with mode="abort" has cut short are asked for again, with the same seeds.
+        """
+        answers = []
+        for output in self.reader.read():
+            key, ask = self._open.pop(output.request_id)
+            del self._requests[key]
+            [sample] = output.outputs
+            if sample.finish_reason == "abort":
+                self.ask(key, ask)
+            else:
+                answers.append((key, sample))
+        return answers
+
+    def abort(self, key: int) -> None:
+        """End an episode's turn without an answer."""
+        self._asked = [each for each in self._asked if each[0] != key]
+        request_id = self._requests.pop(key, None)
+        if request_id is not None:
+            del self._open[request_id]
+            self.reader.abort([request_id])
+
+    def abort_all(self) -> None:
+        """End all turns without an answer."""
+        unfinished, self._open, self._requests, self._asked = list(self._open), {}, {}, []
+        if unfinished:
+            self.reader.abort(unfinished)
+
+    def _shortened(self, room: int) -> Any:
+        return self._plan.params.clone(max_tokens=room)
+
+    def _turns_with(self, tools: list[dict[str, Any]]) -> Turns:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._turns:
+            self._turns[key] = self._new_turns(self._all_tools(tools))
+        return self._turns[key]
+
+    def _all_tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Schemas of the rollout's tools and an environment's."""
+        return [*(tool.schema for tool in self._plan.tools.values()), *tools]
+
+    def _new_turns(self, tools: list[dict[str, Any]]) -> Turns:
+        if self._has_template:
+            return ChatTurns(self._codec, **self._plan.chat, **({"tools": tools} if tools else {}))
+        if tools:
+            raise RequestError.for_field("tools", tools, "absent: this tokenizer has no chat template to show them")
+        return TextTurns(self._codec)
+
+    def _taught_form(self) -> ToolFormat | None:
+        if not self._has_template:
+            return None
+        template = self._plan.chat.get("chat_template") or self._codec.hf.chat_template
+        return format_of_template(str(template))
+
+    def _require_unchanged_turns(self) -> None:
+        roles = [("user",), *([("tool",)] if self._plan.tools else [])]
+        turns = self._turns_with([])
+        for how in map(turns.rewriting, roles):
+            if how is not None:
+                raise rewritten(how)

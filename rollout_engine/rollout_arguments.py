@@ -1,0 +1,62 @@
+"""The arguments that `rollout` and `arollout` share, and the run that they begin: over prompts or environments."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rollout_engine.episodes.plan import EPISODE_KEYS, EpisodePlan, RolloutOptions, divided, refuse_beside_env
+from rollout_engine.episodes.run import EpisodeRun
+from rollout_engine.faces.frontend import Frontend
+from rollout_engine.reward_functions import RewardFunctions
+from rollout_engine.rollout_batch import Layout, check_layout
+from rollout_engine.rollout_plan import Columns, RolloutPlan
+from rollout_engine.rollout_run import RolloutRun
+from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.text.conversations import CHAT_KEYS
+from rollout_engine.text.prompts import check_chat_arguments
+
+
+class RolloutArguments(NamedTuple):
+    """Arguments as they were given."""
+
+    prompts: Any
+    params: SamplingLike | Sequence[SamplingLike] | None
+    num_samples: int | None
+    columns: Columns | None
+    reward_fn: RewardFunctions | None
+    reward_weights: Sequence[float] | None
+    seed: int | None
+    layout: Layout
+    oversample: int | None
+    session_id: str | Sequence[str | None] | None
+    options: RolloutOptions
+
+    def begin(
+        self, frontend: Frontend, verb: Callable[..., Any], loop: asyncio.AbstractEventLoop | None = None
+    ) -> RolloutRun | EpisodeRun:
+        """Check them and make the run. `loop` runs async rewards. Raises `RequestError`, naming those of `verb`."""
+        check_layout(self.layout)
+        check_chat_arguments(self.options, verb, [*CHAT_KEYS, *EPISODE_KEYS])
+        chat, episodes = divided(self.options)
+        if episodes:
+            refuse_beside_env(
+                prompts=self.prompts,
+                columns=self.columns,
+                reward_fn=self.reward_fn,
+                reward_weights=self.reward_weights,
+                oversample=self.oversample,
+                session_id=self.session_id,
+            )
+            plan = EpisodePlan.of(frontend, self.params, self.num_samples, self.seed, chat, episodes)
+            return EpisodeRun(frontend, plan)
+        prompts = RolloutPlan.of(
+            self.prompts,
+            self.params,
+            self.num_samples,
+            self.columns,
+            self.seed,
+            chat,
+            self.oversample,
+            self.session_id,
+        )
+        return RolloutRun(frontend, prompts.tasks(), self.reward_fn, loop, reward_weights=self.reward_weights)

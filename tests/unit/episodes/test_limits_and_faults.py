@@ -1,0 +1,117 @@
+"""Limits of episodes, and environments that fail."""
+
+import random
+import threading
+
+import pytest
+
+from envs_adapters import Observation
+from rollout_engine.errors import EpisodeError
+from tests.unit.episodes.playing import Counting, Endless, play, row_ids, sampled_turns
+
+
+def test_an_episode_is_cut_off_after_max_turns(policy):
+    batch = play(policy, Endless, max_turns=2)
+    assert list(batch["ended_by"]) == ["max_turns"]
+    assert (batch["num_turns"].item(), batch["truncated"].item(), batch["next", "done"].item()) == (2, True, False)
+    assert sum(map(len, sampled_turns(batch, 0))) == int((batch["masks", "turn"] >= 0).sum())
+
+
+@pytest.mark.parametrize("limit", [40, 57, None])
+def test_an_episode_is_cut_off_where_its_row_is_full(policy, limit):
+    batch = play(policy, Endless, max_turns=1000, max_episode_tokens=limit)
+    assert list(batch["ended_by"]) == ["max_episode_tokens"]
+    assert (limit or 256) - 36 <= len(row_ids(batch, 0)) <= (limit or 256)
+    assert batch["masks", "turn"][0, -1] >= 0, "nothing stands behind the last answer"
+
+
+def test_a_limit_of_the_environments_own_truncates(policy):
+    class Limited(Counting):
+        def step(self, action):
+            return Observation("", 2.0, truncated=True)
+
+    batch = play(policy, Limited)
+    assert (list(batch["ended_by"]), batch["truncated"].item(), batch["next", "done"].item()) == (
+        ["truncated"],
+        True,
+        False,
+    )
+
+
+def test_an_episode_ends_when_its_time_is_up(policy):
+    released = threading.Event()
+
+    class Slow(Counting):
+        def step(self, action):
+            if self.turn == 1:
+                released.wait(30)
+            return super().step(action)
+
+    try:
+        batch = play(policy, Slow, num_episodes=2, episode_timeout=0.3)
+    finally:
+        released.set()
+    assert list(batch["ended_by"]) == ["episode_timeout"] * 2
+    assert batch["num_turns"].tolist() == [2, 2]
+    assert batch["rewards", "turn"][:, 1].tolist() == [0.0, 0.0]
+
+
+class Faulty(Counting):
+    def step(self, action):
+        if self.random.random() < 0.4:
+            raise ValueError("the die is lost")
+        return super().step(action)
+
+
+def test_a_fault_ends_its_own_episode_with_the_reason(policy, caplog):
+    batch = play(policy, Faulty, num_episodes=12)
+    errors = list(batch["error"])
+    failed = [row for row in range(12) if errors[row] is not None]
+    assert 0 < len(failed) < 12
+    for row in range(12):
+        assert ("the die is lost" in (errors[row] or "the die is lost")) and (
+            batch["finish_reason"][row] == "error"
+        ) == (row in failed)
+        assert bool(batch["next", "done"][row]) == (row not in failed and batch["finish_reason"][row] == "stop")
+    assert f"{len(failed)} of 12 episodes failed" in caplog.text
+    assert Counting.actions
+
+
+def test_faults_of_all_episodes_are_raised(policy):
+    class Broken(Counting):
+        def reset(self, seed):
+            raise KeyError("board")
+
+    with pytest.raises(EpisodeError, match="All 3 episodes failed; the first: .*board") as caught:
+        play(policy, Broken, num_episodes=3)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_episode_may_end_before_its_first_turn(policy):
+    class Over:
+        def reset(self, seed):
+            return Observation("nothing to do", 0.5, terminated=True)
+
+        def step(self, action):
+            raise AssertionError("it has ended")
+
+    class Mixed(Counting):
+        def reset(self, seed):
+            return Observation("nothing", terminated=True) if seed % 2 else super().reset(seed)
+
+    batch = play(policy, Mixed, num_episodes=8)
+    empty = batch["num_turns"] == 0
+    assert 0 < int(empty.sum()) < 8
+    assert not batch["masks", "all_assistant_mask"][empty].any()
+    assert play(policy, Over)["next", "reward"].item() == 0.5
+
+
+def test_members_of_a_group_must_start_alike(policy):
+    class Unseeded(Counting):
+        def reset(self, seed):
+            super().reset(seed)
+            return f"{random.random()} "
+
+    batch = play(policy, Unseeded, num_samples=3)
+    assert [error is None for error in list(batch["error"])].count(True) == 1
+    assert "gave another start" in next(filter(None, list(batch["error"])))
