@@ -2,11 +2,32 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from rollout_engine.episodes.env_host import EnvFailure, EnvHost
+from envs_adapters.base import Action
+from rollout_engine.episodes.env_host import EnvFailure
 from rollout_engine.errors import StepDeadlineError
 from rollout_engine.user_code import UserCode
+
+
+class Host(Protocol):
+    """The environment of one episode, in this process or another one."""
+
+    @property
+    def is_async(self) -> bool: ...
+    @property
+    def has_close(self) -> bool: ...
+    def reset(self, seed: int) -> Any: ...
+    def step(self, action: Action) -> Any: ...
+    def close(self) -> Any: ...
+
+
+class Place(Protocol):
+    """Where calls run."""
+
+    def submit(self, call: "Call") -> None: ...
+    def write_off(self, call: "Call", message: str) -> None: ...
+    def cancel(self, call: "Call") -> None: ...
 
 
 class Episode:
@@ -14,7 +35,7 @@ class Episode:
 
     __slots__ = ("host", "is_closed", "key", "running", "stuck", "waiting")
 
-    def __init__(self, key: int, host: EnvHost | None = None) -> None:
+    def __init__(self, key: int, host: Host | None = None) -> None:
         self.key, self.host = key, host
         self.waiting: deque[Call] = deque()
         self.running: Call | None = None
@@ -27,18 +48,17 @@ class Episode:
 class Call:
     """A call of one method of an episode, or of a function beside it."""
 
-    __slots__ = ("code", "episode", "is_close", "is_on_thread", "is_written_off", "on_deadline", "stop", "what", "work")
-
     def __init__(
         self,
         episode: Episode,
+        place: Place,
         what: str,
         work: Callable[[], Any],
         on_deadline: Callable[["Call"], object],
         *,
         is_close: bool = False,
     ) -> None:
-        self.episode, self.what, self.work, self.is_close = episode, what, work, is_close
+        self.episode, self.place, self.what, self.work, self.is_close = episode, place, what, work, is_close
         """`what` names it in messages, for example "GuessNumber: step"."""
         self.on_deadline = on_deadline
         self.code = UserCode(lambda: self.what)
@@ -46,6 +66,10 @@ class Call:
         """Whether a thread that was made for calls is in it; whether that thread has been given up."""
         self.stop: Callable[[], object] | None = None
         """Cancels its task, where it runs on an event loop."""
+        self.seconds = 0.0
+        """What it may take."""
+        self.phase = ""
+        """What it is in before its work; "" in the work itself."""
 
     @property
     def is_dropped(self) -> bool:
@@ -53,7 +77,12 @@ class Call:
         return self.episode.is_closed and not self.is_close
 
 
-def overdue(what: str, seconds: float) -> EnvFailure:
+def overdue(call: Call) -> EnvFailure:
     """The failure of a call that did not return by its deadline."""
-    reason = f"{what} did not return within {seconds:g} seconds (step_timeout)."
-    return EnvFailure(reason, StepDeadlineError(reason))
+    limit = f"{call.seconds:g} seconds"
+    what = (
+        f"{call.what}: {call.phase} took more than {limit}."
+        if call.phase
+        else (f"{call.what} did not return within {limit} (step_timeout).")
+    )
+    return EnvFailure(what, StepDeadlineError(what))

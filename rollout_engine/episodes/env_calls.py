@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 from envs_adapters.base import Action, EnvSpec
-from rollout_engine.episodes.env_call import Call, Episode, overdue
+from rollout_engine.episodes.env_call import Call, Episode, Host, Place, overdue
 from rollout_engine.episodes.env_deadlines import Deadlines
 from rollout_engine.episodes.env_host import Began, EnvFailure, EnvHost, name_of_env
+from rollout_engine.episodes.env_processes import RemoteHost, WorkerPool
 from rollout_engine.episodes.env_threads import ThreadCalls
+from rollout_engine.episodes.factory_reference import refer_to
 
 __all__ = ["Began", "EnvCalls", "EnvFailure"]
 
@@ -30,7 +32,8 @@ class EnvCalls:
     def __init__(self, spec: EnvSpec, on_done: Callable[[], object]) -> None:
         """`on_done` is called on any thread when `take` has something; it must be quick.
 
-        Raises `RetryableError` where the system starts no thread.
+        Raises `RetryableError` where the system starts no thread, and `ConfigError` for an environment that processes
+        cannot have.
         """
         self._spec, self._on_done, self._name = spec, on_done, name_of_env(spec)
         self._lock = threading.Lock()
@@ -39,25 +42,30 @@ class EnvCalls:
         self._num_closing, self._all_closed = 0, threading.Condition(self._lock)
         """Episodes whose `close` has not returned."""
         self._is_ended = False
+        reference = refer_to(spec) if spec.placement == "processes" else None
         self._deadlines = Deadlines(spec.step_timeout)
         self._threads = ThreadCalls(spec.num_workers or _MAX_THREADS, self._deadlines.begin, self._returned)
+        self._workers: WorkerPool | None = None
+        if reference is not None:
+            self._workers = WorkerPool(reference, spec.num_workers, self._deadlines, self._returned)
 
     def reset(self, key: int, seed: int) -> None:
         """Make the environment of a new episode and reset it; the result is a `Began`."""
-        host = EnvHost(self._spec)
+        workers = self._workers
+        host: Host = EnvHost(self._spec) if workers is None else workers.host()
         episode = Episode(key, host)
         with self._lock:
             self._check_open()
             if key in self._episodes:
                 raise ValueError(f"episode {key} exists: close it first")
             self._episodes[key] = episode
-        self._submit(episode, "reset", partial(host.reset, seed))
+        self._submit(episode, self._place(host), "reset", partial(host.reset, seed))
 
     def step(self, key: int, action: Action) -> None:
         """Step an episode's environment; the result is an `Observation`."""
         episode = self._episodes[key]
         assert episode.host is not None
-        self._submit(episode, "step", partial(episode.host.step, action))
+        self._submit(episode, self._place(episode.host), "step", partial(episode.host.step, action))
 
     def run(self, key: int, function: Callable[[], Any]) -> None:
         """Call a function of our own beside an environment; the result is what it returns or awaits."""
@@ -65,7 +73,7 @@ class EnvCalls:
             self._check_open()
             episode = self._episodes.setdefault(key, Episode(key))
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        self._submit(episode, name, function)
+        self._submit(episode, self._threads, name, function)
 
     def close(self, key: int) -> None:
         """End an episode: `close` of its environment is called, and a result still to come is dropped.
@@ -83,7 +91,7 @@ class EnvCalls:
         if running is None:
             self._close_env(episode)
         else:
-            self._threads.cancel(running)
+            running.place.cancel(running)
 
     def take(self) -> list[tuple[int, Any]]:
         """The results that have come since, as (key, Began, Observation, what a function returned, or EnvFailure)."""
@@ -102,18 +110,20 @@ class EnvCalls:
         seconds = min(self._spec.step_timeout, _MAX_END_SECONDS)
         with self._all_closed:
             self._all_closed.wait_for(lambda: not self._num_closing, seconds)
-            num_left = self._num_closing
+        if self._workers is not None:
+            self._workers.close()
         self._threads.close(seconds)
         self._deadlines.close()
-        if num_left:
-            logger.warning("%s: %d environments did not return and were left as they are", self._name, num_left)
+        if self._num_closing:
+            what = "environments did not return and were left as they are"
+            logger.warning("%s: %d %s", self._name, self._num_closing, what)
 
     def _check_open(self) -> None:
         if self._is_ended:
             raise RuntimeError("these environments have ended")
 
-    def _submit(self, episode: Episode, method: str, work: Callable[[], Any]) -> None:
-        call = Call(episode, f"{self._name}: {method}", work, self._overdue)
+    def _submit(self, episode: Episode, place: Place, method: str, work: Callable[[], Any]) -> None:
+        call = Call(episode, place, f"{self._name}: {method}", work, self._overdue)
         with self._lock:
             stuck = episode.stuck
             is_first = episode.running is None
@@ -124,17 +134,17 @@ class EnvCalls:
         if stuck:
             self._put(episode, EnvFailure(f"{call.what}: {stuck} has still not returned."))
         elif is_first:
-            self._threads.submit(call)
+            place.submit(call)
 
     def _overdue(self, call: Call) -> None:
-        failure = overdue(call.what, self._deadlines.seconds)
+        failure = overdue(call)
         waiting: list[Call] = []
         with self._lock:
             if call.episode.running is call:  # it may have returned just now
                 call.episode.stuck = call.what
                 waiting = list(call.episode.waiting)
                 call.episode.waiting.clear()
-        self._threads.write_off(call, failure.reason)
+        call.place.write_off(call, failure.reason)
         self._put(call.episode, failure)
         for each in waiting:
             self._put(call.episode, EnvFailure(f"{each.what}: {call.what} has still not returned."))
@@ -152,7 +162,7 @@ class EnvCalls:
         elif is_in_time:
             self._put(episode, result)
         if following is not None:
-            self._threads.submit(following)
+            following.place.submit(following)
         elif must_close:
             self._close_env(episode)
 
@@ -171,9 +181,14 @@ class EnvCalls:
         if host is None or not host.has_close:
             self._closed(None)
             return
-        call = Call(episode, f"{self._name}: close", host.close, self._overdue, is_close=True)
+        place = self._place(host)
+        call = Call(episode, place, f"{self._name}: close", host.close, self._overdue, is_close=True)
         episode.running = call
-        self._threads.submit(call)
+        place.submit(call)
+
+    def _place(self, host: Host) -> Place:
+        """Where the calls of an environment run."""
+        return host.worker if isinstance(host, RemoteHost) else self._threads
 
     def _closed(self, result: Any) -> None:
         if isinstance(result, EnvFailure):

@@ -8,7 +8,7 @@ from rollout_engine.threads import start_thread
 
 
 class Deadlines:
-    """Calls under way, each of which may take `seconds`.
+    """Calls under way, each of which may take `seconds` at least.
 
     Exactly one of `end` and the deadline gets each call: removing a key from a dict is atomic.
     """
@@ -19,9 +19,17 @@ class Deadlines:
         self._is_ended = threading.Event()
         self._thread = start_thread(self._watch, name="environment deadlines")
 
-    def begin(self, call: Call) -> None:
-        """Start the clock of a call."""
-        self._running[call] = time.monotonic() + self.seconds
+    def begin(self, call: Call, seconds: float = 0.0) -> None:
+        """Start the clock of a call. `seconds`: it may take so many, if that is more."""
+        call.seconds = max(seconds, self.seconds)
+        self._running[call] = time.monotonic() + call.seconds
+
+    def extend(self, call: Call, seconds: float = 0.0) -> bool:
+        """Start the clock of a call again. Returns False where its deadline had passed already."""
+        is_in_time = self.end(call)
+        if is_in_time:
+            self.begin(call, seconds)
+        return is_in_time
 
     def end(self, call: Call) -> bool:
         """Stop the clock of a call. Returns False where the deadline had passed, or the call was never begun."""

@@ -23,13 +23,17 @@ class Runner:
 
     def results(self, number):
         """The next `number` results, as (key, result)."""
-        found, deadline = [], time.monotonic() + WAIT_SECONDS
+        found = []
         while len(found) < number:
-            assert self._has_done.wait(deadline - time.monotonic()), f"{len(found)} of {number} results"
-            self._has_done.clear()
-            found += self.calls.take()
+            found += self.results_so_far()
         assert len(found) == number
         return found
+
+    def results_so_far(self):
+        """What has completed, once something has."""
+        assert self._has_done.wait(WAIT_SECONDS)
+        self._has_done.clear()
+        return self.calls.take()
 
     def reset(self, key=0, seed=0):
         self.calls.reset(key, seed)
@@ -50,9 +54,13 @@ def run_env():
         made.append(Runner(EnvSpec(factory, **options)))
         return made[-1]
 
+    def end():
+        for runner in made:
+            runner.calls.end()
+
+    run.end = end
     yield run
-    for runner in made:
-        runner.calls.end()
+    end()
     deadline = time.monotonic() + WAIT_SECONDS
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.01)

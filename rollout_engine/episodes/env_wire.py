@@ -1,0 +1,127 @@
+"""Messages between this process and a worker that plays environments: msgpack, each after its length."""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from envs_adapters.base import Action, Observation
+from rollout_engine.episodes.env_host import Began
+from rollout_engine.episodes.factory_reference import FactoryReference
+from rollout_engine.episodes.observations import plain_data
+
+MAX_REPLY_BYTES = 1 << 26
+_LENGTH_BYTES = 4
+
+
+class Load(msgspec.Struct, tag=True):
+    """Import the factory. First in each process."""
+
+    reference: FactoryReference
+
+
+class Reset(msgspec.Struct, tag=True):
+    """Make the environment of an episode and reset it."""
+
+    key: int
+    seed: int
+
+
+class Step(msgspec.Struct, tag=True):
+    """Step the environment of an episode."""
+
+    key: int
+    action: Action
+
+
+class Close(msgspec.Struct, tag=True):
+    """Close the environment of an episode and forget it."""
+
+    key: int
+
+
+class End(msgspec.Struct, tag=True):
+    """End the process; the only order without a reply."""
+
+
+Order = Load | Reset | Step | Close | End
+
+
+class Reply(msgspec.Struct):
+    """What an order has brought; empty where it brings nothing."""
+
+    began: Began | None = None
+    observation: Observation | None = None
+    failure: str = ""
+    """Why there is neither, on one line."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode_order(order: Order) -> bytes:
+    """Encode an order. Arguments that a policy has written and msgpack cannot carry become plain data."""
+    try:
+        return _encoder.encode(order)
+    except (OverflowError, ValueError, RecursionError):
+        if not isinstance(order, Step):
+            raise
+    calls = [
+        msgspec.structs.replace(call, name=plain_data(call.name), arguments=plain_data(call.arguments))
+        for call in order.action.tool_calls
+    ]
+    return _encoder.encode(Step(order.key, msgspec.structs.replace(order.action, tool_calls=calls)))
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """Encode a reply; `info` and messages become plain data. Raises `ValueError` for one that is too long."""
+    observation = reply.observation if reply.began is None else reply.began.observation
+    if observation is not None:
+        observation.info, observation.messages = plain_data(observation.info), plain_data(observation.messages)
+    if reply.began is not None:
+        reply.began.tools = plain_data(reply.began.tools)
+    frame = _encoder.encode(reply)
+    if len(frame) > MAX_REPLY_BYTES:
+        raise ValueError(f"info makes an observation of {len(frame)} bytes: {MAX_REPLY_BYTES} are the most allowed")
+    return frame
+
+
+def send(connection: socket.socket, frame: bytes) -> None:
+    """Send one frame. Raises `OSError` where the other end is gone."""
+    connection.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+
+
+def receive_order(connection: socket.socket) -> Order:
+    """Wait for an order. Raises `EOFError` or `OSError` where the other end is gone."""
+    return _orders.decode(_receive(connection, lambda: True))
+
+
+def receive_reply(connection: socket.socket, is_alive: Callable[[], bool]) -> Reply:
+    """Wait for a reply, as long as `is_alive` whenever the connection times out.
+
+    Raises `EOFError` or `OSError` where the other end is gone.
+    """
+    return _replies.decode(_receive(connection, is_alive))
+
+
+def _receive(connection: socket.socket, is_alive: Callable[[], bool]) -> bytearray:
+    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, is_alive), "little")
+    return _receive_bytes(connection, length, is_alive)
+
+
+def _receive_bytes(connection: socket.socket, number: int, is_alive: Callable[[], bool]) -> bytearray:
+    received = bytearray(number)
+    view, at = memoryview(received), 0
+    while at < number:
+        with suppress(BlockingIOError):  # it has timed out
+            count = connection.recv_into(view[at:])
+            at += count
+            if count:
+                continue
+            raise EOFError("the other end is gone")
+        if not is_alive():
+            raise EOFError("the other end has ended")
+    return received

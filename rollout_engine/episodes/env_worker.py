@@ -1,0 +1,112 @@
+"""A worker process that plays environments: `python -m rollout_engine.episodes.env_worker DESCRIPTOR PARENT`.
+
+It carries out one order after the other. It ends when its parent does, whatever its environments are in.
+"""
+
+import asyncio
+import faulthandler
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from envs_adapters.base import EnvSpec
+from rollout_engine.episodes.env_host import EnvHost, failure_of, name_of_env, one_line
+from rollout_engine.episodes.env_wire import (
+    Close,
+    End,
+    Load,
+    Order,
+    Reply,
+    Reset,
+    Step,
+    encode_reply,
+    receive_order,
+    send,
+)
+from rollout_engine.episodes.factory_reference import find
+from rollout_engine.episodes.random_state import RandomState
+from rollout_engine.process.parent_watch import ParentWatch
+
+
+class Worker:
+    """The environments of one worker process."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+        """Awaits what async environments return."""
+        self._spec: EnvSpec | None = None
+        self._problem = ""
+        """Why there is no spec."""
+        self._hosts: dict[int, tuple[EnvHost, RandomState]] = {}
+
+    def answer(self, order: Order) -> bytes:
+        """Carry out an order; the encoded reply. Whatever an environment raises is in it."""
+        what = "environment" if self._spec is None else name_of_env(self._spec)
+        try:
+            match order:
+                case Load():
+                    what = f"{order.reference.name or order.reference.factory}: import"
+                    self._spec = find(order.reference)
+                    return encode_reply(Reply())
+                case Reset():
+                    what += ": reset"
+                    return encode_reply(Reply(began=self._reset(order)))
+                case Step():
+                    what += ": step"
+                    host, state = self._hosts[order.key]
+                    return encode_reply(Reply(observation=self._call(state, lambda: host.step(order.action))))
+                case _:
+                    what += ": close"
+                    return encode_reply(self._close(order))
+        except BaseException as problem:  # also an exit: it ends an episode, not those beside it
+            return encode_reply(Reply(failure=_text(failure_of(what, problem).reason)))
+
+    def _reset(self, order: Reset) -> Any:
+        assert self._spec is not None
+        while True:
+            host, state = self._hosts[order.key] = EnvHost(self._spec), RandomState(order.seed)
+            began = self._call(state, lambda host=host: host.reset(order.seed))  # type: ignore[misc]
+            if not state.has_missed:
+                return began
+            with suppress(Exception):  # it drew from a generator without the seed: once more
+                self._call(state, host.close)
+
+    def _close(self, order: Order) -> Reply:
+        host, state = self._hosts.pop(order.key, (None, None)) if isinstance(order, Close) else (None, None)
+        if host is not None and state is not None:
+            self._call(state, host.close)
+        return Reply()
+
+    def _call(self, state: RandomState, function: Callable[[], Any]) -> Any:
+        with state:
+            value = function()
+            return self._runner.run(_wait(value)) if inspect.isawaitable(value) else value
+
+
+def main() -> None:
+    """Carry out orders until the last one."""
+    descriptor, parent = map(int, sys.argv[1:])
+    faulthandler.enable()
+    os.set_inheritable(descriptor, False)
+    with socket.socket(fileno=descriptor) as connection, asyncio.Runner() as runner:
+        watch = ParentWatch(connection, parent, lambda: os._exit(1))
+        worker = Worker(runner)
+        while not isinstance(order := receive_order(connection), End):
+            send(connection, worker.answer(order))
+        watch.end()
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _text(reason: str) -> str:
+    return one_line(reason).encode(errors="replace").decode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The process of one worker, held from here: started, asked, ended, and why it died."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from rollout_engine.episodes.env_wire import End, Load, Order, Reply, encode_order, receive_reply, send
+from rollout_engine.episodes.factory_reference import WORKER_MODULE, FactoryReference
+from rollout_engine.errors import RetryableError
+
+_LOOK_TIME = struct.pack("ll", 0, 500_000)
+"""Seconds and microseconds: how often to look whether it lives. What it forks may hold its end of the connection."""
+_HASH_SEED = "0"
+"""Sets of texts have the same order in every worker, so that episodes of one seed are alike."""
+_GRACE_SECONDS = 1.0
+"""From the end of its connection to its own."""
+_END_SECONDS = 5.0
+
+
+class WorkerLostError(Exception):
+    """The process ended before it replied; the message says how. `has_begun`: it had read the order."""
+
+    def __init__(self, message: str, *, has_begun: bool = True) -> None:
+        super().__init__(message)
+        self.has_begun = has_begun
+
+
+class WorkerProcess:
+    """A worker process, into which the factory is to be loaded first. One thread at a time may `ask`."""
+
+    def __init__(self) -> None:
+        """Raises `RetryableError` where the system starts no process."""
+        here, there = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", WORKER_MODULE, str(there.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[there.fileno()],
+                env={"PYTHONHASHSEED": _HASH_SEED, **os.environ, "PYTHONPATH": _python_path()},
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        except OSError as problem:
+            here.close()
+            what = f"A process for environments cannot start ({problem})"
+            raise RetryableError(f"{what}: end processes, or allow more, and call again.") from problem
+        finally:
+            there.close()
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_TIME)
+        self._connection = here
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def load(self, reference: FactoryReference) -> str:
+        """Let it import the factory. Returns "", or the reason why it cannot. Raises `WorkerLostError`."""
+        return self.ask(Load(reference)).failure
+
+    def ask(self, order: Order) -> Reply:
+        """Give an order and wait for its reply, as long as the process lives. Raises `WorkerLostError`."""
+        try:
+            send(self._connection, encode_order(order))
+            return receive_reply(self._connection, lambda: self.is_alive)
+        except (ConnectionResetError, BrokenPipeError):  # it has left bytes of ours unread
+            raise WorkerLostError(self._how_it_ended(), has_begun=False) from None
+        except (OSError, EOFError):
+            raise WorkerLostError(self._how_it_ended()) from None
+
+    def kill(self) -> None:
+        """Kill the process; on any thread. A reply that is awaited is then lost."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Let it end, or kill it where it does not; no-op where it has ended."""
+        with suppress(OSError):
+            send(self._connection, encode_order(End()))
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._connection.close()
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "closed its connection"
+        if code >= 0:
+            return f"exited with status {code}"
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+
+def _python_path() -> str:
+    """PYTHONPATH by which the child imports this copy of the package."""
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

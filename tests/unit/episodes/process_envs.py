@@ -1,0 +1,155 @@
+"""Environments for worker processes, which import this module; it imports nothing heavy."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+
+from envs_adapters.base import Observation
+
+
+class Draws:
+    """Draws from the global generators; tells what it drew."""
+
+    def reset(self, seed):
+        random.seed(seed + 1)  # as some packages do
+        np.random.seed(seed)
+        return self._draw()
+
+    def step(self, action):
+        return Observation(self._draw(), 1.0, info={"pid": os.getpid(), "text": action.text})
+
+    def _draw(self):
+        return f"{random.random()} {np.random.rand()} {random.choice(list({'a', 'b', 'c', 'd'}))}"
+
+
+class DrawsUnseeded(Draws):
+    """Leaves the seeds alone."""
+
+    def reset(self, seed):
+        return self._draw()
+
+
+class Obeys:
+    """Does what the action says, and counts."""
+
+    num_open = 0
+    """Environments whose `close` was not called."""
+
+    def __init__(self, **arguments):
+        self.arguments = arguments
+        self.count = 0
+        Obeys.num_open += 1
+
+    def close(self):
+        Obeys.num_open -= 1
+
+    def reset(self, seed):
+        self.seed = seed
+        return f"{seed} {self.arguments}"
+
+    def step(self, action):
+        self.count += 1
+        name, _, argument = action.text.partition(" ")
+        if hasattr(self, f"do_{name}"):
+            return getattr(self, f"do_{name}")(argument)
+        return Observation(f"{self.seed}: {self.count}", info={"pid": os.getpid(), "torch": "torch" in sys.modules})
+
+    def do_exit(self, status):
+        os._exit(int(status))
+
+    def do_sysexit(self, status):
+        sys.exit(int(status))
+
+    def do_signal(self, name):
+        os.kill(os.getpid(), getattr(signal, name))
+
+    def do_raise(self, text):
+        raise ValueError(text)
+
+    def do_hang(self, _):
+        time.sleep(1000)
+
+    def do_loop(self, _):
+        while True:
+            pass
+
+    def do_print(self, text):
+        print(text, flush=True)
+        os.write(1, b"raw\n")
+        print(text, file=sys.stderr, flush=True)
+        sys.stdin.read()
+        return Observation("printed")
+
+    def do_fork(self, _):
+        """Leave a process behind that holds all that this one has."""
+        if os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
+        os._exit(5)
+
+    def do_child(self, _):
+        return Observation(subprocess.run(["echo", "hi"], capture_output=True, text=True).stdout)
+
+    def do_info(self, _):
+        return Observation("", info={"array": np.arange(3), "object": threading.Lock(), "big": 1 << 80})
+
+    def do_nan(self, _):
+        return Observation("", reward=float("nan"))
+
+    def do_none(self, _):
+        return None
+
+    def do_wrong(self, _):
+        return Observation(5)
+
+    def do_late(self, _):
+        time.sleep(1.5)
+        return Observation("late")
+
+    def do_text(self, number):
+        return Observation("x" * int(number))
+
+    def do_time(self, _):
+        return Observation(str(time.time_ns()))
+
+
+class Waits:
+    """Awaits."""
+
+    async def reset(self, seed):
+        await asyncio.sleep(0.001)
+        return "a"
+
+    async def step(self, action):
+        await asyncio.sleep(0.001)
+        return Observation("b")
+
+
+class Multiplies:
+    """Has a function as a tool."""
+
+    @property
+    def tools(self):
+        return [self.multiply]
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiplies.
+
+        Args:
+            a: a number
+            b: a number
+        """
+        return a * b
+
+    def reset(self, seed):
+        return "a"
+
+    def step(self, action):
+        return Observation("b")
