@@ -7,7 +7,8 @@ dir=${1:?the directory to make}
 make() {
     ${PYTHON:-python3} -m venv "$dir/$1"
     "$dir/$1/bin/python" -m pip --quiet --disable-pip-version-check install --no-compile \
-        --constraint "tests/envs/constraints-$1.txt" torch==2.13.0 hypothesis pytest --editable ".[$2]" $3
+        --constraint "tests/envs/constraints-$1.txt" torch==2.13.0 hypothesis pytest --editable ".[$2]"
 }
-make verifiers-0.4 skyrl-gym ""
+make verifiers-0.4 skyrl-gym
+make verifiers-0.3 openenv,openenv-server
 touch "$dir/installed"
