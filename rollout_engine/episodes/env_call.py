@@ -56,20 +56,28 @@ class Call:
         work: Callable[[], Any],
         on_deadline: Callable[["Call"], object],
         *,
+        is_own: bool = False,
         is_close: bool = False,
     ) -> None:
-        self.episode, self.place, self.what, self.work, self.is_close = episode, place, what, work, is_close
+        self.episode, self.place, self.what, self.work = episode, place, what, work
         """`what` names it in messages, for example "GuessNumber: step"."""
+        self.is_own, self.is_close = is_own, is_close
+        """Whether it is a function of our own, not a method of the environment; whether it is the method `close`."""
         self.on_deadline = on_deadline
         self.code = UserCode(lambda: self.what)
         self.is_on_thread = self.is_written_off = False
         """Whether a thread that was made for calls is in it; whether that thread has been given up."""
         self.stop: Callable[[], object] | None = None
         """Cancels its task, where it runs on an event loop."""
-        self.seconds = 0.0
-        """What it may take."""
+        self.seconds, self.deadline = 0.0, 0.0
+        """What it may take, and until when by the monotonic clock."""
         self.phase = ""
         """What it is in before its work; "" in the work itself."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it belongs on an event loop from its beginning."""
+        return self.episode.host is not None and self.episode.host.is_async and not self.is_own
 
     @property
     def is_dropped(self) -> bool:

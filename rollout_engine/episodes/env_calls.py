@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,14 +52,12 @@ class EnvCalls:
 
     def reset(self, key: int, seed: int) -> None:
         """Make the environment of a new episode and reset it; the result is a `Began`."""
-        workers = self._workers
-        host: Host = EnvHost(self._spec) if workers is None else workers.host()
-        episode = Episode(key, host)
         with self._lock:
             self._check_open()
             if key in self._episodes:
                 raise ValueError(f"episode {key} exists: close it first")
-            self._episodes[key] = episode
+            host: Host = EnvHost(self._spec) if self._workers is None else self._workers.host()
+            episode = self._episodes[key] = Episode(key, host)
         self._submit(episode, self._place(host), "reset", partial(host.reset, seed))
 
     def step(self, key: int, action: Action) -> None:
@@ -73,7 +72,7 @@ class EnvCalls:
             self._check_open()
             episode = self._episodes.setdefault(key, Episode(key))
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        self._submit(episode, self._threads, name, function)
+        self._submit(episode, self._threads, name, function, is_own=True)
 
     def close(self, key: int) -> None:
         """End an episode: `close` of its environment is called, and a result still to come is dropped.
@@ -122,8 +121,10 @@ class EnvCalls:
         if self._is_ended:
             raise RuntimeError("these environments have ended")
 
-    def _submit(self, episode: Episode, place: Place, method: str, work: Callable[[], Any]) -> None:
-        call = Call(episode, place, f"{self._name}: {method}", work, self._overdue)
+    def _submit(
+        self, episode: Episode, place: Place, method: str, work: Callable[[], Any], *, is_own: bool = False
+    ) -> None:
+        call = Call(episode, place, f"{self._name}: {method}", work, self._overdue, is_own=is_own)
         with self._lock:
             stuck = episode.stuck
             is_first = episode.running is None
@@ -159,8 +160,8 @@ class EnvCalls:
             must_close = episode.is_closed and not call.is_close
         if call.is_close:
             self._closed(result)
-        elif is_in_time:
-            self._put(episode, result)
+        elif is_in_time:  # the watch may be late itself
+            self._put(episode, overdue(call) if time.monotonic() > call.deadline else result)
         if following is not None:
             following.place.submit(following)
         elif must_close:

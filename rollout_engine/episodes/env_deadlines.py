@@ -22,7 +22,8 @@ class Deadlines:
     def begin(self, call: Call, seconds: float = 0.0) -> None:
         """Start the clock of a call. `seconds`: it may take so many, if that is more."""
         call.seconds = max(seconds, self.seconds)
-        self._running[call] = time.monotonic() + call.seconds
+        call.deadline = time.monotonic() + call.seconds
+        self._running[call] = call.deadline
 
     def extend(self, call: Call, seconds: float = 0.0) -> bool:
         """Start the clock of a call again. Returns False where its deadline had passed already."""
@@ -44,9 +45,9 @@ class Deadlines:
     def _watch(self) -> None:
         seconds = 0.0
         while not self._is_ended.wait(seconds):
-            now = time.monotonic()
             for call, deadline in self._running.copy().items():
-                if deadline <= now and self.end(call):
+                if deadline <= time.monotonic() and self.end(call):
                     call.on_deadline(call)
             # A call that begins from here on ends later than all these.
+            now = time.monotonic()
             seconds = max(0.0, min([*self._running.copy().values(), now + self.seconds]) - now)

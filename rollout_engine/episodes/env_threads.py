@@ -41,8 +41,7 @@ class ThreadCalls:
 
     def submit(self, call: Call) -> None:
         """Run a call on a thread, or at once on the event loop where its environment is async; returns at once."""
-        host = call.episode.host
-        if host is not None and host.is_async:
+        if call.is_async:
             self._submit_async(call)
             return
         if self._is_closed:  # by a thread that had been given up: it may as well do this

@@ -12,6 +12,7 @@ from rollout_engine.episodes.factory_reference import FactoryReference
 from rollout_engine.episodes.observations import plain_data
 
 MAX_REPLY_BYTES = 1 << 26
+_MAX_FRAME_BYTES = 1 << 30
 _LENGTH_BYTES = 4
 
 
@@ -102,13 +103,15 @@ def receive_order(connection: socket.socket) -> Order:
 def receive_reply(connection: socket.socket, is_alive: Callable[[], bool]) -> Reply:
     """Wait for a reply, as long as `is_alive` whenever the connection times out.
 
-    Raises `EOFError` or `OSError` where the other end is gone.
+    Raises `EOFError` or `OSError` where the other end is gone, and `msgspec.DecodeError` for what is no reply.
     """
     return _replies.decode(_receive(connection, is_alive))
 
 
 def _receive(connection: socket.socket, is_alive: Callable[[], bool]) -> bytearray:
     length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, is_alive), "little")
+    if length > _MAX_FRAME_BYTES:
+        raise msgspec.DecodeError("something else has written to the connection")
     return _receive_bytes(connection, length, is_alive)
 
 

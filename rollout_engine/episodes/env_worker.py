@@ -1,6 +1,7 @@
 """A worker process that plays environments: `python -m rollout_engine.episodes.env_worker DESCRIPTOR PARENT`.
 
-It carries out one order after the other. It ends when its parent does, whatever its environments are in.
+It carries out one order after the other; the event loop of async environments runs only while one of them is called.
+It ends when its parent does, whatever its environments are in.
 """
 
 import asyncio

@@ -9,6 +9,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from rollout_engine.episodes.env_wire import End, Load, Order, Reply, encode_order, receive_reply, send
 from rollout_engine.episodes.factory_reference import WORKER_MODULE, FactoryReference
 from rollout_engine.errors import RetryableError
@@ -73,6 +75,9 @@ class WorkerProcess:
             return receive_reply(self._connection, lambda: self.is_alive)
         except (ConnectionResetError, BrokenPipeError):  # it has left bytes of ours unread
             raise WorkerLostError(self._how_it_ended(), has_begun=False) from None
+        except msgspec.DecodeError:
+            self.kill()
+            raise WorkerLostError("broke its connection") from None
         except (OSError, EOFError):
             raise WorkerLostError(self._how_it_ended()) from None
 
@@ -97,7 +102,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            return "closed its connection"
+            return "broke its connection"
         if code >= 0:
             return f"exited with status {code}"
         with suppress(ValueError):

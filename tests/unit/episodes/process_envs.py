@@ -94,6 +94,16 @@ class Obeys:
             os._exit(0)
         os._exit(5)
 
+    def do_write(self, _):
+        """Write to every descriptor, that of the connection among them."""
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            try:
+                if descriptor > 2:
+                    os.write(descriptor, b"garbage, and more of it")
+            except OSError:
+                pass
+        return Observation("written")
+
     def do_child(self, _):
         return Observation(subprocess.run(["echo", "hi"], capture_output=True, text=True).stdout)
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import threading
 import time
 
@@ -13,11 +14,12 @@ from envs_adapters.base import Action
 from rollout_engine.episodes.env_calls import Began, EnvFailure
 from tests.unit.episodes import process_envs
 
-STEP_TIMEOUT = 0.3
+STEP_TIMEOUT = 0.5
 NUM_OPEN = 24
 """Episodes at a time."""
 WAIT_SECONDS = 60
 
+OVERDUE = re.compile("did not return|took more than")
 HARMLESS = ["go"] * 4
 FAULTS = {
     "raise no": "ValueError: no",
@@ -42,7 +44,7 @@ class Faults:
     def __init__(self, env, faults, seed):
         self.env, self.faults, self.random = env, list(faults), random.Random(seed)
         self.open, self.num_faults, self.num_results, self.num_calls = {}, 0, 0, 0
-        self.next_key = 0
+        self.next_key, self.num_overdue, self.counts = 0, 0, {}
 
     def play(self, number):
         """Make `number` faults, and finish all episodes."""
@@ -51,7 +53,7 @@ class Faults:
                 self._begin()
             for key, result in self.env.results_so_far():
                 self._go_on(key, result)
-        assert self.num_results == self.num_calls
+        assert self.num_results == self.num_calls > 2 * self.num_overdue
 
     def _begin(self):
         texts = HARMLESS[: self.random.randrange(5)]
@@ -66,10 +68,13 @@ class Faults:
     def _go_on(self, key, result):
         texts, text = self.open[key]  # KeyError: a second result of a call, or one after the end
         self.num_results += 1
-        if text is None:
+        if isinstance(result, EnvFailure) and OVERDUE.search(result.reason):
+            self.num_overdue += 1  # on a busy machine anything may be
+        elif text is None:
             assert isinstance(result, Began), result
-        elif text in ("go",):
-            assert not isinstance(result, EnvFailure), (text, result)
+        elif text in HARMLESS:
+            self.counts[key] = count = self.counts.get(key, 0) + 1
+            assert result.messages == f"{key % 7}: {count}", result
         else:
             assert isinstance(result, EnvFailure) and (FAULTS | DEATHS)[text] in result.reason, (text, result)
         if not texts or isinstance(result, EnvFailure):

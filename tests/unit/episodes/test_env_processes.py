@@ -79,6 +79,7 @@ FAULTS = [
     ("signal SIGKILL", "its worker process was killed by SIGKILL"),
     ("signal SIGSEGV", "its worker process was killed by SIGSEGV"),
     ("fork", "its worker process exited with status 5"),
+    ("write", "its worker process broke its connection"),
     ("hang", "did not return within 1 seconds"),
     ("loop", "did not return within 1 seconds"),
 ]

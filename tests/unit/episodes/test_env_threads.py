@@ -267,6 +267,17 @@ def test_functions_of_our_own_run_beside_the_environment(run_env, function, resu
     assert env.results(1) == [(0, result)]
 
 
+def test_a_function_of_our_own_does_not_block_environments_that_await(run_env):
+    env = run_env(Waits)
+    env.reset(0)
+    env.reset(1)
+    RELEASED.clear()
+    env.calls.run(0, RELEASED.wait)
+    assert env.step(Action(""), 1).messages == "b"
+    RELEASED.set()
+    assert env.results(1) == [(0, True)]
+
+
 def test_a_function_of_our_own_has_the_deadline_and_its_failure_too(run_env):
     env = run_env(Counter, step_timeout=0.2)
     env.calls.run(0, lambda: 1 / 0)
