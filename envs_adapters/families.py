@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
-from envs_adapters import mcp, openenv, reasoning_gym, skyrl_gym
+from envs_adapters import gymnasium, mcp, openenv, reasoning_gym, skyrl_gym
 from envs_adapters.base import EnvSpec, Placement
 from rollout_engine.errors import ConfigError, refused, unknown_name
 
@@ -32,6 +32,7 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
+    "gymnasium": Family(gymnasium, "gymnasium", "gymnasium"),
     "mcp": Family(mcp, "mcp", "mcp"),
     "openenv": Family(openenv, "websockets", "openenv"),
     "reasoning_gym": Family(reasoning_gym, "reasoning_gym", "reasoning-gym"),

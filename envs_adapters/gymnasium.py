@@ -1,0 +1,171 @@
+"""Environments of gymnasium: "gymnasium:FrozenLake-v1", or any other of text or of discrete actions.
+
+    make_env("gymnasium:FrozenLake-v1", actions=["left", "down", "right", "up"], is_slippery=False)
+
+The policy reads what the environment prints (`render_mode="ansi"`) where it prints, else its observations as text. In
+what is printed, colours become marks, as they may be all that tells where the player is: [x] has a coloured background,
+<x> is coloured, *x* is bold.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from envs_adapters.base import Action, Observation, load
+from envs_adapters.gymnasium_text import ActionReader, marked, text_of
+from envs_adapters.rows import check_function
+from rollout_engine.errors import ConfigError, refused
+
+TRAITS: dict[str, Any] = {}
+
+_INVALID_REWARD = -1.0
+
+
+def make(
+    name: str,
+    *,
+    actions: Sequence[str] | None = None,
+    instructions: str = "",
+    invalid_reward: float = _INVALID_REWARD,
+    action_from_text: Callable[[str], Any] | str | None = None,
+    observation_to_text: Callable[[Any], str] | str | None = None,
+    reset_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> "GymnasiumEnv":
+    """One environment.
+
+    Args:
+        name: as gymnasium registers it; "my_module:MyEnv-v0" imports a module that registers it.
+        actions: names of discrete actions, in their order. The policy may answer with a name or a number.
+        instructions: stand before the first observation.
+        invalid_reward: of an answer that is no action. It is told so, and that costs a step: `max_episode_steps`
+            counts it, and the environment's state stays. -1 by default, what a step costs in many environments, so
+            that it never pays to say nothing.
+        action_from_text: makes an action of what the policy says; a function, or "module:function". None or a
+            ValueError: the answer is no action. Without it actions must be discrete and end the answer, or are text.
+        observation_to_text: writes an observation; a function, or "module:function".
+        reset_options: `options` of the environment's `reset`.
+        options: of `gymnasium.make`, for example max_episode_steps=20; render_mode=None shows observations where the
+            environment could print.
+    """
+    env = _make(name, options, prints=observation_to_text is None)
+    to_text = None if observation_to_text is None else load(observation_to_text)
+    if action_from_text is not None:
+        return GymnasiumEnv(env, load(action_from_text), instructions, to_text, invalid_reward, reset_options)
+    reader = _reader(name, env, actions)
+    read: Callable[[str], Any] = str if reader is None else reader.read
+    request = "" if reader is None else reader.request
+    return GymnasiumEnv(env, read, instructions, to_text, invalid_reward, reset_options, request)
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless the environment exists, takes the options, and can be played by text."""
+    import gymnasium
+
+    for option in ("action_from_text", "observation_to_text"):
+        if options.get(option) is not None:
+            check_function(option, options[option])
+    if options.get("actions") is not None and options.get("action_from_text") is not None:
+        raise ConfigError(refused("actions", options["actions"], "absent where action_from_text reads the actions"))
+    if not isinstance(options.get("instructions", ""), str):
+        raise ConfigError(refused("instructions", options["instructions"], "a text"))
+    reward = options.get("invalid_reward", _INVALID_REWARD)
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
+        raise ConfigError(refused("invalid_reward", reward, "a finite number"))
+    try:
+        env = make(name, **options)
+        env.reset(0)
+        env.close()
+    except ConfigError:
+        raise
+    except gymnasium.error.UnregisteredEnv as problem:
+        raise ConfigError(f"gymnasium:{name}: {problem}") from problem
+    except Exception as problem:
+        text = f"gymnasium:{name} refuses {dict(options)}: {type(problem).__name__}: {problem}"
+        raise ConfigError(text) from problem
+
+
+class GymnasiumEnv:
+    """An episode of a `gymnasium.Env`. The `info` of an answer that is no action is {"is_invalid": True}.
+
+    `terminated` and `truncated` are the environment's own.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        read: Callable[[str], Any],
+        instructions: str = "",
+        to_text: Callable[[Any], str] | None = None,
+        invalid_reward: float = _INVALID_REWARD,
+        reset_options: Mapping[str, Any] | None = None,
+        request: str = "",
+    ) -> None:
+        """`read` makes actions of answers; `request` says which there are."""
+        self._env, self._read, self._to_text = env, read, to_text
+        self._instructions, self._request = instructions, request
+        self._invalid_reward, self._reset_options = invalid_reward, reset_options
+        self._num_steps = 0
+        self._max_steps: int | None = env.spec.max_episode_steps
+
+    def reset(self, seed: int) -> Observation:
+        """Start the episode; the first message ends with the actions that there are."""
+        options = None if self._reset_options is None else dict(self._reset_options)
+        observation, info = self._env.reset(seed=seed, options=options)
+        said = (self._instructions, self._text(observation), self._request)
+        return Observation("\n\n".join(part for part in said if part), info=info)
+
+    def step(self, action: Action) -> Observation:
+        """Take an action, or say that it is none."""
+        self._num_steps += 1
+        is_last = self._max_steps is not None and self._num_steps >= self._max_steps
+        try:
+            read = self._read(action.text)
+        except ValueError:
+            read = None
+        if read is None:
+            said = f"That is no action. {self._request}".strip()
+            return Observation(said, self._invalid_reward, truncated=is_last, info={"is_invalid": True})
+        observation, reward, terminated, truncated, info = self._env.step(read)
+        ended = bool(terminated)
+        return Observation(
+            self._text(observation), float(reward), ended, bool(truncated) or is_last and not ended, info
+        )
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _text(self, observation: Any) -> str:
+        if self._to_text is not None:
+            return self._to_text(observation)
+        return marked(self._env.render()) if self._env.render_mode == "ansi" else text_of(observation)
+
+
+def _make(name: str, options: Mapping[str, Any], *, prints: bool) -> Any:
+    """The environment, which prints where it can and nothing else is asked for."""
+    import gymnasium
+    from gymnasium.envs.registration import load_env_creator
+
+    module, _, env_id = name.rpartition(":")
+    if module:
+        import_module(module)
+    creator: Any = gymnasium.spec(env_id).entry_point
+    modes = getattr(load_env_creator(creator) if isinstance(creator, str) else creator, "metadata", {})
+    printing = {"render_mode": "ansi"} if prints and "ansi" in modes.get("render_modes", ()) else {}
+    return gymnasium.make(env_id, **{"disable_env_checker": True, **printing, **options})
+
+
+def _reader(name: str, env: Any, names: Sequence[str] | None) -> ActionReader | None:
+    """What reads the environment's actions; None where they are texts. Raises `ConfigError` for others."""
+    from gymnasium import spaces
+
+    space = env.action_space
+    if isinstance(space, spaces.Discrete):
+        return ActionReader(int(space.start), int(space.n), names)
+    if not isinstance(space, spaces.Text):
+        hint = "action_from_text=... can make them of texts"
+        raise ConfigError(f"gymnasium:{name}: its actions are neither discrete nor texts, but {space}: {hint}.")
+    if names is not None:
+        raise ConfigError(refused("actions", names, "absent: the environment's actions are texts"))
+    return None
