@@ -1,5 +1,6 @@
 """Block tables of sequences: grow, share, copy on write, publish, release."""
 
+import sys
 from collections.abc import Iterable
 
 from rollout_engine.core.block_pool import BlockPool
@@ -16,7 +17,7 @@ class BlockTables:
         """Policy version that computes KV now; only its blocks are published and found."""
         self.block_size = config.block_size
         self.caching = config.enable_prefix_caching
-        """Whether full blocks are published and found again."""
+        """Whether blocks are published and found again."""
         self._pool = BlockPool(config.num_blocks)
         self._cache = PrefixCache()
 
@@ -44,6 +45,8 @@ class BlockTables:
             self._release(source)
             sequence.num_sent_blocks = min(sequence.num_sent_blocks, index)
             copies.append((source, destination))
+        elif sequence.num_computed_tokens % self.block_size:
+            self._cache.forget(sequence.block_ids[sequence.num_computed_tokens // self.block_size])  # if it was a tail
         while len(sequence.block_ids) * self.block_size < end:
             sequence.block_ids.append(self._allocate())
         sequence.num_writable_tokens = len(sequence.block_ids) * self.block_size
@@ -54,17 +57,16 @@ class BlockTables:
         if not self.caching:
             return
         assert not sequence.block_ids, f"{sequence.sequence_id} already has blocks"
-        for index in range((sequence.num_tokens - 1) // self.block_size):
-            found = self._cache.find(self._identify(sequence, index))
+        end = sequence.num_tokens - 1
+        while (len(sequence.prefix) + 1) * self.block_size <= end:
+            found = self._cache.find(self._identify(sequence, len(sequence.prefix)))
             if found is None:
                 break
-            block, identity = found
-            self._pool.share(block)
-            sequence.block_ids.append(block)
-            sequence.prefix.append(identity)
-        if sequence.block_ids:
-            sequence.num_computed_tokens = len(sequence.block_ids) * self.block_size
-            sequence.kv_min_version = self.policy_version
+            self._attach(sequence, *found)
+            sequence.prefix.append(found[1])
+        found = self._cache.find_tail(self._identify(sequence, len(sequence.prefix), end))
+        if found is not None:
+            self._attach(sequence, *found)
 
     def publish(self, sequence: Sequence, end: int) -> None:
         """Publish newly filled blocks below token `end`, unless the sequence has KV of an older version."""
@@ -76,6 +78,14 @@ class BlockTables:
             self._cache.publish(sequence.block_ids[index], identity)
             known = self._cache.find(identity)
             sequence.prefix.append(known[1] if known else identity)
+
+    def publish_tail(self, sequence: Sequence) -> None:
+        """Publish, for a next turn, the last block of a sequence whose last token was just sampled, and has no KV."""
+        index, num_tokens = divmod(len(sequence.token_ids) - 1, self.block_size)
+        is_known = len(sequence.prefix) == index and sequence.kv_min_version == self.policy_version
+        if num_tokens and is_known and self.caching:
+            identity = self._identify(sequence, index, len(sequence.token_ids) - 1)
+            self._cache.publish_tail(sequence.block_ids[index], identity)
 
     def fork(self, leader: Sequence, child: Sequence) -> None:
         """Let `child` continue from everything that `leader` has computed, on the same blocks."""
@@ -122,15 +132,22 @@ class BlockTables:
         worth_keeping = self._cache.holds(block, self.policy_version)
         self._pool.release(block, worth_keeping=worth_keeping)
 
+    def _attach(self, sequence: Sequence, block: int, identity: PrefixBlock) -> None:
+        self._pool.share(block)
+        sequence.block_ids.append(block)
+        sequence.num_computed_tokens += identity.num_tokens
+        sequence.kv_min_version = self.policy_version
+
     def _writes_shared_block(self, sequence: Sequence) -> bool:
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         return offset > 0 and self._pool.is_shared(sequence.block_ids[index])
 
-    def _identify(self, sequence: Sequence, index: int) -> PrefixBlock:
+    def _identify(self, sequence: Sequence, index: int, end: int = sys.maxsize) -> PrefixBlock:
+        """The identity of a block of `sequence`, of its tokens below `end` only."""
         start = index * self.block_size
         return PrefixBlock(
             sequence.prefix[index - 1] if index else None,
-            sequence.token_ids[start : start + self.block_size],
+            sequence.token_ids[start : min(start + self.block_size, end)],
             self.policy_version,
             sequence.request.source.cache_salt,
         )

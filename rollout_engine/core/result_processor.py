@@ -60,6 +60,7 @@ class ResultProcessor:
         for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
             if not sequence.ended and (finish := sequence.append(token_id)):
                 self._ended.append(SequenceEnd(sequence.sequence_id, *finish))
+                self._scheduler.tables.publish_tail(sequence)
                 self._retire(sequence)
 
     def fail(self, step: Step, error: BaseException, later: deque[Step]) -> None:

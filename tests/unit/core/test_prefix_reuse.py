@@ -19,13 +19,94 @@ def test_a_known_prefix_is_not_computed_again_but_for_its_last_token(make_rig):
     rig.assert_clean()
 
 
-def test_sampled_tokens_are_cached_for_the_next_turn(make_rig):
+@pytest.mark.parametrize("num_tokens", range(7, 13))
+def test_the_next_turn_computes_only_the_last_token_and_what_is_new(make_rig, num_tokens):
     rig = make_rig(block_size=4)
-    rig.add("turn 1", range(8), max_tokens=9)
+    history = []
+    for turn in "abc":
+        history += [int(turn, 16), 20, 21]
+        rig.add(turn, history, max_tokens=num_tokens - 3)
+        rig.run()
+        history += rig.tokens[turn, 0]
+    assert [rig.ends[turn, 0].num_cached_tokens for turn in "abc"] == [0, num_tokens - 1, 2 * num_tokens - 1]
+    assert rig.core.stats.num_block_copies == 0
+    rig.assert_clean()
+
+
+def test_a_turn_of_a_few_tokens_is_found_again(make_rig):
+    rig = make_rig(block_size=16)
+    rig.add("a", [1], max_tokens=2)
     rig.run()
-    rig.add("turn 2", [*range(8), *rig.tokens["turn 1", 0], 1, 2])
+    rig.add("b", [1, *rig.tokens["a", 0], 5])
     rig.run()
-    assert rig.ends["turn 2", 0].num_cached_tokens == 16
+    assert rig.ends["b", 0].num_cached_tokens == 2
+    rig.assert_clean()
+
+
+def _first_turn(rig):
+    """Seven tokens in blocks of four; the last of them has no KV."""
+    rig.add("turn 1", range(4), max_tokens=3)
+    rig.run()
+    return [*range(4), *rig.tokens["turn 1", 0]]
+
+
+def test_turns_that_part_share_the_last_block_of_the_turn_before(make_rig):
+    rig = make_rig(block_size=4)
+    history = _first_turn(rig)
+    for name in "abc":
+        rig.add(name, [*history, ord(name) - 40])
+    rig.run()
+    assert [rig.ends[name, 0].num_cached_tokens for name in "abc"] == [6, 4, 4]  # the first one goes on in it
+    rig.assert_clean()
+
+
+def test_the_longest_of_several_tails_is_found(make_rig):
+    rig = make_rig(block_size=8)
+    for name, num_tokens in zip("abc", (2, 6, 4), strict=True):
+        rig.add(name, [1, 2], max_tokens=num_tokens, seed=0)
+        rig.run()
+    rig.add("d", [1, 2, *rig.tokens["b", 0]], max_tokens=1)
+    rig.run()
+    assert rig.ends["d", 0].num_cached_tokens == 7
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "change, salt, version", [(-1, "", None), (5, "", None), (-1, "x", None), (-1, "", 1), (-1, "", 0)]
+)
+def test_a_tail_is_found_only_under_the_same_tokens_salt_and_version(make_rig, change, salt, version):
+    rig = make_rig(block_size=4)
+    prompt = [*_first_turn(rig), 9]
+    if change >= 0:
+        prompt[change] += 1
+    if version is not None:
+        rig.commit(version)
+    rig.add("turn 2", prompt, salt=salt)
+    rig.run()
+    expected = 4 if change == 5 else 0 if salt or version is not None else 6
+    assert rig.ends["turn 2", 0].num_cached_tokens == expected
+    rig.assert_clean()
+
+
+def test_a_tail_that_was_overwritten_is_not_found(make_rig):
+    rig = make_rig(num_blocks=6, block_size=4)
+    history = _first_turn(rig)
+    rig.add("other", [50] * 20, max_tokens=1)
+    rig.run()
+    rig.add("turn 2", [*history, 9], max_tokens=1)
+    rig.run()
+    assert rig.ends["turn 2", 0].num_cached_tokens == 4
+    rig.assert_clean()
+
+
+def test_siblings_that_end_at_once_leave_a_tail_that_others_do_not_write(make_rig):
+    rig = make_rig(block_size=4)
+    rig.add("many", range(6), n=8, max_tokens=6, eos=range(40))
+    rig.run()
+    for index in range(8):
+        rig.add(f"next {index}", [*range(6), *rig.tokens["many", index], 9], max_tokens=2)
+    rig.run()
+    assert all(rig.ends[f"next {index}", 0].num_cached_tokens >= 4 for index in range(8))
     rig.assert_clean()
 
 
@@ -115,6 +196,18 @@ def test_blocks_filled_under_two_versions_or_on_top_of_older_kv_are_not_publishe
     rig.commit(1)
     rig.run()
     rig.add("b", range(15))
+    rig.run()
+    assert rig.ends["b", 0].num_cached_tokens == 0
+    rig.assert_clean()
+
+
+def test_a_tail_with_kv_of_two_versions_is_not_published(make_rig_in_turn):
+    rig = make_rig_in_turn(block_size=16)
+    rig.add("mixed", [1, 2], max_tokens=4)
+    rig.step()
+    rig.commit(1)
+    rig.run()
+    rig.add("b", [1, 2, *rig.tokens["mixed", 0]])
     rig.run()
     assert rig.ends["b", 0].num_cached_tokens == 0
     rig.assert_clean()

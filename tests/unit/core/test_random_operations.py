@@ -52,9 +52,8 @@ class Monkey:
         choose = self.random
         if self.rig.core.num_unfinished_requests > 12:
             return
-        prompt = choose.choice(self.prefixes)[: choose.randint(1, 40)] + [
-            choose.randrange(23) for _ in range(choose.randint(0, 3))
-        ]
+        known = self._next_turn() if self.rig.ends and choose.random() < 0.3 else choose.choice(self.prefixes)
+        prompt = known[: choose.randint(1, 40)] + [choose.randrange(23) for _ in range(choose.randint(0, 3))]
         prompt = prompt[: self.capacity - 1]
         max_tokens = choose.randint(1, min(24, self.capacity - len(prompt)))
         self.num_added += 1
@@ -71,6 +70,11 @@ class Monkey:
             salt=choose.choice(SALTS),
             prompt_logprobs=choose.choice([None, None, None, 0, 2]),
         )
+
+    def _next_turn(self):
+        """Everything that a sequence had when it ended."""
+        request_id, index = self.random.choice(list(self.rig.ends))
+        return self.rig.requests[request_id].prompt_token_ids + self.rig.tokens[request_id, index]
 
     def abort(self):
         live = [key for key in self.rig.tokens if key not in self.rig.ends]
