@@ -80,6 +80,7 @@ class ResultProcessor:
         while later:
             self._scheduler.rollback(later.pop())
         self._scheduler.requeue_finished(step.work)
+        self._scheduler.tables.clear_cache()  # blocks may be known into which this step was to copy
 
     def end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End all sequences of a request, the leader last, so that no sibling has to take over."""

@@ -149,6 +149,25 @@ def test_under_pressure_the_tail_of_a_cached_prefix_goes_before_its_head(make_ri
     rig.assert_clean()
 
 
+def test_a_tail_that_a_failed_step_was_to_copy_is_not_found(make_rig, monkeypatch):
+    rig = make_rig(block_size=4)
+    rig.add("many", range(6), n=3, max_tokens=6, eos=range(97))
+    execute = rig.executor.execute
+
+    def fail_once(work):
+        if work.block_copies:
+            monkeypatch.undo()
+            raise RuntimeError("no copies")
+        return execute(work)
+
+    monkeypatch.setattr(rig.executor, "execute", fail_once)
+    rig.run()
+    for index in range(3):
+        rig.add(f"next {index}", [*range(6), *rig.tokens["many", index], 9], max_tokens=2)
+    rig.run()
+    rig.assert_clean()
+
+
 # Policy versions
 
 
