@@ -44,14 +44,15 @@ class WorkerCalls(ThreadCalls):
         self._reference, self._deadlines = reference, deadlines
         self._process: WorkerProcess | None = None
         self._call: Call | None = None
+        self._is_ended = False
         self._problem = ""
         """Why the factory cannot be imported."""
 
     def process(self) -> WorkerProcess:
         """The process, a new one where there is none; on the worker's thread.
 
-        Raises `WorkerLostError` for one that dies at once or cannot import the factory, `RetryableError` where there
-        can be no process.
+        Raises `WorkerLostError` for one that dies at once or cannot import the factory, and once the worker has ended;
+        `RetryableError` where there can be no process.
         """
         if self._problem:
             raise WorkerLostError(f"cannot make it: {self._problem}")
@@ -59,9 +60,8 @@ class WorkerCalls(ThreadCalls):
             return self._process
         if self._process is not None:
             self._process.end()
-        self._process = process = WorkerProcess()
-        self.generation += 1
         self.extend("the start of its worker process", _START_SECONDS)
+        process = self._adopt(WorkerProcess())
         self._problem = process.load(self._reference)
         self.extend("")
         if self._problem:
@@ -90,16 +90,30 @@ class WorkerCalls(ThreadCalls):
 
     def end(self) -> None:
         """End thread and process; a call that has not returned is lost."""
-        if self._process is not None and self._load:
-            self._process.kill()
+        with self._lock:
+            self._is_ended = True
+            process, is_busy = self._process, self._load > 0
+        if process is not None and is_busy:
+            process.kill()
         self.close(_END_SECONDS)
-        if self._process is not None:
-            self._process.end()
+        if process is not None:
+            process.end()
 
     def count(self, number: int) -> None:
         """Count `number` more episodes."""
         with self._lock:
             self.num_episodes += number
+
+    def _adopt(self, process: WorkerProcess) -> WorkerProcess:
+        """Make it the worker's own. Raises `WorkerLostError`, and ends it, where the worker has ended meanwhile."""
+        with self._lock:
+            if not self._is_ended:
+                self._process = process
+                self.generation += 1
+                return process
+        process.kill()
+        process.end()
+        raise WorkerLostError("has ended with all others")
 
     def _begin(self, call: Call) -> None:
         self._call = call

@@ -267,3 +267,12 @@ def test_end_kills_what_hangs(run_processes):
     env.calls.step(0, Action("hang"))
     env.calls.end()
     assert isinstance(env.calls, EnvCalls) and not psutil.Process().children()
+
+
+@pytest.mark.parametrize("step_timeout", [0.001, 0.05, 0.2])
+def test_end_leaves_no_worker_that_was_about_to_start(run_processes, tmp_path, monkeypatch, step_timeout):
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1000)")
+    monkeypatch.syspath_prepend(tmp_path)
+    env = run_processes("slow_to_import:Env", step_timeout=step_timeout)
+    env.calls.reset(0, 0)
+    env.calls.end()
