@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -73,7 +74,9 @@ class Obeys:
     def do_raise(self, text):
         raise ValueError(text)
 
-    def do_hang(self, _):
+    def do_hang(self, path):
+        if path:
+            Path(path).touch()
         time.sleep(1000)
 
     def do_loop(self, _):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from envs_adapters.base import Action, Observation, ToolCall
-from rollout_engine.episodes.env_calls import Began, EnvCalls, EnvFailure
+from rollout_engine.episodes.env_calls import Began, EnvFailure
 from rollout_engine.episodes.random_state import RandomState
 from rollout_engine.errors import ConfigError
 from tests.unit.episodes import process_envs
@@ -261,12 +262,16 @@ def test_workers_load_no_torch():
     assert run.stdout == "set()\n"
 
 
-def test_end_kills_what_hangs(run_processes):
+def test_end_kills_what_hangs(run_processes, tmp_path):
     env = run_processes(process_envs.Obeys, step_timeout=2.0)
     env.reset()
-    env.calls.step(0, Action("hang"))
+    pid = env.step(Action("a")).info["pid"]
+    begun = tmp_path / "begun"
+    env.calls.step(0, Action(f"hang {begun}"))
+    while not begun.exists():
+        time.sleep(0.01)
     env.calls.end()
-    assert isinstance(env.calls, EnvCalls) and not psutil.Process().children()
+    assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize("step_timeout", [0.001, 0.05, 0.2])
