@@ -76,8 +76,7 @@ class WorkerProcess:
         except (ConnectionResetError, BrokenPipeError):  # it has left bytes of ours unread
             raise WorkerLostError(self._how_it_ended(), has_begun=False) from None
         except msgspec.DecodeError:
-            self.kill()
-            raise WorkerLostError("broke its connection") from None
+            raise WorkerLostError(self._broken()) from None
         except (OSError, EOFError):
             raise WorkerLostError(self._how_it_ended()) from None
 
@@ -100,14 +99,17 @@ class WorkerProcess:
         try:
             code = self._process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return "broke its connection"
+            return self._broken()
         if code >= 0:
             return f"exited with status {code}"
         with suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
+
+    def _broken(self) -> str:
+        self._process.kill()
+        self._process.wait()  # it takes no more orders
+        return "broke its connection"
 
 
 def _python_path() -> str:
