@@ -7,16 +7,13 @@ the question: item `seed % size` of the dataset.
 """
 
 import json
-import random
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from envs_adapters.base import Action, Messages, Observation, load
+from envs_adapters.generators import OwnGenerators
 from envs_adapters.rows import check_function
 from rollout_engine.errors import ConfigError, StepDeadlineError, refused, unknown_name
 
@@ -28,8 +25,6 @@ _DRAW_GLOBALLY = frozenset({"list_functions", "pool_matrix"})
 """Datasets that draw from, or seed, the global random generators."""
 _ORDER_BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
 """Datasets whose items depend on the order of sets of texts, so on the seed of `hash`, which worker processes share."""
-_lock = threading.Lock()
-"""Held while the global random generators are another's."""
 
 
 def make(
@@ -169,7 +164,7 @@ class _Source(NamedTuple):
 
     def item(self, index: int) -> dict[str, Any]:
         """An item, determined by dataset and index alone; the global random generators are left as they are."""
-        with _own_generators(self.dataset.seed + index) if self.draws_globally else nullcontext():
+        with OwnGenerators(self.dataset.seed + index) if self.draws_globally else nullcontext():
             return dict(self.dataset[index])
 
 
@@ -184,17 +179,3 @@ def _source(name: str, size: int, seed: int, config: str) -> _Source:
         used = {part["name"] for part in options["datasets"]}
         options["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **part}) for part in options["datasets"]]
     return _Source(reasoning_gym.create_dataset(name, size=size, seed=seed, **options), bool(used & _DRAW_GLOBALLY))
-
-
-@contextmanager
-def _own_generators(seed: int) -> Iterator[None]:
-    """A block in which the global random generators begin with `seed`; after it they go on as before."""
-    with _lock:
-        python, of_numpy = random.getstate(), np.random.get_state()
-        try:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(of_numpy)
