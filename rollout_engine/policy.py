@@ -3,8 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
-from rollout_engine.engine.interrupts import deliver, held
+from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import RolloutOptions
-from rollout_engine.episodes.run import EpisodeRun
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
@@ -24,12 +22,11 @@ from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.metrics import StatLogger
 from rollout_engine.reward_functions import RewardFunctions
-from rollout_engine.rollout_arguments import RolloutArguments
+from rollout_engine.rollout_arguments import RolloutArguments, run_to_end
 from rollout_engine.rollout_batch import Layout, check_layout
 from rollout_engine.rollout_collector import RolloutCollector, staleness_control
 from rollout_engine.rollout_groups import GroupBatcher, OnGroup, log_rollout
 from rollout_engine.rollout_plan import Columns, dataset_tasks
-from rollout_engine.rollout_run import RolloutRun
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import ChatOptions
@@ -67,6 +64,7 @@ class RolloutPolicy(BlockingVerbs):
             )
         self.engine, self.frontend = engine, engine.frontend
         self._batcher = GroupBatcher(self.frontend)
+        self._kept_workers = KeptWorkers()
 
     @classmethod
     def from_pretrained(
@@ -148,9 +146,9 @@ class RolloutPolicy(BlockingVerbs):
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
         start = time.perf_counter()
-        run = RolloutArguments(*given, session_id, options).begin(self.frontend, self.rollout)
+        run = RolloutArguments(*given, session_id, options).begin(self.frontend, self._kept_workers, self.rollout)
         bar = ProgressBar(run.num_groups, desc="rollout", unit="group", shown=use_tqdm)
-        groups = _run_all(run, bar, lambda group: self._batcher.tell(on_group, group, layout))
+        groups = run_to_end(run, bar, lambda group: self._batcher.tell(on_group, group, layout))
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
         return self._batcher.batch(groups, layout)
@@ -180,7 +178,9 @@ class RolloutPolicy(BlockingVerbs):
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         loop = asyncio.get_running_loop()
         step: asyncio.Future[Sequence[Any]] | None = None
-        run = RolloutArguments(*given, session_id, options).begin(self.frontend, self.arollout, loop)
+        run = RolloutArguments(*given, session_id, options).begin(
+            self.frontend, self._kept_workers, self.arollout, loop
+        )
         try:
             while run.unfinished:
                 self.frontend.require_own_process()  # the loop's threads are not in a forked child
@@ -284,21 +284,12 @@ class RolloutPolicy(BlockingVerbs):
             logprobs[place][first:] = torch.from_numpy(np.asarray(result))
         return logprobs.masked_fill_(~assistant, 0.0)
 
+    def shutdown(self) -> None:
+        """End the engine as `Face.shutdown` does, and worker processes kept for environments. May be called again."""
+        self._kept_workers.close()
+        super().shutdown()
+
     @property
     def tokenizer(self) -> Any:
         """The engine's Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""
         return self.frontend.get_tokenizer()
-
-
-def _run_all(run: RolloutRun | EpisodeRun, bar: ProgressBar, tell: Callable[[Any], None]) -> list[Any]:
-    """Run all groups to their end. Returns them in the order of their prompts."""
-    groups = []
-    with held(), closing(run), bar:
-        while run.unfinished:
-            deliver()
-            for group in run.advance():
-                groups.append(group)
-                bar.update(group.num_tokens)
-                tell(group)
-            bar.count(lambda: run.num_open_tokens)
-    return sorted(groups, key=lambda group: group.index)

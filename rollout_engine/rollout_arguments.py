@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
+from rollout_engine.engine.interrupts import deliver, held
+from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import EPISODE_KEYS, EpisodePlan, RolloutOptions, divided, refuse_beside_env
 from rollout_engine.episodes.run import EpisodeRun
 from rollout_engine.faces.frontend import Frontend
@@ -12,6 +15,7 @@ from rollout_engine.rollout_batch import Layout, check_layout
 from rollout_engine.rollout_plan import Columns, RolloutPlan
 from rollout_engine.rollout_run import RolloutRun
 from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.prompts import check_chat_arguments
 
@@ -32,7 +36,11 @@ class RolloutArguments(NamedTuple):
     options: RolloutOptions
 
     def begin(
-        self, frontend: Frontend, verb: Callable[..., Any], loop: asyncio.AbstractEventLoop | None = None
+        self,
+        frontend: Frontend,
+        kept_workers: KeptWorkers,
+        verb: Callable[..., Any],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> RolloutRun | EpisodeRun:
         """Check them and make the run. `loop` runs async rewards. Raises `RequestError`, naming those of `verb`."""
         check_layout(self.layout)
@@ -48,7 +56,7 @@ class RolloutArguments(NamedTuple):
                 session_id=self.session_id,
             )
             plan = EpisodePlan.of(frontend, self.params, self.num_samples, self.seed, chat, episodes)
-            return EpisodeRun(frontend, plan)
+            return EpisodeRun(frontend, plan, kept_workers)
         prompts = RolloutPlan.of(
             self.prompts,
             self.params,
@@ -60,3 +68,17 @@ class RolloutArguments(NamedTuple):
             self.session_id,
         )
         return RolloutRun(frontend, prompts.tasks(), self.reward_fn, loop, reward_weights=self.reward_weights)
+
+
+def run_to_end(run: RolloutRun | EpisodeRun, bar: ProgressBar, tell: Callable[[Any], None]) -> list[Any]:
+    """Run all groups to their end. Returns them in the order of their prompts."""
+    groups = []
+    with held(), closing(run), bar:
+        while run.unfinished:
+            deliver()
+            for group in run.advance():
+                groups.append(group)
+                bar.update(group.num_tokens)
+                tell(group)
+            bar.count(lambda: run.num_open_tokens)
+    return sorted(groups, key=lambda group: group.index)

@@ -14,6 +14,7 @@ from rollout_engine.episodes.env_host import Began, EnvFailure, EnvHost, name_of
 from rollout_engine.episodes.env_processes import RemoteHost, WorkerPool
 from rollout_engine.episodes.env_threads import ThreadCalls
 from rollout_engine.episodes.factory_reference import refer_to
+from rollout_engine.episodes.kept_workers import KeptWorkers
 
 __all__ = ["Began", "EnvCalls", "EnvFailure"]
 
@@ -30,8 +31,10 @@ class EnvCalls:
     A call may take `spec.step_timeout` seconds; calls of one episode run one after the other.
     """
 
-    def __init__(self, spec: EnvSpec, on_done: Callable[[], object]) -> None:
+    def __init__(self, spec: EnvSpec, on_done: Callable[[], object], kept: KeptWorkers | None = None) -> None:
         """`on_done` is called on any thread when `take` has something; it must be quick.
+
+        `kept`: where worker processes come from and go to; None: they are new ones, and end with this object.
 
         Raises `RetryableError` where the system starts no thread, and `ConfigError` for an environment that processes
         cannot have.
@@ -48,7 +51,8 @@ class EnvCalls:
         self._threads = ThreadCalls(spec.num_workers or _MAX_THREADS, self._deadlines.begin, self._returned)
         self._workers: WorkerPool | None = None
         if reference is not None:
-            self._workers = WorkerPool(reference, spec.num_workers, self._deadlines, self._returned)
+            kept = kept or KeptWorkers(0)
+            self._workers = WorkerPool(reference, spec.num_workers, self._deadlines, self._returned, kept)
 
     def reset(self, key: int, seed: int) -> None:
         """Make the environment of a new episode and reset it; the result is a `Began`."""

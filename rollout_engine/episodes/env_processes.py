@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from rollout_engine.episodes.env_host import Began, EnvFailure, one_line
 from rollout_engine.episodes.env_threads import ThreadCalls
 from rollout_engine.episodes.env_wire import Close, Order, Reply, Reset, Step
 from rollout_engine.episodes.factory_reference import FactoryReference
+from rollout_engine.episodes.kept_workers import KeptWorkers, start_of
 from rollout_engine.episodes.worker_process import WorkerLostError, WorkerProcess
 from rollout_engine.threads import run_together
 
@@ -31,25 +33,34 @@ _TRIES = 3
 
 
 class WorkerCalls(ThreadCalls):
-    """One worker: a process, and the thread here that talks with it. Both are made when they are needed."""
+    """One worker: a process, and the thread here that talks with it. Both are made when they are needed.
+
+    The process may have been kept by an earlier worker, and is kept for a later one.
+    """
 
     def __init__(
-        self, reference: FactoryReference, deadlines: Deadlines, returned: Callable[[Call, Any], object]
+        self,
+        reference: FactoryReference,
+        deadlines: Deadlines,
+        returned: Callable[[Call, Any], object],
+        kept: KeptWorkers,
     ) -> None:
         super().__init__(1, self._begin, returned)
         self.name = reference.name or reference.factory
         self.num_episodes = 0
         self.generation = 0
         """How many processes it has had."""
-        self._reference, self._deadlines = reference, deadlines
+        self._reference, self._deadlines, self._kept = reference, deadlines, kept
         self._process: WorkerProcess | None = None
+        self._start = b""
+        """What the process began with, as `start_of` gives it."""
         self._call: Call | None = None
         self._is_ended = False
         self._problem = ""
         """Why the factory cannot be imported."""
 
     def process(self) -> WorkerProcess:
-        """The process, a new one where there is none; on the worker's thread.
+        """The process, a kept or new one where there is none; on the worker's thread.
 
         Raises `WorkerLostError` for one that dies at once or cannot import the factory, and once the worker has ended;
         `RetryableError` where there can be no process.
@@ -61,11 +72,9 @@ class WorkerCalls(ThreadCalls):
         if self._process is not None:
             self._process.end()
         self.extend("the start of its worker process", _START_SECONDS)
-        process = self._adopt(WorkerProcess())
-        self._problem = process.load(self._reference)
+        self._start = start_of(self._reference)
+        process = self._kept_process() or self._new_process()
         self.extend("")
-        if self._problem:
-            raise WorkerLostError(f"cannot make it: {self._problem}")
         return process
 
     def extend(self, phase: str, seconds: float = 0.0) -> None:
@@ -89,20 +98,40 @@ class WorkerCalls(ThreadCalls):
             self._process.kill()
 
     def end(self) -> None:
-        """End thread and process; a call that has not returned is lost."""
+        """End thread and process, or keep the process; a call that has not returned is lost."""
         with self._lock:
             self._is_ended = True
             process, is_busy = self._process, self._load > 0
         if process is not None and is_busy:
             process.kill()
         self.close(_END_SECONDS)
-        if process is not None:
+        if process is not None and not self.num_episodes and not self._problem:
+            self._kept.give(self._start, process)
+        elif process is not None:
             process.end()
 
     def count(self, number: int) -> None:
         """Count `number` more episodes."""
         with self._lock:
             self.num_episodes += number
+
+    def _kept_process(self) -> WorkerProcess | None:
+        """One that has loaded the factory for an earlier rollout, and is as a new one would be."""
+        while (process := self._kept.take(self._start)) is not None:
+            self._adopt(process)
+            with suppress(WorkerLostError):  # it may have ended itself just now
+                if not process.reuse():
+                    return process
+            process.end()
+            self.extend("the start of its worker process", _START_SECONDS)
+        return None
+
+    def _new_process(self) -> WorkerProcess:
+        process = self._adopt(WorkerProcess())
+        self._problem = process.load(self._reference)
+        if self._problem:
+            raise WorkerLostError(f"cannot make it: {self._problem}")
+        return process
 
     def _adopt(self, process: WorkerProcess) -> WorkerProcess:
         """Make it the worker's own. Raises `WorkerLostError`, and ends it, where the worker has ended meanwhile."""
@@ -202,8 +231,9 @@ class WorkerPool:
         num_workers: int | None,
         deadlines: Deadlines,
         returned: Callable[[Call, Any], object],
+        kept: KeptWorkers,
     ) -> None:
-        self._make: Callable[[], WorkerCalls] = partial(WorkerCalls, reference, deadlines, returned)
+        self._make: Callable[[], WorkerCalls] = partial(WorkerCalls, reference, deadlines, returned, kept)
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
         self._workers: list[WorkerCalls] = []
         self._numbers = itertools.count()
@@ -217,7 +247,7 @@ class WorkerPool:
         return RemoteHost(worker, next(self._numbers))
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; their processes may be kept."""
         run_together([worker.end for worker in self._workers], name="end of environments")
 
 

@@ -1,6 +1,7 @@
 """Messages between this process and a worker that plays environments: msgpack, each after its length."""
 
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -42,11 +43,15 @@ class Close(msgspec.Struct, tag=True):
     key: int
 
 
+class Reuse(msgspec.Struct, tag=True):
+    """Go on with another rollout; fails where a new process would be another one than this."""
+
+
 class End(msgspec.Struct, tag=True):
     """End the process; the only order without a reply."""
 
 
-Order = Load | Reset | Step | Close | End
+Order = Load | Reset | Step | Close | Reuse | End
 
 
 class Reply(msgspec.Struct):
@@ -95,9 +100,18 @@ def send(connection: socket.socket, frame: bytes) -> None:
     connection.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
 
-def receive_order(connection: socket.socket) -> Order:
-    """Wait for an order. Raises `EOFError` or `OSError` where the other end is gone."""
-    return _orders.decode(_receive(connection, lambda: True))
+def look_every(connection: socket.socket, seconds: float) -> None:
+    """Let a connection time out so often, for `receive_order` and `receive_reply`."""
+    whole, rest = divmod(seconds, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
+
+
+def receive_order(connection: socket.socket, is_wanted: Callable[[], bool]) -> Order:
+    """Wait for an order, as long as `is_wanted` whenever the connection times out.
+
+    Raises `EOFError` or `OSError` where the other end is gone.
+    """
+    return _orders.decode(_receive(connection, is_wanted))
 
 
 def receive_reply(connection: socket.socket, is_alive: Callable[[], bool]) -> Reply:
@@ -108,14 +122,14 @@ def receive_reply(connection: socket.socket, is_alive: Callable[[], bool]) -> Re
     return _replies.decode(_receive(connection, is_alive))
 
 
-def _receive(connection: socket.socket, is_alive: Callable[[], bool]) -> bytearray:
-    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, is_alive), "little")
+def _receive(connection: socket.socket, goes_on: Callable[[], bool]) -> bytearray:
+    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, goes_on), "little")
     if length > _MAX_FRAME_BYTES:
         raise msgspec.DecodeError("something else has written to the connection")
-    return _receive_bytes(connection, length, is_alive)
+    return _receive_bytes(connection, length, goes_on)
 
 
-def _receive_bytes(connection: socket.socket, number: int, is_alive: Callable[[], bool]) -> bytearray:
+def _receive_bytes(connection: socket.socket, number: int, goes_on: Callable[[], bool]) -> bytearray:
     received = bytearray(number)
     view, at = memoryview(received), 0
     while at < number:
@@ -125,6 +139,6 @@ def _receive_bytes(connection: socket.socket, number: int, is_alive: Callable[[]
             if count:
                 continue
             raise EOFError("the other end is gone")
-        if not is_alive():
-            raise EOFError("the other end has ended")
+        if not goes_on():
+            raise EOFError("nothing more is to come")
     return received

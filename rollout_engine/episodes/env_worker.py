@@ -1,7 +1,7 @@
-"""A worker process that plays environments: `python -m rollout_engine.episodes.env_worker DESCRIPTOR PARENT`.
+"""A worker process that plays environments: `python -m rollout_engine.episodes.env_worker DESCRIPTOR PARENT SECONDS`.
 
 It carries out one order after the other; the event loop of async environments runs only while one of them is called.
-It ends when its parent does, whatever its environments are in.
+It ends when its parent does, whatever its environments are in, and after SECONDS without an order or an episode.
 """
 
 import asyncio
@@ -10,6 +10,8 @@ import inspect
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,14 +25,18 @@ from rollout_engine.episodes.env_wire import (
     Order,
     Reply,
     Reset,
+    Reuse,
     Step,
     encode_reply,
+    look_every,
     receive_order,
     send,
 )
-from rollout_engine.episodes.factory_reference import find
+from rollout_engine.episodes.factory_reference import changed_source, find
 from rollout_engine.episodes.random_state import RandomState
 from rollout_engine.process.parent_watch import ParentWatch
+
+_EXIT_SECONDS = 5.0
 
 
 class Worker:
@@ -40,9 +46,13 @@ class Worker:
         self._runner = runner
         """Awaits what async environments return."""
         self._spec: EnvSpec | None = None
-        self._problem = ""
-        """Why there is no spec."""
+        self._load_time = 0.0
+        """By the clock of files."""
         self._hosts: dict[int, tuple[EnvHost, RandomState]] = {}
+
+    @property
+    def has_episodes(self) -> bool:
+        return bool(self._hosts)
 
     def answer(self, order: Order) -> bytes:
         """Carry out an order; the encoded reply. Whatever an environment raises is in it."""
@@ -51,6 +61,7 @@ class Worker:
             match order:
                 case Load():
                     what = f"{order.reference.name or order.reference.factory}: import"
+                    self._load_time = time.time()
                     self._spec = find(order.reference)
                     return encode_reply(Reply())
                 case Reset():
@@ -60,6 +71,8 @@ class Worker:
                     what += ": step"
                     host, state = self._hosts[order.key]
                     return encode_reply(Reply(observation=self._call(state, lambda: host.step(order.action))))
+                case Reuse():
+                    return encode_reply(Reply(failure=self._unfit_reason()))
                 case _:
                     what += ": close"
                     return encode_reply(self._close(order))
@@ -82,6 +95,13 @@ class Worker:
             self._call(state, host.close)
         return Reply()
 
+    def _unfit_reason(self) -> str:
+        """Why another rollout cannot go on here; "" where it can."""
+        if self._hosts:
+            return f"{len(self._hosts)} of its episodes are not closed"
+        changed = changed_source(self._load_time)
+        return changed and f"{changed} has changed since it was loaded"
+
     def _call(self, state: RandomState, function: Callable[[], Any]) -> Any:
         with state:
             value = function()
@@ -89,16 +109,26 @@ class Worker:
 
 
 def main() -> None:
-    """Carry out orders until the last one."""
-    descriptor, parent = map(int, sys.argv[1:])
+    """Carry out orders until the last one, or until none has come for long."""
+    descriptor, parent, idle_seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     faulthandler.enable()
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as connection, asyncio.Runner() as runner:
         watch = ParentWatch(connection, parent, lambda: os._exit(1))
         worker = Worker(runner)
-        while not isinstance(order := receive_order(connection), End):
-            send(connection, worker.answer(order))
+        look_every(connection, idle_seconds)
+        with suppress(EOFError):  # nobody needs it
+            while not isinstance(order := receive_order(connection, lambda: worker.has_episodes), End):
+                send(connection, worker.answer(order))
         watch.end()
+    _exit_soon()
+
+
+def _exit_soon() -> None:
+    """Exit even if a thread of an environment goes on for ever."""
+    timer = threading.Timer(_EXIT_SECONDS, os._exit, [0])
+    timer.daemon = True
+    timer.start()
 
 
 async def _wait(awaitable: Any) -> Any:

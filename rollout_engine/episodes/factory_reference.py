@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import spawn
 from typing import Any
 
@@ -50,6 +51,16 @@ def find(reference: FactoryReference) -> EnvSpec:
     spawn.prepare({"sys_path": reference.sys_path, "sys_argv": reference.sys_argv, **reference.program})
     importlib.invalidate_caches()
     return EnvSpec(load(reference.factory), reference.arguments, reference.name)
+
+
+def changed_source(since: float) -> str:
+    """A file of a module imported here that has been written after `since`, a time of `time.time`; "" for none."""
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__dict__", {}).get("__file__") or ""
+        with suppress(OSError, TypeError):
+            if os.stat(path).st_mtime > since:
+                return str(path)
+    return ""
 
 
 def _name(factory: Callable[..., Any]) -> str:

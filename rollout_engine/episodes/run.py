@@ -14,6 +14,7 @@ from envs_adapters.base import Observation
 from rollout_engine.episodes.conversation import Conversation
 from rollout_engine.episodes.env_calls import Began, EnvCalls, EnvFailure
 from rollout_engine.episodes.episode import Act, Ask, Consult, Episode, Next, Rules, UseTools
+from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import EpisodePlan
 from rollout_engine.episodes.player import Player
 from rollout_engine.episodes.tool_calls import ToolCalls
@@ -55,7 +56,7 @@ class EpisodeGroup(msgspec.Struct, frozen=True):
 class EpisodeRun:
     """Plays episodes: call `advance` until not `unfinished`, and `close` in any case."""
 
-    def __init__(self, frontend: Frontend, plan: EpisodePlan) -> None:
+    def __init__(self, frontend: Frontend, plan: EpisodePlan, kept_workers: KeptWorkers) -> None:
         """Raises `RequestError` where the chat template cannot continue conversations."""
         self._plan, session = plan, f"episodes-{plan.seed:x}"
         self._own = Player(frontend, plan, session=session)
@@ -84,7 +85,7 @@ class EpisodeRun:
         self._failures: list[tuple[str, BaseException | None]] = []
         self._complete: list[EpisodeGroup] = []
         self._has_news = threading.Event()
-        self._calls = EnvCalls(plan.spec, self._wake)
+        self._calls = EnvCalls(plan.spec, self._wake, kept_workers)
 
     @property
     def unfinished(self) -> bool:

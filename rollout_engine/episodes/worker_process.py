@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -11,12 +10,24 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_engine.episodes.env_wire import End, Load, Order, Reply, encode_order, receive_reply, send
+from rollout_engine.episodes.env_wire import (
+    End,
+    Load,
+    Order,
+    Reply,
+    Reuse,
+    encode_order,
+    look_every,
+    receive_reply,
+    send,
+)
 from rollout_engine.episodes.factory_reference import WORKER_MODULE, FactoryReference
 from rollout_engine.errors import RetryableError
 
-_LOOK_TIME = struct.pack("ll", 0, 500_000)
-"""Seconds and microseconds: how often to look whether it lives. What it forks may hold its end of the connection."""
+_LOOK_SECONDS = 0.5
+"""How often to look whether it lives. What it forks may hold its end of the connection."""
+_IDLE_SECONDS = 60.0
+"""After so long without an order and without an episode, it ends itself."""
 _HASH_SEED = "0"
 """Sets of texts have the same order in every worker, so that episodes of one seed are alike."""
 _GRACE_SECONDS = 1.0
@@ -40,7 +51,7 @@ class WorkerProcess:
         here, there = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER_MODULE, str(there.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", WORKER_MODULE, str(there.fileno()), str(os.getpid()), str(_IDLE_SECONDS)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
                 env={"PYTHONHASHSEED": _HASH_SEED, **os.environ, "PYTHONPATH": _python_path()},
@@ -52,8 +63,9 @@ class WorkerProcess:
             raise RetryableError(f"{what}: end processes, or allow more, and call again.") from problem
         finally:
             there.close()
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_TIME)
+        look_every(here, _LOOK_SECONDS)
         self._connection = here
+        self._is_killed, self._num_unanswered = False, 0
 
     @property
     def pid(self) -> int:
@@ -64,15 +76,28 @@ class WorkerProcess:
         """Whether it runs."""
         return self._process.poll() is None
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it runs, has answered every order, and nobody has killed it."""
+        return self.is_alive and not self._num_unanswered and not self._is_killed
+
     def load(self, reference: FactoryReference) -> str:
         """Let it import the factory. Returns "", or the reason why it cannot. Raises `WorkerLostError`."""
         return self.ask(Load(reference)).failure
 
+    def reuse(self) -> str:
+        """Ask it to go on with another rollout. Returns "", or the reason why not. Raises `WorkerLostError`."""
+        return self.ask(Reuse()).failure
+
     def ask(self, order: Order) -> Reply:
         """Give an order and wait for its reply, as long as the process lives. Raises `WorkerLostError`."""
+        frame = encode_order(order)
+        self._num_unanswered += 1
         try:
-            send(self._connection, encode_order(order))
-            return receive_reply(self._connection, lambda: self.is_alive)
+            send(self._connection, frame)
+            reply = receive_reply(self._connection, lambda: self.is_alive)
+            self._num_unanswered -= 1
+            return reply
         except (ConnectionResetError, BrokenPipeError):  # it has left bytes of ours unread
             raise WorkerLostError(self._how_it_ended(), has_begun=False) from None
         except msgspec.DecodeError:
@@ -82,12 +107,17 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process; on any thread. A reply that is awaited is then lost."""
+        self._is_killed = True
         self._process.kill()
+
+    def ask_to_end(self) -> None:
+        """Let it end soon; no-op where it has ended."""
+        with suppress(OSError):
+            send(self._connection, encode_order(End()))
 
     def end(self) -> None:
         """Let it end, or kill it where it does not; no-op where it has ended."""
-        with suppress(OSError):
-            send(self._connection, encode_order(End()))
+        self.ask_to_end()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

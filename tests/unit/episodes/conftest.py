@@ -17,9 +17,9 @@ WAIT_SECONDS = 60.0
 class Runner:
     """`EnvCalls`, and a wait for their results."""
 
-    def __init__(self, spec):
+    def __init__(self, spec, kept=None):
         self._has_done = threading.Event()
-        self.calls = EnvCalls(spec, self._has_done.set)
+        self.calls = EnvCalls(spec, self._has_done.set, kept)
 
     def results(self, number):
         """The next `number` results, as (key, result)."""
@@ -46,12 +46,15 @@ class Runner:
 
 @pytest.fixture
 def run_env():
-    """Run environments of a class, with options of `EnvSpec`; ended after the test, with no thread left."""
+    """Run environments of a class, with options of `EnvSpec`; ended after the test, with no thread left.
+
+    `kept`: their `KeptWorkers`.
+    """
     before, made = set(threading.enumerate()), []
 
-    def run(factory, **options):
+    def run(factory, kept=None, **options):
         options.setdefault("name", getattr(factory, "__name__", "Env"))
-        made.append(Runner(EnvSpec(factory, **options)))
+        made.append(Runner(EnvSpec(factory, **options), kept))
         return made[-1]
 
     def end():

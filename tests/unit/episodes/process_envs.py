@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from envs_adapters.base import Observation
+from envs_adapters.base import EnvSpec, Observation
 
 
 class Draws:
@@ -35,6 +35,28 @@ class DrawsUnseeded(Draws):
 
     def reset(self, seed):
         return self._draw()
+
+
+class ImportsTorch(DrawsUnseeded):
+    """Imports torch when it is first needed, and draws from its generator."""
+
+    def _draw(self):
+        import torch
+
+        return f"{torch.rand(()).item()} {random.random()}"
+
+
+class TellsItsProcess(DrawsUnseeded):
+    """Tells at once where it is; one step is all."""
+
+    def reset(self, seed):
+        return Observation(self._draw(), info={"pid": os.getpid()})
+
+    def step(self, action):
+        return Observation(terminated=True, info={"pid": os.getpid()})
+
+
+SPEC = EnvSpec(TellsItsProcess, name="TellsItsProcess", placement="processes", num_workers=1)
 
 
 class Obeys:
@@ -78,6 +100,11 @@ class Obeys:
         if path:
             Path(path).touch()
         time.sleep(1000)
+
+    def do_thread(self, _):
+        """Leave a thread behind that ends with the process only."""
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        return Observation("started")
 
     def do_loop(self, _):
         while True:

@@ -12,6 +12,7 @@ import pytest
 
 from envs_adapters.base import Action
 from rollout_engine.episodes.env_calls import Began, EnvFailure
+from rollout_engine.episodes.kept_workers import KeptWorkers
 from tests.unit.episodes import process_envs
 
 STEP_TIMEOUT = 0.5
@@ -92,12 +93,15 @@ def _play(run_env, number, placement, faults, num_workers):
     descriptors, children = _descriptors(), set(psutil.Process().children(recursive=True))
     process_envs.Obeys.num_open = 0
     options = {"placement": placement, "num_workers": num_workers, "step_timeout": STEP_TIMEOUT}
-    env = run_env(process_envs.Obeys, **options)
-    faults = Faults(env, faults, seed=number)
-    faults.play(number)
-    assert faults.num_faults >= number
-    assert not env.calls.take()
-    env.calls.end()
+    kept = KeptWorkers()
+    for seed in range(2):  # the second half begins in workers that the first one leaves
+        env = run_env(process_envs.Obeys, kept, **options)
+        half = Faults(env, faults, seed)
+        half.play(number // 2)
+        assert half.num_faults >= number // 2
+        assert not env.calls.take()
+        env.calls.end()
+    kept.close()
     deadline = time.monotonic() + WAIT_SECONDS
     while (len(_descriptors()) > len(descriptors) or process_envs.Obeys.num_open) and time.monotonic() < deadline:
         time.sleep(0.05)  # what hung returns
