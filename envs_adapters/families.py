@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
-from envs_adapters import gymnasium, mcp, openenv, reasoning_gym, skyrl_gym, textarena
+from envs_adapters import dataset, gymnasium, mcp, openenv, reasoning_gym, skyrl_gym, textarena
 from envs_adapters.base import EnvSpec, Placement
 from rollout_engine.errors import ConfigError, refused, unknown_name
 
@@ -29,9 +29,12 @@ class Family(NamedTuple):
     """What must be importable; "" where nothing else is needed."""
     extra: str
     """The extra of rollout-engine that installs it."""
+    needs_name: bool = True
+    """Whether "family" alone names nothing."""
 
 
 FAMILIES: dict[str, Family] = {
+    "dataset": Family(dataset, "", "", needs_name=False),
     "gymnasium": Family(gymnasium, "gymnasium", "gymnasium"),
     "mcp": Family(mcp, "mcp", "mcp"),
     "openenv": Family(openenv, "websockets", "openenv"),
@@ -71,7 +74,7 @@ def make_env(
         return EnvSpec(target, options, name, **chosen)
     family_name, _, name = target.partition(":")
     family = FAMILIES.get(family_name)
-    if family is None or not name:
+    if family is None or (family.needs_name and not name):
         known = [f"{each}:NAME" for each in FAMILIES]
         raise ConfigError(unknown_name("environment", target, known))
     if family.package and find_spec(family.package) is None:

@@ -6,10 +6,14 @@ nor these names in another order. Columns are passed by name, to functions that 
 """
 
 import inspect
+import math
 import numbers
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
 
 from rollout_engine.errors import RequestError, RewardError
 
@@ -22,6 +26,10 @@ RewardFunctions: TypeAlias = RewardFunction | Sequence[RewardFunction]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of every reward function, besides columns."""
+
+_COPIED = (list, dict, set, bytearray, np.ndarray)
+"""Types that a reward function might modify, beside tensors. Objects of the user's own classes are passed without a
+copy."""
 
 
 class RewardCall:
@@ -42,9 +50,20 @@ class RewardCall:
             return self.function(*(arguments[name] for name in ARGUMENTS), **taken)
         return self.function(**{name: values for name, values in arguments.items() if self.takes(name)}, **taken)
 
+    def missing(self, columns: Iterable[str]) -> list[str]:
+        """Parameters without a default that are no column and no argument of every reward function."""
+        if self._is_positional(columns):
+            return [name for name in self._needed if name not in (*self._places, *columns)]
+        return [name for name in self._needed if name not in (*ARGUMENTS, *columns)]
+
     def takes(self, name: str) -> bool:
         """Whether the function accepts an argument of that name."""
         return self._takes_all or name in self._names
+
+    @property
+    def _needed(self) -> list[str]:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [p.name for p in _parameters(self.function) if p.kind in kinds and p.default is p.empty]
 
     def _is_positional(self, columns: Iterable[str]) -> bool:
         if self._takes_places:
@@ -88,18 +107,54 @@ def check_columns(calls: Sequence[RewardCall], columns: Iterable[str]) -> None:
             )
 
 
-def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | None]], group: int) -> list[float]:
+def reward_arguments(
+    prompt: Any, texts: Sequence[str], token_ids: Iterable[list[int]], *, is_chat: bool
+) -> dict[str, list[Any]]:
+    """The lists of `ARGUMENTS` for several answers to one prompt; `is_chat`: the answers are conversations."""
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    return {
+        "prompts": copies(prompt, len(texts)),
+        "completions": messages if is_chat else list(texts),
+        "completion_ids": [ids.copy() for ids in token_ids],
+    }
+
+
+def copies(value: Any, num: int) -> list[Any]:
+    """One copy of `value` for each of `num` samples."""
+    is_copied = isinstance(value, _COPIED) or hasattr(type(value), "__torch_function__")
+    return [deepcopy(value) if is_copied else value for _ in range(num)]
+
+
+def checked_rewards(answer: object, num: int, where: str, label: str) -> list[float | None]:
+    """Check what the function called `label` returned for `num` samples. Raises `RewardError`, which begins `where`."""
+    if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
+        what = f"returned {type(answer).__name__}, not a list of {num} numbers"
+        raise RewardError(f"{where}: {label} {what}.")
+    values = list(answer)
+    if len(values) != num:
+        raise RewardError(f"{where}: {label} returned {len(values)} rewards, not {num}.")
+    return [None if value is None else _number(value, where, i) for i, value in enumerate(values)]
+
+
+def weighted_sum(calls: Sequence[RewardCall], each: Sequence[Sequence[float | None]], where: str) -> list[float]:
     """Per sample, the sum of weight times reward over the functions that apply. Raises `RewardError` if none does."""
     sums = []
     for sample, rewards in enumerate(zip(*each, strict=True)):
         if all(reward is None for reward in rewards):
             raise RewardError(
-                f"prompts[{group}], sample {sample}: the reward is None, not a finite number. None means that a "
+                f"{where}, sample {sample}: the reward is None, not a finite number. None means that a "
                 "function does not apply; at least one must."
             )
         pairs = zip(calls, rewards, strict=True)
         sums.append(sum((call.weight * reward for call, reward in pairs if reward is not None), 0.0))
     return sums
+
+
+def _number(value: Any, where: str, index: int) -> float:
+    plain = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+    if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
+        raise RewardError(f"{where}, sample {index}: the reward is {plain!r:.80}, not a finite number.")
+    return float(plain)
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter]:

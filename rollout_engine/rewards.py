@@ -6,18 +6,12 @@ wait (for a server, say) overlap with generation and with one another.
 
 import asyncio
 import logging
-import math
-import numbers
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from copy import deepcopy
 from inspect import CORO_CREATED, getcoroutinestate, isawaitable, iscoroutine
 from typing import Any, NamedTuple
-
-import numpy as np
-from torch import Tensor
 
 from rollout_engine.errors import RewardError
 from rollout_engine.outputs import RequestOutput
@@ -25,7 +19,10 @@ from rollout_engine.reward_functions import (
     RewardCall,
     RewardFunctions,
     check_columns,
+    checked_rewards,
+    copies,
     is_listed,
+    reward_arguments,
     reward_calls,
     weighted_sum,
 )
@@ -36,9 +33,6 @@ logger = logging.getLogger("rollout_engine")
 
 END_SECONDS = 5.0
 """Time for coroutines to end once they are cancelled."""
-
-_COPIED = (list, dict, set, bytearray, np.ndarray, Tensor)
-"""Types that a reward function might modify. Objects of the user's own classes are passed without a copy."""
 
 
 class Rewards(NamedTuple):
@@ -90,15 +84,10 @@ class RewardCaller:
         self, call: RewardCall, group: int, prompt: object, output: RequestOutput, columns: Mapping[str, Any]
     ) -> Any:
         """Call one function with its own copies of the arguments."""
-        num, texts = len(output.outputs), [sample.text for sample in output.outputs]
-        messages = [[{"role": "assistant", "content": text}] for text in texts]
-        arguments = {
-            "prompts": _copies(prompt, num),
-            "completions": messages if is_conversation(prompt) else texts,
-            "completion_ids": [sample.token_ids.copy() for sample in output.outputs],
-        }
+        texts, token_ids = [sample.text for sample in output.outputs], [sample.token_ids for sample in output.outputs]
+        arguments = reward_arguments(prompt, texts, token_ids, is_chat=is_conversation(prompt))
         try:
-            return call(arguments, {name: _copies(value, num) for name, value in columns.items()})
+            return call(arguments, {name: copies(value, len(texts)) for name, value in columns.items()})
         except Exception as problem:
             raise _as_reward_error(problem, group, self._label(call)) from problem
 
@@ -114,9 +103,9 @@ class RewardCaller:
         return self._sum(await asyncio.gather(*map(value, self._calls, answers)), num, group)
 
     def _sum(self, answers: Sequence[Any], num: int, group: int) -> Rewards:
-        pairs = zip(self._calls, answers, strict=True)
-        checked = {call.name: _check(answer, num, group, self._label(call)) for call, answer in pairs}
-        total = weighted_sum(self._calls, list(checked.values()), group)
+        pairs, where = zip(self._calls, answers, strict=True), f"prompts[{group}]"
+        checked = {call.name: checked_rewards(answer, num, where, self._label(call)) for call, answer in pairs}
+        total = weighted_sum(self._calls, list(checked.values()), where)
         return Rewards(total, checked if self._is_list else {})
 
     def _label(self, call: RewardCall) -> str:
@@ -165,28 +154,6 @@ def _close_unstarted(answers: list[Any], loop: asyncio.AbstractEventLoop) -> Non
 
     with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(close)
-
-
-def _copies(value: Any, num: int) -> list[Any]:
-    """One copy of `value` for each of `num` samples."""
-    return [deepcopy(value) if isinstance(value, _COPIED) else value for _ in range(num)]
-
-
-def _check(answer: object, num: int, group: int, label: str) -> list[float | None]:
-    if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
-        what = f"returned {type(answer).__name__}, not a list of {num} numbers"
-        raise RewardError(f"prompts[{group}]: {label} {what}.")
-    values = list(answer)
-    if len(values) != num:
-        raise RewardError(f"prompts[{group}]: {label} returned {len(values)} rewards, not {num}.")
-    return [None if value is None else _number(value, group, i) for i, value in enumerate(values)]
-
-
-def _number(value: Any, group: int, index: int) -> float:
-    plain = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-    if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
-        raise RewardError(f"prompts[{group}], sample {index}: the reward is {plain!r:.80}, not a finite number.")
-    return float(plain)
 
 
 def _as_reward_error(problem: BaseException, group: int, label: str = "the reward function") -> RewardError:

@@ -22,6 +22,7 @@ Opponent = Frontend | Callable[[list[Message]], str]
 _MAX_COUNT = 1_000_000
 _ENV_SEEDS = 1 << 34
 """Apart from the indexes of samples."""
+_MAX_FIRST_SEED = (1 << 31) - _MAX_COUNT
 
 
 class EpisodeOptions(TypedDict, total=False):
@@ -124,8 +125,11 @@ class EpisodePlan(msgspec.Struct, frozen=True):
         )
 
     def env_seed(self, group: int) -> int:
-        """Seed of the environments of one start, in [0, 2**31)."""
-        return mix(mix(self.seed, group), _ENV_SEEDS) >> 33
+        """Seed of the environments of one start, in [0, 2**31): starts have successive ones.
+
+        So n starts visit each of n rows once, where an environment plays row `seed % n`.
+        """
+        return mix(self.seed, _ENV_SEEDS) % _MAX_FIRST_SEED + group
 
     def episode_seed(self, group: int, member: int) -> int:
         """Seed of an episode's first answer: that of the same sample of the same prompt in `rollout(seed=...)`."""
@@ -190,7 +194,7 @@ def refuse_beside_env(**arguments: Any) -> None:
     """Raise `RequestError` for arguments of a rollout of prompts that were given together with env=."""
     hints = {
         "prompts": "The environment gives them: rollout(None, params, env=...).",
-        "reward_fn": "The environment gives rewards; make_env('rows:...', reward=...) makes one of prompts.",
+        "reward_fn": "The environment gives rewards; make_env('dataset:...', reward_fn=...) makes one of prompts.",
         "columns": "The environment knows its own data.",
     }
     for name, value in arguments.items():
