@@ -5,7 +5,9 @@ import pytest
 from envs_adapters import Action, make_env
 from rollout_engine.errors import ConfigError
 
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
+
+import datasets  # noqa: E402
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1)} for n in range(5)]
 
