@@ -20,6 +20,8 @@ class BlockTables:
         """Whether blocks are published and found again."""
         self._pool = BlockPool(config.num_blocks)
         self._cache = PrefixCache()
+        self._being_computed: set[bytes] = set()
+        """Hashes of blocks that were looked up in vain, and that the sequence which did so computes."""
 
     @property
     def num_free(self) -> int:
@@ -52,21 +54,31 @@ class BlockTables:
         sequence.num_writable_tokens = len(sequence.block_ids) * self.block_size
         return copies
 
-    def attach_prefix(self, sequence: Sequence) -> None:
-        """Start `sequence` on the known blocks of its prefix; at least one token is left to compute."""
+    def attach_prefix(self, sequence: Sequence) -> bool:
+        """Start `sequence` on the known blocks of its prefix; at least one token is left to compute.
+
+        Returns False, and does nothing, where a sequence with the same prefix computes the next of its blocks now.
+        """
         if not self.caching:
-            return
+            return True
         assert not sequence.block_ids, f"{sequence.sequence_id} already has blocks"
         end = sequence.num_tokens - 1
         while (len(sequence.prefix) + 1) * self.block_size <= end:
-            found = self._cache.find(self._identify(sequence, len(sequence.prefix)))
+            wanted = self._identify(sequence, len(sequence.prefix))
+            found = self._cache.find(wanted)
             if found is None:
+                if wanted.hash in self._being_computed:
+                    self.release(sequence)
+                    return False
+                self._being_computed.add(wanted.hash)
+                sequence.looked_up_in_vain = wanted.hash
                 break
             self._attach(sequence, *found)
             sequence.prefix.append(found[1])
         found = self._cache.find_tail(self._identify(sequence, len(sequence.prefix), end))
         if found is not None:
             self._attach(sequence, *found)
+        return True
 
     def publish(self, sequence: Sequence, end: int) -> None:
         """Publish newly filled blocks below token `end`, unless the sequence has KV of an older version."""
@@ -78,6 +90,7 @@ class BlockTables:
             self._cache.publish(sequence.block_ids[index], identity)
             known = self._cache.find(identity)
             sequence.prefix.append(known[1] if known else identity)
+        self._is_computed(sequence)
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Publish, for a next turn, the last block of a sequence whose last token was just sampled, and has no KV."""
@@ -101,6 +114,7 @@ class BlockTables:
         """Drop all references of a sequence, the tail first, so that the head of a prefix stays cached longest."""
         for block in reversed(sequence.block_ids):
             self._release(block)
+        self._is_computed(sequence)
         sequence.block_ids = []
         sequence.prefix = []
         sequence.num_computed_tokens = sequence.num_writable_tokens = sequence.num_sent_blocks = 0
@@ -118,6 +132,7 @@ class BlockTables:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recount references and compare every table with what its sequence claims."""
         sequences = list(sequences)
+        assert self._being_computed == {s.looked_up_in_vain for s in sequences} - {b""}, "a block is computed by nobody"
         self._pool.check_integrity(sequence.block_ids for sequence in sequences)
         self._cache.check_integrity()
         for sequence in sequences:
@@ -131,6 +146,11 @@ class BlockTables:
     def _release(self, block: int) -> None:
         worth_keeping = self._cache.holds(block, self.policy_version)
         self._pool.release(block, worth_keeping=worth_keeping)
+
+    def _is_computed(self, sequence: Sequence) -> None:
+        """Let nobody wait for the block that `sequence` has looked up in vain: it was published, or will not be."""
+        self._being_computed.discard(sequence.looked_up_in_vain)
+        sequence.looked_up_in_vain = b""
 
     def _attach(self, sequence: Sequence, block: int, identity: PrefixBlock) -> None:
         self._pool.share(block)

@@ -81,6 +81,8 @@ class Sequence:
     """Entries of the block table that the runner knows."""
     prefix: list[PrefixBlock] = field(default_factory=list)
     """Identities of the first full blocks, as far as they were published or looked up."""
+    looked_up_in_vain: bytes = b""
+    """Hash of the first block that was not known, until this sequence has computed it; b"" where there is none."""
     kv_min_version: int | None = None
     """Oldest policy version among the computed KV; None when there is none."""
     queue: "list[Sequence] | None" = None

@@ -160,9 +160,15 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
-        while budget and len(self.running) < self._max_num_seqs and (self.waiting or self.parked):
-            sequence = min(self.waiting[:1] + self.parked[:1])
-            if self._must_wait(sequence) or not self._admit(sequence):
+        num_passed = 0
+        while budget and len(self.running) < self._max_num_seqs:
+            sequence = min(self.waiting[num_passed : num_passed + 1] + self.parked[:1], default=None)
+            if sequence is None or self._must_wait(sequence):
+                break
+            if self._looks_up(sequence) and not self.tables.attach_prefix(sequence):
+                num_passed += 1
+                continue
+            if not self._admit(sequence):
                 break
             num_tokens = self._take_tokens(sequence, budget)
             self._schedule_tokens(step, sequence, num_tokens)
@@ -205,12 +211,12 @@ class Scheduler:
                 return False
         return True
 
+    def _looks_up(self, sequence: Sequence) -> bool:
+        return sequence.queue is self.waiting and self.tables.caching and not sequence.scores_prompt
+
     def _admit(self, sequence: Sequence) -> bool:
         """Move to `running` if all its tokens fit beside the others. No running sequence loses blocks for it."""
-        came_without_blocks = sequence.queue is self.waiting
-        looks_up = came_without_blocks and self.tables.caching and not sequence.scores_prompt
-        if looks_up:
-            self.tables.attach_prefix(sequence)
+        came_without_blocks, looks_up = sequence.queue is self.waiting, self._looks_up(sequence)
         while self.tables.num_missing(sequence, sequence.num_tokens) > self.tables.num_free:
             if self.running or not self.parked or self.parked[-1] is sequence:
                 assert self.running, f"sequence {sequence.sequence_id} does not fit an empty pool"

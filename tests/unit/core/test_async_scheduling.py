@@ -61,7 +61,7 @@ def test_an_end_found_late_costs_one_token_that_is_not_returned(rig):
 
 def test_an_end_by_length_is_foreseen(rig):
     rig.add("a", max_tokens=5, n=2)
-    rig.add("b", max_tokens=1)
+    rig.add("b", range(20, 30), max_tokens=1)
     rig.run()
     assert rig.core.stats.num_surplus_tokens == 0
     assert rig.executor.num_tokens_computed == 2 * 10 + 2 * 4

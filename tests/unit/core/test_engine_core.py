@@ -80,9 +80,9 @@ def test_kv_of_a_sequence_that_went_wrong_is_not_given_to_others(make_rig):
 
 def test_the_runners_columns_arrive_whole_and_in_order(make_rig):
     rig = make_rig()
-    rig.add("none", max_tokens=1)
-    rig.add("cut", max_tokens=1, logprobs=4, top_p=0.5, n=2)
-    rig.add("top", max_tokens=1, logprobs=2)
+    rig.add("none", range(3), max_tokens=1)
+    rig.add("cut", range(3), max_tokens=1, logprobs=4, top_p=0.5, n=2)
+    rig.add("top", range(3), max_tokens=1, logprobs=2)
     outputs = rig.core.step()
     assert outputs.sequence_ids == [0, 1, 2, 3]
     assert outputs.logprobs == [-1.0 - token_id / 97 for token_id in outputs.token_ids]
@@ -170,7 +170,7 @@ def test_numbers_that_name_no_live_sequence_abort_nothing(make_rig):
 def test_a_failed_step_ends_what_it_scheduled_and_nothing_else(make_rig, caplog):
     rig = make_rig(max_num_seqs=2)
     rig.add("a", n=3, max_tokens=4)
-    rig.add("b")
+    rig.add("b", range(20, 30))
     rig.fail_at_steps.add(1)
     with caplog.at_level(logging.WARNING):
         rig.run()

@@ -101,7 +101,7 @@ def test_requests_that_come_while_paused_wait_for_resume_through_any_pause(rig, 
 def test_held_requests_run_by_priority_then_arrival(rig):
     rig.pause("keep")
     for name, priority in (("late", 1), ("first", 0), ("second", 0)):
-        rig.add(name, priority=priority)
+        rig.add(name, range(3), priority=priority)
     rig.resume()
     rig.step()
     assert [rig.label(row.sequence_id) for row in rig.works[-1].scheduled] == ["first", "second", "late"]

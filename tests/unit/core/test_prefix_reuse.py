@@ -197,7 +197,7 @@ def test_keep_goes_on_over_old_kv_and_says_so(make_rig_in_turn):
 
 def test_recompute_makes_the_next_token_exact_under_the_new_policy(make_rig_in_turn):
     rig = make_rig_in_turn()
-    rig.add("a", n=2, max_tokens=4)
+    rig.add("a", range(3), n=2, max_tokens=4)
     rig.step()
     assert rig.commit(5, "recompute") == 1
     assert rig.core.cache_usage() == 0.0
