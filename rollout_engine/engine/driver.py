@@ -192,7 +192,7 @@ class EngineDriver:
     def boundary(self, deadline: float = math.inf) -> Iterator[None]:
         """Hold the lock with no step in flight and no call half done: what has begun ends under the present weights.
 
-        Raises `TimeoutError` where that is not so at `deadline` (`time.monotonic`).
+        Raises `TimeoutError` where that is not so at `deadline` (`time.monotonic`); `LifecycleError` after shutdown.
         """
         with self.between_steps(deadline):
             while self._pieces:
@@ -201,6 +201,7 @@ class EngineDriver:
                 self.step()
             with self._working("the step that a weight update waits for"):
                 self.core.quiesce()
+            self.core.lifecycle.require_alive("update_weights")
             with self._working("the commit of a weight update", self.executor.num_weight_bytes / _COMMIT_BYTES_PER_S):
                 yield
 
