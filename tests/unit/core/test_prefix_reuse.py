@@ -168,6 +168,62 @@ def test_a_tail_that_a_failed_step_was_to_copy_is_not_found(make_rig, monkeypatc
     rig.assert_clean()
 
 
+# Requests that come together
+
+
+def _come_together(rig, prompts):
+    for index, prompt in enumerate(prompts):
+        rig.add(f"r{index}", prompt, max_tokens=2)
+    rig.run()
+    rig.assert_clean()
+    return [rig.ends[f"r{index}", 0].num_cached_tokens for index in range(len(prompts))]
+
+
+def test_equal_prompts_that_come_together_are_computed_once(make_rig):
+    rig = make_rig(block_size=4)
+    assert _come_together(rig, [range(18)] * 8) == [0, *([16] * 7)]
+    assert rig.executor.num_tokens_computed == 18 + 7 * 2 + 8
+
+
+def test_prompts_that_begin_alike_wait_for_what_they_share_only(make_rig):
+    rig = make_rig(block_size=4)
+    system = list(range(8))
+    prompts = [system + [30 + group] * 6 for group in range(3) for _ in range(2)]
+    assert _come_together(rig, prompts) == [0, 12, 8, 12, 8, 12]
+
+
+def test_other_prompts_do_not_wait(make_rig_in_turn):
+    rig = make_rig_in_turn(block_size=4)
+    for name, token in (("a", 1), ("like a", 1), ("b", 2)):
+        rig.add(name, [token] * 10)
+    rig.step()
+    assert [rig.label(row.sequence_id) for row in rig.works[-1].scheduled] == ["a", "b"]
+    rig.run()
+    rig.assert_clean()
+
+
+def test_nobody_waits_for_a_request_that_was_aborted(make_rig):
+    rig = make_rig(block_size=4, max_num_batched_tokens=4)
+    for name in ("first", "second"):
+        rig.add(name, range(20))
+    rig.step()
+    rig.abort("first")
+    rig.run()
+    assert rig.ends["second", 0].finish_reason == "length"
+    rig.assert_clean()
+
+
+def test_nobody_waits_for_kv_of_another_version(make_rig):
+    rig = make_rig(block_size=4, max_num_batched_tokens=6)
+    for name in ("old", "new"):
+        rig.add(name, range(20), max_tokens=20)
+    rig.step()
+    rig.commit(1)
+    rig.run()
+    assert rig.ends["new", 0].num_cached_tokens == 0
+    rig.assert_clean()
+
+
 # Policy versions
 
 
