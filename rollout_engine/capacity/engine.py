@@ -156,7 +156,7 @@ class SimulatedEngine:
         table = self._table
         beside = table.max_prefill_beside_decode if self._decoding else table.max_num_batched_tokens
         budget = table.max_num_batched_tokens - len(self._decoding)
-        chunks = []
+        chunks, passed = [], []
         for sequence in self._prefilling:
             num_tokens = min(sequence.num_tokens - sequence.num_computed, budget, beside)
             if num_tokens:
@@ -166,6 +166,9 @@ class SimulatedEngine:
             sequence = self._waiting[0][1]
             if sequence.is_over:
                 heappop(self._waiting)
+                continue
+            if self._waits_for_prefix(sequence):
+                passed.append(heappop(self._waiting))
                 continue
             if not (beside or sequence.is_parked) or not self._admit(sequence):
                 break
@@ -178,7 +181,14 @@ class SimulatedEngine:
                 num_tokens = min(sequence.num_tokens - sequence.num_computed, budget, beside)
                 chunks.append((sequence, num_tokens))
                 budget, beside = budget - num_tokens, beside - num_tokens
+        for each in passed:
+            heappush(self._waiting, each)
         return chunks
+
+    def _waits_for_prefix(self, sequence: EngineSequence) -> bool:
+        """Whether another sequence computes the next prefix of a new one."""
+        wanted = None if sequence.is_parked else sequence.request.first_missing(self._pool)
+        return wanted is not None and any(s.request.first_missing(self._pool) == wanted for s in self._prefilling)
 
     def _admit(self, sequence: EngineSequence) -> bool:
         """Take KV for all tokens of a sequence, if that is free."""
@@ -194,7 +204,8 @@ class SimulatedEngine:
             num_missing -= 1  # its last token takes room as the step is over
         else:
             sequence.has_kv = True
-            sequence.num_computed = min(request.num_held, sequence.num_tokens - 1)
+            findable = (sequence.num_tokens - 1) // self._table.block_size * self._table.block_size
+            sequence.num_computed = min(request.num_held, findable)
             self.counts.num_looked_up += sequence.num_tokens
             self.counts.num_cached += sequence.num_computed
         sequence.num_own = num_missing

@@ -38,6 +38,10 @@ class PrefixPool:
         found.num_holders += 1
         return found
 
+    def lacks(self, key: object, num_tokens: int) -> bool:
+        """Whether a prefix of so many tokens would be known under that key, but is not."""
+        return self._enabled and num_tokens > 0 and key not in self._known
+
     def publish(self, key: object, num_tokens: int) -> Prefix:
         """Count tokens, which the caller holds already, as the prefix of that key; the first one of a key is found."""
         prefix = Prefix(key, num_tokens)

@@ -76,6 +76,11 @@ class EngineRequest:
                 break
             self.prefixes.append(found)
 
+    def first_missing(self, pool: PrefixPool) -> object | None:
+        """The key of its first prefix that is not known; None where there is none."""
+        keys = zip(self.keys, self.sizes, strict=True)
+        return next((key for key, num_tokens in keys if pool.lacks(key, num_tokens)), None)
+
     def release(self, pool: PrefixPool) -> None:
         """Count one less; with the last one the prefixes are let go."""
         self.num_holders -= 1

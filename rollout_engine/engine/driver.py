@@ -201,7 +201,6 @@ class EngineDriver:
                 self.step()
             with self._working("the step that a weight update waits for"):
                 self.core.quiesce()
-            self.core.lifecycle.require_alive("update_weights")
             with self._working("the commit of a weight update", self.executor.num_weight_bytes / _COMMIT_BYTES_PER_S):
                 yield
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from rollout_engine.config import EngineConfig
-from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
@@ -36,7 +36,8 @@ class InlineExecutor:
 
     @property
     def worker(self) -> Worker:
-        assert self._worker is not None, "executor is shut down"
+        if self._worker is None:
+            raise LifecycleError("The engine was shut down meanwhile; make a new one.")
         return self._worker
 
     @property

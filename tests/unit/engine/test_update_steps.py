@@ -86,10 +86,3 @@ def test_a_deadline_that_is_far_costs_nothing(engine, driver, steps):
         pass
     steps.end()
     assert engine.get_metrics().core.state == "RUNNING"
-
-
-def test_an_update_whose_engine_was_shut_down_meanwhile_is_told_so(driver, steps):
-    steps.begin(math.inf)
-    driver.shutdown()
-    with pytest.raises(LifecycleError, match="update_weights: .*it was shut down"), steps.boundary(math.inf):
-        pytest.fail("a commit into an engine that was shut down")
