@@ -87,7 +87,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 def check_rows(name: str, rows: Any, fields: Sequence[str]) -> Row:
     """Check the rows of "dataset:name" or the option `rows`; `fields[0]` is the prompt's column. Returns the first."""
     if (rows is not None) == bool(name):
-        raise ConfigError('dataset needs either a path ("dataset:PATH") or the option rows.')
+        raise ConfigError('Rows are needed: either their path, as in "dataset:PATH", or the option rows.')
     first: Row = read_rows(rows if rows is not None else name, fields)[0]
     prompt = first[fields[0]]
     is_conversation = isinstance(prompt, list | tuple) and all(isinstance(each, Mapping) for each in prompt)

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
-from envs_adapters import dataset, gymnasium, mcp, openenv, reasoning_gym, skyrl_gym, textarena
+from envs_adapters import dataset, gymnasium, math_verify, mcp, openenv, reasoning_gym, skyrl_gym, textarena
 from envs_adapters.base import EnvSpec, Placement
 from rollout_engine.errors import ConfigError, refused, unknown_name
 
@@ -36,6 +36,7 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "dataset": Family(dataset, "", "", needs_name=False),
     "gymnasium": Family(gymnasium, "gymnasium", "gymnasium"),
+    "math_verify": Family(math_verify, "math_verify", "math-verify", needs_name=False),
     "mcp": Family(mcp, "mcp", "mcp"),
     "openenv": Family(openenv, "websockets", "openenv"),
     "reasoning_gym": Family(reasoning_gym, "reasoning_gym", "reasoning-gym"),

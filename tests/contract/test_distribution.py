@@ -12,6 +12,7 @@ IMPORT_NAMES = {
     "opentelemetry-sdk": "opentelemetry",
     "prometheus-client": "prometheus_client",
     "pyzmq": "zmq",
+    "math-verify": "math_verify",
     "reasoning-gym": "reasoning_gym",
     "skyrl-gym": "skyrl_gym",
 }

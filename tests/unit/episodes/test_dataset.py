@@ -126,8 +126,8 @@ def test_reward_functions_are_imported_by_worker_processes(policy):
     "name, options, message",
     [
         ("dataset", {"rows": ROWS}, "needs the option reward_fn"),
-        ("dataset", {"reward_fn": is_right}, "either a path"),
-        ("dataset:x.jsonl", {"rows": ROWS, "reward_fn": is_right}, "either a path"),
+        ("dataset", {"reward_fn": is_right}, "either their path"),
+        ("dataset:x.jsonl", {"rows": ROWS, "reward_fn": is_right}, "either their path"),
         ("dataset:/nowhere.jsonl", {"reward_fn": is_right}, "No such file"),
         ("dataset", {"rows": [], "reward_fn": is_right}, "at least one dict"),
         ("dataset", {"rows": {"prompt": ["a"], "answer": []}, "reward_fn": is_right}, "the same number of values"),
