@@ -93,9 +93,10 @@ class WorkerCalls(ThreadCalls):
         return self._process if is_it else None
 
     def write_off(self, call: Call, message: str) -> None:
-        """Kill the process that a call is in."""
-        if self._call is call and self._process is not None:
-            self._process.kill()
+        """Kill the process that a call is in, unless it has returned: others may use the process by now."""
+        with self._lock:
+            if call.is_on_thread and self._process is not None:
+                self._process.kill()
 
     def end(self) -> None:
         """End thread and process, or keep the process; a call that has not returned is lost."""

@@ -131,6 +131,16 @@ def test_a_worker_that_was_lost_is_not_kept(play_once, kept, fault):
     assert not second & first and not any(map(psutil.pid_exists, first))
 
 
+def test_a_deadline_that_passes_as_its_call_returns_spares_the_next_user_of_the_worker(run_env, kept):
+    env = run_env(process_envs.SPEC.factory, kept, placement="processes", num_workers=1)
+    pid = env.reset().observation.info["pid"]
+    [worker] = env.calls._workers._workers
+    env.calls.end()
+    worker.write_off(worker._call, "it was too slow")
+    env = run_env(process_envs.SPEC.factory, kept, placement="processes", num_workers=1)
+    assert env.reset().observation.info["pid"] == pid
+
+
 @pytest.mark.slow
 def test_a_worker_in_use_is_not_for_others(run_env, play_once, kept):
     env = run_env(process_envs.Obeys, kept, placement="processes", num_workers=1)
