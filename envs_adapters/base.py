@@ -103,7 +103,8 @@ class EnvSpec(msgspec.Struct, frozen=True):
     """For messages."""
     placement: Placement = "threads"
     """"threads" of this process, for environments that compute little or wait; or "processes" of their own, for those
-    that are slow, draw from the global random generators, or may hang: a stuck process is ended and replaced."""
+    that are slow, draw from the global random generators, or may hang: a stuck process is ended and replaced. Processes
+    wait a minute for the policy's next rollout, so that it need not import the environment again."""
     num_workers: int | None = None
     """Threads or processes at most; None: 64 threads, or as many processes as there are processors."""
     step_timeout: float = 60.0
