@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo import update
-from rollout_engine import RolloutPolicy, SamplingParams, exact
+from rollout_engine import RolloutPolicy, SamplingParams, exact, to_jsonl
 
 CHAT = (
     "{% for tool in tools or [] %}<{{ tool['function']['name'] }}>{% endfor %}"
@@ -32,12 +32,14 @@ Demonstration = list[tuple[str, bool]]
 """Pieces of text, and whether the policy is to say them."""
 
 
-def parser(description: str, out: str, *, steps: int, warm_up_steps: int) -> argparse.ArgumentParser:
+def parser(
+    description: str, out: str, *, steps: int, warm_up_steps: int, learning_rate: float = 1e-4
+) -> argparse.ArgumentParser:
     """Command line options of these examples."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--steps", type=int, default=steps, help="GRPO steps")
     made.add_argument("--warm-up-steps", type=int, default=warm_up_steps, help="imitation steps")
-    made.add_argument("--learning-rate", type=float, default=1e-4)
+    made.add_argument("--learning-rate", type=float, default=learning_rate)
     made.add_argument("--micro-batch", type=int, default=256, help="sequences per backward pass")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--shuffle-advantages", action="store_true", help="control: nothing should be learned")
@@ -148,7 +150,7 @@ def _steps(
             print("  ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
             metrics.write(json.dumps(row) + "\n")
             yield row
-    batch.to_jsonl(options.out / "rollouts.jsonl") if hasattr(batch, "to_jsonl") else None
+    to_jsonl(batch, options.out / "rollouts.jsonl")
 
 
 def draw(history: list[Row], lines: dict[str, str], title: str, path: Path) -> None:

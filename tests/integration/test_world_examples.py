@@ -1,0 +1,81 @@
+"""The examples that train in environments run as they are, and their games and tasks have the rules they state."""
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from envs_adapters import Action
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))  # as for the command `python examples/NAME.py`
+
+
+def load(name: str):
+    return importlib.import_module(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tool_use", "two_player"])
+def test_an_example_writes_its_record(name, tmp_path):
+    rows = load(name).main(["--warm-up-steps", "60", "--steps", "1", "--out", str(tmp_path)])
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows
+    assert [row["max_logprob_diff"] for row in rows] == [0.0, 0.0]
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    num_seats = {"two_player": 2}.get(name, 1)
+    assert len({sample["episode_id"] for sample in samples}) == 256
+    assert {sample["seat"] for sample in samples} == set(range(num_seats))
+    for sample in samples:
+        assert {version for version in sample["policy_version"] if version >= 0} == {1}
+        assert sample["group_id"] % num_seats == sample["seat"], "GRPO compares the same seat of the same start"
+        assert sample["reward"] == sum(sample["turn_rewards"])
+
+
+def last_of_game(left, *said):
+    """The last observation of a game that begins with `left` sticks."""
+    game = load("two_player").Sticks()
+    game.reset(0)
+    game.left = left
+    for turn, words in enumerate(said):
+        seen = game.step(Action(words, seat=turn % 2))
+    return seen
+
+
+def test_who_takes_the_last_stick_wins():
+    seen = last_of_game(5, "4", "1")
+    assert (seen.messages, seen.seat, seen.terminated) == ("1", 0, False)
+    seen = last_of_game(5, "4", "1", "0")
+    assert (seen.reward, seen.terminated) == ({0: 1.0, 1: 0.0}, True)
+
+
+@pytest.mark.parametrize("words", ["5", "6", "1", "", "4 ", "44", "-1", "x"])
+def test_who_says_what_cannot_be_loses(words):
+    seen = last_of_game(6, "5", words)
+    assert (seen.reward, seen.terminated) == ({0: 1.0, 1: 0.0}, True)
+
+
+def wins(opponent, first_moves=()):
+    """Whether the perfect player, but for its first moves, beats the opponent from each of 100 starts."""
+    example, won = load("two_player"), []
+    for seed in range(100):
+        game, draws = example.Against(opponent), random.Random(seed)
+        game.reset(seed)
+        words = next((str(move) for move in first_moves if move in example.may_leave(game.left)), None)
+        seen = game.step(Action(words or str(example.perfect(game.left, draws))))
+        while not seen.terminated:
+            assert seen.messages == str(game.left)
+            seen = game.step(Action(str(example.perfect(game.left, draws))))
+        won.append(seen.reward == 1.0)
+    return won
+
+
+def test_a_player_without_mistakes_wins_every_game():
+    example = load("two_player")
+    assert all(wins(example.careless)) and all(wins(example.perfect))
+
+
+def test_the_perfect_opponent_punishes_one_mistake():
+    assert not any(wins(load("two_player").perfect, first_moves=[3, 6, 7, 10, 13]))
