@@ -34,6 +34,20 @@ def test_an_example_writes_its_record(name, tmp_path):
         assert sample["reward"] == sum(sample["turn_rewards"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_self_play_finds_the_perfect_game(seed, tmp_path):
+    rows = load("two_player").main(["--seed", str(seed), "--out", str(tmp_path)])
+    assert rows[0]["perfect"] < 0.25 and rows[-1]["perfect"] > 0.9
+    assert rows[0]["careless"] < 0.75 and rows[-1]["careless"] > 0.95
+
+
+@pytest.mark.slow
+def test_self_play_whose_rewards_are_shuffled_does_not_find_the_perfect_game(tmp_path):
+    rows = load("two_player").main(["--shuffle-advantages", "--out", str(tmp_path)])
+    assert max(row["perfect"] for row in rows) < 0.5
+
+
 def last_of_game(left, *said):
     """The last observation of a game that begins with `left` sticks."""
     game = load("two_player").Sticks()
