@@ -16,7 +16,18 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
-from envs_adapters import dataset, gymnasium, math_verify, mcp, openenv, reasoning_gym, skyrl_gym, textarena, verifiers
+from envs_adapters import (
+    dataset,
+    gymnasium,
+    math_verify,
+    mcp,
+    openenv,
+    reasoning_gym,
+    skyrl_gym,
+    textarena,
+    torchrl,
+    verifiers,
+)
 from envs_adapters.base import EnvSpec, Placement
 from rollout_engine.errors import ConfigError, refused, unknown_name
 
@@ -42,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "reasoning_gym": Family(reasoning_gym, "reasoning_gym", "reasoning-gym"),
     "skyrl_gym": Family(skyrl_gym, "skyrl_gym", "skyrl-gym"),
     "textarena": Family(textarena, "textarena", "textarena"),
+    "torchrl": Family(torchrl, "torchrl", "torchrl"),
     "verifiers": Family(verifiers, "verifiers", "verifiers"),
 }
 

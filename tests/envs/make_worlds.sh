@@ -9,6 +9,6 @@ make() {
     "$dir/$1/bin/python" -m pip --quiet --disable-pip-version-check install --no-compile \
         --constraint "tests/envs/constraints-$1.txt" torch==2.13.0 hypothesis pytest --editable ".[$2]"
 }
-make verifiers-0.4 math-verify,mcp,skyrl-gym,verifiers,textarena
+make verifiers-0.4 math-verify,mcp,skyrl-gym,torchrl,verifiers,textarena
 make verifiers-0.3 datasets,mcp,openenv,openenv-server,verifiers
 touch "$dir/installed"
