@@ -2,14 +2,15 @@
 
     class GuessNumber:
         def reset(self, seed):
-            self.number, self.left = random.Random(seed).randint(1, 9), 3
-            return "I think of a number from 1 to 9. Guess it."
+            self.number, self.left = random.Random(seed).randint(1, 7), 3
+            return "I think of a number from 1 to 7. Guess it."
 
         def step(self, action):
-            self.left -= 1
-            is_right = action.text.strip() == str(self.number)
-            return Observation("Right." if is_right else "Wrong.", reward=float(is_right), terminated=is_right,
-                               truncated=not is_right and not self.left)
+            guess, self.left = action.text.strip(), self.left - 1
+            if guess == str(self.number):
+                return Observation("Right.", reward=1.0, terminated=True)
+            words = "Higher." if guess < str(self.number) else "Lower."
+            return Observation(words, truncated=self.left == 0)
 
     batch = policy.rollout(None, params, env=GuessNumber, num_episodes=64, num_samples=8)
 

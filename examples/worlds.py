@@ -65,6 +65,8 @@ def make_policy(
     tokenizer: PreTrainedTokenizerFast,
     demonstrate: Callable[[random.Random], Demonstration],
     options: argparse.Namespace,
+    *,
+    max_length: int = 256,
 ) -> Path:
     """A Qwen3 of 0.6 M parameters that has imitated `demonstrate`, saved with its tokenizer."""
     draws = random.Random(options.seed)
@@ -76,7 +78,7 @@ def make_policy(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -159,6 +161,8 @@ def draw(history: list[Row], lines: dict[str, str], title: str, path: Path) -> N
     axes = figure.subplots()
     for key, label in lines.items():
         axes.plot([row["step"] for row in history], [row[key] for row in history], label=label)
-    axes.set(xlabel="step", ylim=(-0.02, 1.02), title=title)
+    axes.set(xlabel="step", title=title)
+    if all(0 <= row[key] <= 1 for row in history for key in lines):
+        axes.set(ylim=(-0.02, 1.02))
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120, bbox_inches="tight")

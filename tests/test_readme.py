@@ -1,10 +1,28 @@
-"""Every Python block of the README runs as printed, top to bottom, in one namespace."""
+"""Every Python block of the README, and of the guide to environments, runs as printed, in one namespace for each page.
+
+A block below `<!-- needs: PACKAGE -->` runs by itself, behind the page's other blocks, where that package is installed.
+"""
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README, ENVIRONMENTS = ROOT / "README.md", ROOT / "docs/environments.md"
+BLOCK = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PACKAGES = [match.group(1) for match in BLOCK.finditer(ENVIRONMENTS.read_text()) if match.group(1)]
+
+
+def run(page, package=None):
+    """Run the blocks that need nothing more, then those of the package."""
+    namespace = {"__name__": page.stem}
+    text = page.read_text()
+    for needed in dict.fromkeys([None, package]):
+        for match in BLOCK.finditer(text):
+            if match.group(1) == needed:
+                line = text[: match.start(2)].count("\n")
+                exec(compile("\n" * line + match.group(2), str(page), "exec"), namespace)
 
 
 def test_code_comes_early():
@@ -12,10 +30,14 @@ def test_code_comes_early():
     assert text[: BLOCK.search(text).start()].count("\n") < 30
 
 
-def test_every_code_block_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", [README, ENVIRONMENTS], ids=lambda page: page.name)
+def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "readme"}
-    text = README.read_text()
-    for match in BLOCK.finditer(text):
-        line = text[: match.start()].count("\n") + 1
-        exec(compile("\n" * line + match.group(1), str(README), "exec"), namespace)
+    run(page)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_code_blocks_that_need_a_package_run(package, tmp_path, monkeypatch):
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    run(ENVIRONMENTS, package)

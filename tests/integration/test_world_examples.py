@@ -93,3 +93,52 @@ def test_a_player_without_mistakes_wins_every_game():
 
 def test_the_perfect_opponent_punishes_one_mistake():
     assert not any(wins(load("two_player").perfect, first_moves=[3, 6, 7, 10, 13]))
+
+
+GUESS = ["--answers", "1", "2", "3", "4", "5", "6", "7"]
+
+
+def readme_environment(directory):
+    """A file with the environment that the README writes; returns the example's target."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    block = next(block for block in text.split("```")[1::2] if "class GuessNumber" in block)
+    path = directory / "guess_number.py"
+    path.write_text(block.removeprefix("python").partition("batch = ")[0])
+    return f"{path}:GuessNumber"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["README", "reasoning_gym:spell_backward"])
+def test_any_environment_trains_with_one_command(target, tmp_path, capsys):
+    arguments = [readme_environment(tmp_path), *GUESS] if target == "README" else [target, "--option", "max_word_len=4"]
+    rows = load("train_env").main([*arguments, "--warm-up-steps", "30", "--steps", "1", "--out", str(tmp_path / "out")])
+    assert [row["max_logprob_diff"] for row in rows] == [0.0, 0.0]
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["learning_curve.png", "metrics.jsonl", "policy", "rollouts.jsonl"]
+    samples = [json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
+    assert len(samples) == 256 and not any(sample["error"] for sample in samples)
+    first = samples[0]["messages"][1]["content"]
+    assert f"  assistant: {first}\n" in capsys.readouterr().out
+
+
+def test_a_careless_teacher_makes_mistakes_of_the_same_form():
+    wrong, draws = load("train_env").wrong, random.Random(0)
+    words = [f"word{number}" for number in range(100, 200)]
+    assert wrong("word123", words, draws) == "word132"
+    assert wrong("word122", words, draws) in set(words) - {"word122"}
+    assert wrong("Yes", ["No", "Yes"], draws) == "No"
+
+
+def test_what_all_questions_have_in_common_is_one_token():
+    def says(*texts):
+        return [{"role": "user", "content": text} for text in texts]
+
+    words_of = load("train_env").words_of
+    assert words_of([says("Add 1+2 now."), says("Add 4+5 now.")]) == ["Add ", " now."]
+    assert words_of([says("Guess.", "Higher."), says("Guess.", "Lower.")]) == ["Guess.", "Higher.", "Lower."]
+
+
+def test_an_environment_of_which_nothing_is_known_needs_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(load("train_env"), "NUM_CONVERSATIONS", 2)
+    with pytest.raises(SystemExit, match="Give --answers"):
+        load("train_env").main([readme_environment(tmp_path), "--out", str(tmp_path / "out")])
