@@ -4,9 +4,12 @@ A block below `<!-- needs: PACKAGE -->` runs by itself, behind the page's other 
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from envs_adapters.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 README, ENVIRONMENTS = ROOT / "README.md", ROOT / "docs/environments.md"
@@ -41,3 +44,17 @@ def test_code_blocks_that_need_a_package_run(package, tmp_path, monkeypatch):
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     run(ENVIRONMENTS, package)
+
+
+def test_the_readme_names_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = README.read_text()
+    assert not [extra for extra in extras if f'".[{extra}]"' not in text]
+
+
+def test_the_guide_has_every_family_with_its_extra():
+    text = ENVIRONMENTS.read_text()
+    for name, family in FAMILIES.items():
+        row = re.search(rf"^\| `{name}` \|([^|]*)\|([^|]*)\|", text, re.MULTILINE)
+        assert row and (f"`{family.extra}`" if family.extra else "none") in row.group(1), name
+        assert f'make_env("{name}' in row.group(2), name
