@@ -35,9 +35,10 @@ class RolloutEnv:
     """An episode of one row: a rollout of verifiers, whose requests are the policy's turns.
 
     Its last `info` has "metrics", "stop_condition" and "row". The reward, at the end, is verifiers' own: a reward
-    function that raises counts 0 there. An answer is the whole of its text, thinking and written tool calls included;
-    tokens of prompts count as 0. An environment that asks for two answers at once, or does not continue the
-    conversation that it began, fails.
+    function that raises counts 0 there. A rollout that ends an episode by its own `max_turns` gets no reward, as
+    verifiers then never scores: allow as many turns as the environment has. An answer is its whole text, thinking
+    and written tool calls included; tokens of prompts count as 0. An environment that asks for two answers at once, or
+    does not continue the conversation that it began, fails.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], max_tasks: int | None) -> None:
