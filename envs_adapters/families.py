@@ -89,8 +89,8 @@ def make_env(
     family_name, _, name = target.partition(":")
     family = FAMILIES.get(family_name)
     if family is None or (family.needs_name and not name):
-        known = [f"{each}:NAME" for each in FAMILIES]
-        raise ConfigError(unknown_name("environment", target, known))
+        unknown = unknown_name("family", family_name, FAMILIES) if family is None else "The name is missing."
+        raise ConfigError(f"'{target}' names no environment; give 'family:name'. {unknown}")
     if family.package and find_spec(family.package) is None:
         advice = f"pip install 'rollout-engine[{family.extra}]'"
         raise ConfigError(f"{target}: the package '{family.package}' is not installed. {advice} installs it.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
 from rollout_engine.episodes.kept_workers import KeptWorkers
-from rollout_engine.episodes.plan import RolloutOptions
+from rollout_engine.episodes.plan import RolloutOptions, refuse_environments
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
@@ -246,6 +246,7 @@ class RolloutPolicy(BlockingVerbs):
         raises is what `rollout` does, except that groups cut short by an abort are started again.
         """
         check_layout(layout)
+        refuse_environments("collect", chat)
         check_chat_arguments(chat, self.collect)
         return RolloutCollector(
             self.frontend,

@@ -9,6 +9,7 @@ from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import EPISODE_KEYS, EpisodePlan, RolloutOptions, divided, refuse_beside_env
 from rollout_engine.episodes.run import EpisodeRun
+from rollout_engine.errors import RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rollout_batch import Layout, check_layout
@@ -57,6 +58,8 @@ class RolloutArguments(NamedTuple):
             )
             plan = EpisodePlan.of(frontend, self.params, self.num_samples, self.seed, chat, episodes)
             return EpisodeRun(frontend, plan, kept_workers)
+        if self.prompts is None:
+            raise RequestError("prompts=None needs env=, whose environments give the prompts.", field="prompts")
         prompts = RolloutPlan.of(
             self.prompts,
             self.params,

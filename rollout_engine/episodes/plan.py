@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, get_args
 import msgspec
 
 from envs_adapters.base import EnvSpec, Message
+from envs_adapters.families import make_env
 from rollout_engine.episodes.tool_calls import ToolFormat, check_format
 from rollout_engine.episodes.tool_functions import ToolFunction, tool_functions, tool_name
 from rollout_engine.errors import RequestError
@@ -29,8 +30,8 @@ class EpisodeOptions(TypedDict, total=False):
     """Options of rollouts over environments."""
 
     env: Any
-    """A class or function that makes an environment (`envs_adapters.Env`), or what `envs_adapters.make_env` returns.
-    Each episode has an environment of its own."""
+    """A class or function that makes an environment (`envs_adapters.Env`), the name of one ("family:name"), or what
+    `envs_adapters.make_env` returns. Each episode has an environment of its own."""
     num_episodes: int
     """Starts: each is played `num_samples` times from the same state, which makes a group. 1 unless given."""
     max_turns: int
@@ -139,6 +140,8 @@ class EpisodePlan(msgspec.Struct, frozen=True):
 def _spec(env: Any) -> EnvSpec:
     if isinstance(env, EnvSpec):
         return env
+    if isinstance(env, str):
+        return make_env(env)
     if not callable(env):
         hint = "Give the class itself, a function that makes one, or make_env(...): each episode has its own."
         raise RequestError.for_field("env", env, "what makes an environment", hint)
@@ -188,6 +191,14 @@ def divided(options: Mapping[str, Any]) -> tuple[ChatOptions, EpisodeOptions]:
         [name, *_] = sorted(episodes.keys() - {"env"}) or ["env"]
         raise RequestError(f"{name}= needs env=, the environment of the episodes.", field=name)
     return chat, episodes
+
+
+def refuse_environments(verb: str, options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for options of environments given to a verb that plays none."""
+    for name in EPISODE_KEYS:
+        if name in options:
+            text = f"'{name}' is not an argument of {verb}, which takes prompts: rollout(None, params, env=...) plays."
+            raise RequestError(text, field=name, value=options[name])
 
 
 def refuse_beside_env(**arguments: Any) -> None:

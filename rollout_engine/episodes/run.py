@@ -221,7 +221,8 @@ class EpisodeRun:
     def _report_failures(self) -> None:
         (reason, cause), count = self._failures[0], self._num_episodes
         if len(self._failures) == count:
-            raise EpisodeError(f"All {count} episodes failed; the first: {reason}") from cause
+            which = "The episode failed" if count == 1 else f"All {count} episodes failed; the first"
+            raise EpisodeError(f"{which}: {reason}") from cause
         logger.warning("%d of %d episodes failed; the first: %s", len(self._failures), count, reason)
 
     def _player(self, seat: int) -> Player:

@@ -1,5 +1,6 @@
 """The mistakes: one entry each, in the order of the page."""
 
+from tests.mistakes.environment_rows import ENVIRONMENT_MISTAKES
 from tests.mistakes.table import Mistake
 
 OPTIONS, SAMPLING, PROMPTS, BATCHES = "Engine options", "Sampling parameters", "Prompts", "Rollouts and batches"
@@ -104,6 +105,7 @@ MISTAKES = [
         REWARDS,
         "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=lambda *given: 1 / 0)",
     ),
+    *ENVIRONMENT_MISTAKES,
     Mistake(EXACT, "exact.enable(torch.nn.Linear(2, 2))"),
     Mistake(EXACT, "exact.enable(path)"),
     Mistake(EXACT, "exact.token_logprobs(exact.enable(trainer), batch)", before="trainer = deepcopy(trainer)"),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
+import envs_adapters
 import rollout_engine
 from rollout_engine.cli.main import main
 from rollout_engine.testing import tiny_checkpoint
@@ -85,6 +86,8 @@ def scene(folder: Path) -> Iterator[dict[str, Any]]:
             "remove": lambda name: (folder / name).unlink(),
             "rollout_engine": rollout_engine,
             "service": service,
+            "make_env": envs_adapters.make_env,
+            "Observation": envs_adapters.Observation,
         }
 
 

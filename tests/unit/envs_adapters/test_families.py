@@ -25,8 +25,8 @@ def test_where_it_runs_is_chosen_by_the_caller():
 @pytest.mark.parametrize(
     "target, options, message",
     [
-        ("reasoning_gim:x", {}, "Unknown environment 'reasoning_gim:x'"),
-        ("nothing", {}, "Unknown environment 'nothing'"),
+        ("reasoning_gim:x", {}, "Unknown family 'reasoning_gim'. Did you mean 'reasoning_gym'"),
+        ("nothing", {}, "'nothing' names no environment; give 'family:name'. Unknown family"),
         (Countdown(), {}, "Give the class itself"),
         (Countdown, {"placement": "moon"}, "'threads' or 'processes'"),
         (Countdown, {"num_workers": 0}, "at least 1"),

@@ -42,3 +42,9 @@ def test_an_engine_without_a_tokenizer_is_refused():
     policy = RolloutPolicy(make_engine(None, max_model_len=64))
     with pytest.raises(LifecycleError, match="no tokenizer"):
         play(policy)
+
+
+def test_an_environment_may_be_named(policy):
+    pytest.importorskip("reasoning_gym")
+    batch = play(policy, "reasoning_gym:spell_backward", num_episodes=2)
+    assert batch["num_turns"].tolist() == [1, 1]
