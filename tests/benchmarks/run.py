@@ -3,6 +3,7 @@
 python tests/benchmarks/run.py                                       everything, against everybody: half an hour
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
 python tests/benchmarks/run.py costs updates memory startup host balancer capacity fleet attention training   ours alone
+python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -22,6 +23,7 @@ import attention
 import balancer
 import capacity
 import costs
+import episodes
 import fleet
 import host
 import memory
@@ -187,6 +189,13 @@ def measure_fleet(run: Run) -> None:
     run.keep("push to four replicas, M", lambda: fleet.push(directory, dtype, run.rounds))
 
 
+def measure_episodes(run: Run) -> None:
+    with tempfile.TemporaryDirectory() as folder, episodes.policy(Path(folder)) as policy:
+        for where, environment in episodes.ENVIRONMENTS.items():
+            name = f"{episodes.NUM_EPISODES} episodes {where}, S"
+            run.keep(name, lambda e=environment: episodes.measure(policy, e, run.rounds))
+
+
 def measure_arrivals(run: Run) -> None:
     prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
     peers = ["vllm_async"] if "vllm" in run.peers else []
@@ -212,6 +221,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "training": measure_training,
     "own_process": measure_own_process,
     "fleet": measure_fleet,
+    "episodes": measure_episodes,
     "arrivals": measure_arrivals,
 }
 

@@ -1,0 +1,148 @@
+"""How busy episodes keep an engine whose environments take their time, and what the loop around them costs.
+
+1,000 episodes of four turns, of which each takes the environment 50 ms, against requests of one turn: as many, and of
+the same lengths (the tokens that a turn adds, and those that it samples). `busy_ratio` is tokens a second of the
+episodes over those of the requests. `loop_microseconds_per_turn` is what this thread computes for a turn of an episode,
+outside the engine's steps, beyond what it computes for a request.
+"""
+
+import asyncio
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+from works import MAX_MODEL_LEN, SHAPES
+
+from envs_adapters import Observation
+from rollout_engine import RolloutPolicy, SamplingParams
+from rollout_engine.testing import tiny_checkpoint
+
+NUM_EPISODES, _NUM_TURNS, _NUM_SAMPLED = 1000, 4, 16
+_ENV_SECONDS = 0.05
+_PARAMS = SamplingParams(max_tokens=_NUM_SAMPLED, ignore_eos=True)
+
+
+class Sleeps:
+    """Takes its time to say what comes next."""
+
+    def reset(self, seed: int) -> str:
+        self.draws, self.left = random.Random(seed), _NUM_TURNS
+        time.sleep(_ENV_SECONDS)
+        return self.words()
+
+    def step(self, action: Any) -> Observation:
+        time.sleep(_ENV_SECONDS)
+        return self.answer()
+
+    def words(self) -> str:
+        return "".join(self.draws.choices("abcdefgh ", k=self.draws.randint(15, 25)))
+
+    def answer(self) -> Observation:
+        self.left -= 1
+        return Observation(self.words(), reward=1.0, terminated=not self.left)
+
+
+class Awaits(Sleeps):
+    """The same on an event loop."""
+
+    async def reset(self, seed: int) -> str:  # type: ignore[override]
+        self.draws, self.left = random.Random(seed), _NUM_TURNS
+        await asyncio.sleep(_ENV_SECONDS)
+        return self.words()
+
+    async def step(self, action: Any) -> Observation:  # type: ignore[override]
+        await asyncio.sleep(_ENV_SECONDS)
+        return self.answer()
+
+
+ENVIRONMENTS = {"on threads": Sleeps, "on an event loop": Awaits}
+
+
+@contextlib.contextmanager
+def policy(directory: Path) -> Iterator[RolloutPolicy]:
+    """A policy of shape S with a tokenizer."""
+    shape = {name: value for name, value in SHAPES["S"].items() if name not in ("dtype", "vocab_size")}
+    checkpoint = tiny_checkpoint(directory, max_position_embeddings=MAX_MODEL_LEN, **shape)
+    with RolloutPolicy.from_pretrained(checkpoint, dtype=SHAPES["S"]["dtype"], max_model_len=MAX_MODEL_LEN) as made:
+        yield made
+
+
+def measure(made: RolloutPolicy, environment: type, rounds: int) -> dict[str, Any]:
+    """Medians of rounds in which episodes and requests take turns."""
+    clock = _Clock(made)
+    episodes, requests = [], []
+    for index in range(rounds + 1):  # the first round warms up
+        played, one = clock.time(lambda i=index: _play(made, environment, i))
+        prompts = _prompts(played, index)
+        _, other = clock.time(lambda p=prompts: made.rollout(p, _PARAMS, use_tqdm=False))
+        episodes.append(one)
+        requests.append(other)
+    num_turns = NUM_EPISODES * _NUM_TURNS
+    ratios = [other.seconds / one.seconds for one, other in zip(episodes[1:], requests[1:], strict=True)]
+    costs = [one.own_cpu - other.own_cpu for one, other in zip(episodes[1:], requests[1:], strict=True)]
+    return {
+        "busy_ratio": round(statistics.median(ratios), 3),
+        "loop_microseconds_per_turn": round(1e6 * statistics.median(costs) / num_turns, 1),
+        "turns_per_second": round(num_turns / statistics.median(one.seconds for one in episodes[1:])),
+        "requests_per_second": round(num_turns / statistics.median(other.seconds for other in requests[1:])),
+        "busy_ratios": [round(ratio, 3) for ratio in ratios],
+    }
+
+
+def _play(made: RolloutPolicy, environment: type, seed: int) -> TensorDict:
+    played = made.rollout(None, _PARAMS, env=environment, num_episodes=NUM_EPISODES, seed=seed, use_tqdm=False)
+    assert played["num_turns"].sum() == NUM_EPISODES * _NUM_TURNS
+    return played
+
+
+def _prompts(played: TensorDict, seed: int) -> list[list[int]]:
+    """For each turn of each episode a prompt of as many tokens as it adds, which nothing else begins with."""
+    draws, prompts = random.Random(seed), []
+    for turns, present in zip(
+        played["masks", "turn"].tolist(), played["masks", "all_attention_mask"].tolist(), strict=True
+    ):
+        num_new = 0
+        for turn, is_there in zip(turns, present, strict=True):
+            if not is_there:
+                continue
+            if turn < 0:
+                num_new += 1
+            elif num_new:
+                prompts.append(draws.choices(range(3, 250), k=num_new + (turn > 0)))  # the last token has no KV yet
+                num_new = 0
+    assert len(prompts) == NUM_EPISODES * _NUM_TURNS
+    draws.shuffle(prompts)
+    return prompts
+
+
+class _Times:
+    def __init__(self, seconds: float, own_cpu: float) -> None:
+        self.seconds, self.own_cpu = seconds, own_cpu
+
+
+class _Clock:
+    """Times a call: seconds, and what this thread computes outside the core's steps."""
+
+    def __init__(self, made: RolloutPolicy) -> None:
+        core = made.frontend.client.driver.core
+        self._step, self._in_steps = core.step, 0.0
+        core.step = self._timed_step
+
+    def time(self, call: Any) -> tuple[Any, _Times]:
+        self._in_steps = 0.0
+        start, cpu = time.perf_counter(), time.thread_time()
+        result = call()
+        seconds, own = time.perf_counter() - start, time.thread_time() - cpu - self._in_steps
+        return result, _Times(seconds, own)
+
+    def _timed_step(self) -> Any:
+        start = time.thread_time()
+        try:
+            return self._step()
+        finally:
+            self._in_steps += time.thread_time() - start
