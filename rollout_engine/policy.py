@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
 from rollout_engine.episodes.kept_workers import KeptWorkers
-from rollout_engine.episodes.plan import RolloutOptions, refuse_environments
+from rollout_engine.episodes.plan import RolloutOptions
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
@@ -22,15 +22,14 @@ from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.metrics import StatLogger
 from rollout_engine.reward_functions import RewardFunctions
-from rollout_engine.rollout_arguments import RolloutArguments, run_to_end
-from rollout_engine.rollout_batch import Layout, check_layout
+from rollout_engine.rollout_arguments import RolloutArguments, check_for_prompts, run_to_end
+from rollout_engine.rollout_batch import Layout
 from rollout_engine.rollout_collector import RolloutCollector, staleness_control
 from rollout_engine.rollout_groups import GroupBatcher, OnGroup, log_rollout
 from rollout_engine.rollout_plan import Columns, dataset_tasks
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import ChatOptions
-from rollout_engine.text.prompts import check_chat_arguments
 from rollout_engine.threads import no_thread
 
 _ALONE = (1, "processes", None)
@@ -245,9 +244,7 @@ class RolloutPolicy(BlockingVerbs):
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; what `next`
         raises is what `rollout` does, except that groups cut short by an abort are started again.
         """
-        check_layout(layout)
-        refuse_environments("collect", chat)
-        check_chat_arguments(chat, self.collect)
+        check_for_prompts(self.collect, layout, chat)
         return RolloutCollector(
             self.frontend,
             self._batcher,

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.episodes.kept_workers import KeptWorkers
-from rollout_engine.episodes.plan import EPISODE_KEYS, EpisodePlan, RolloutOptions, divided, refuse_beside_env
+from rollout_engine.episodes.plan import (
+    EPISODE_KEYS,
+    EpisodePlan,
+    RolloutOptions,
+    divided,
+    refuse_beside_env,
+    refuse_environments,
+)
 from rollout_engine.episodes.run import EpisodeRun
 from rollout_engine.errors import RequestError
 from rollout_engine.faces.frontend import Frontend
@@ -17,7 +24,7 @@ from rollout_engine.rollout_plan import Columns, RolloutPlan
 from rollout_engine.rollout_run import RolloutRun
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.progress import ProgressBar
-from rollout_engine.text.conversations import CHAT_KEYS
+from rollout_engine.text.conversations import CHAT_KEYS, ChatOptions
 from rollout_engine.text.prompts import check_chat_arguments
 
 
@@ -71,6 +78,13 @@ class RolloutArguments(NamedTuple):
             self.session_id,
         )
         return RolloutRun(frontend, prompts.tasks(), self.reward_fn, loop, reward_weights=self.reward_weights)
+
+
+def check_for_prompts(verb: Callable[..., Any], layout: Layout, options: ChatOptions) -> None:
+    """Raise `RequestError` where a verb that plays no environments does not take these."""
+    check_layout(layout)
+    refuse_environments(verb.__name__, options)
+    check_chat_arguments(options, verb)
 
 
 def run_to_end(run: RolloutRun | EpisodeRun, bar: ProgressBar, tell: Callable[[Any], None]) -> list[Any]:
