@@ -36,8 +36,8 @@ from worlds import NUM_UNSEEN, UNSEEN_SEED, Demonstration, Row, character_tokeni
 
 RIGHT_SHARE = 0.25
 """Of the teacher's answers."""
-NUM_CONVERSATIONS = 5_000
-"""Conversations that the made policy imitates."""
+NUM_QUESTIONS, NUM_GAMES = 5_000, 1_000
+"""What the made policy imitates: so many of the teacher's answers, or episodes of the player with `--answers`."""
 MAX_LENGTH = 1024
 """Tokens of an episode that the made policy has room for."""
 OFTEN = 0.02
@@ -89,7 +89,8 @@ def conversations(spec: EnvSpec, options: argparse.Namespace) -> list[list[Messa
     seats = range(getattr(spec(), "num_seats", 1))
     players = dict.fromkeys(seats, lambda messages: draws.choice(answers))
     with TemporaryDirectory() as unused, RolloutPolicy.from_pretrained(testing.tiny_checkpoint(unused)) as policy:
-        sizes = {"num_episodes": NUM_CONVERSATIONS, "max_in_flight": 1, "use_tqdm": False}
+        count = NUM_GAMES if options.answers else NUM_QUESTIONS
+        sizes = {"num_episodes": count, "max_in_flight": 1, "use_tqdm": False}
         played = policy.rollout(
             None, None, env=spec, seats=players, max_turns=options.max_turns, seed=options.seed, **sizes
         )

@@ -139,6 +139,6 @@ def test_what_all_questions_have_in_common_is_one_token():
 
 
 def test_an_environment_of_which_nothing_is_known_needs_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(load("train_env"), "NUM_CONVERSATIONS", 2)
+    monkeypatch.setattr(load("train_env"), "NUM_QUESTIONS", 2)
     with pytest.raises(SystemExit, match="Give --answers"):
         load("train_env").main([readme_environment(tmp_path), "--out", str(tmp_path / "out")])
