@@ -1,9 +1,9 @@
 """GRPO on any environment, with one command.
 
     python examples/train_env.py reasoning_gym:spell_backward --option max_word_len=6
-    python examples/train_env.py my_file.py:GuessNumber --answers 1 2 3 4 5 6 7
+    python examples/train_env.py guess.py:GuessNumber --answers 1 2 3 4 5 6 7 --steps 120 --learning-rate 1e-3
     python examples/train_env.py my_file.py:MyEnv --model Qwen/Qwen3-0.6B
-    python examples/train_env.py reasoning_gym:chain_sum --shuffle-advantages     the control: nothing should be learned
+    python examples/train_env.py reasoning_gym:spell_backward --shuffle-advantages    the control: no learning
 
 The target is "family:name", as `make_env` takes it, or a class of a file. Without `--model` a small policy is made on
 the spot, with a token for each character that the environment uses. It first imitates a player who knows the form of an
@@ -11,7 +11,7 @@ answer and little else: on a task of reasoning-gym a teacher who is right one ti
 any other environment one who says any of `--answers`. What pays off then becomes a habit.
 
 It writes to `--out`: metrics.jsonl (a line for each step), rollouts.jsonl (the episodes of the last step, one a line),
-learning_curve.png, and prints two episodes.
+learning_curve.png, and prints three episodes.
 """
 
 import argparse
@@ -48,7 +48,7 @@ FEW = 20
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options."""
-    made = parser(__doc__.splitlines()[0], "runs/train_env", steps=40, warm_up_steps=600)
+    made = parser(__doc__.splitlines()[0], "runs/train_env", steps=40, warm_up_steps=400)
     made.add_argument("target", help='"family:name" or "my_file.py:MyClass"')
     made.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of make_env; may be repeated")
     made.add_argument("--answers", nargs="+", help="what the made policy says at first, any of them at random")
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.set_defaults(learning_rate=None)
     options = made.parse_args(arguments)
     if options.learning_rate is None:
-        options.learning_rate = 1e-4 if options.model is None else 1e-6
+        options.learning_rate = 5e-4 if options.model is None else 1e-6
     if options.max_tokens is None:
         options.max_tokens = 16 if options.model is None else 256
     return options
@@ -75,8 +75,10 @@ def environment(target: str, pairs: Sequence[str]) -> EnvSpec:
     file, _, attribute = target.rpartition(":")
     if not file.endswith(".py"):
         return make_env(target, **options)
+    if not Path(file).is_file():
+        sys.exit(f"{file}: there is no such file.")
     sys.path.insert(0, str(Path(file).resolve().parent))
-    return make_env(getattr(importlib.import_module(Path(file).stem), attribute), **options)
+    return make_env(getattr(importlib.import_module(Path(file).stem), attribute, None), **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,10 +165,10 @@ def measure(policy: RolloutPolicy, play: dict[str, Any], params: SamplingParams)
 
 
 def show(path: Path, count: int) -> None:
-    """Print the first episodes of a file of rollouts."""
+    """Print an episode of each of the first groups in a file of rollouts."""
     with open(path) as lines:
-        for line in list(lines)[:count]:
-            episode = json.loads(line)
+        firsts = [episode for episode in map(json.loads, lines) if episode["sample_index"] == 0]
+        for episode in firsts[:count]:
             print(f"\nepisode {episode['episode_id']}: reward {episode['reward']:g}, {episode['ended_by']}")
             for message in episode["messages"]:
                 print(f"  {message['role']}: {message['content']}")
@@ -184,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     lines = {"reward": "mean reward of the rollouts", "greedy": f"greedy reward, {NUM_UNSEEN} starts"}
     draw(history, lines, options.target, options.out / "learning_curve.png")
     first, last, rollouts = history[0], history[-1], options.out / "rollouts.jsonl"
-    show(rollouts, 2)
+    show(rollouts, 3)
     print()
     for key in lines:
         print(f"{key} {first[key]:.3f} -> {last[key]:.3f}")

@@ -121,6 +121,17 @@ def test_any_environment_trains_with_one_command(target, tmp_path, capsys):
     assert f"  assistant: {first}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_any_environment_trains_a_given_checkpoint(tmp_path):
+    example, target = load("train_env"), readme_environment(tmp_path)
+    made = example.main([target, *GUESS, "--warm-up-steps", "30", "--steps", "0", "--out", str(tmp_path / "made")])
+    given = ["--model", str(tmp_path / "made/policy"), "--max-tokens", "16", "--steps", "1"]
+    rows = example.main([target, *given, "--out", str(tmp_path / "given")])
+    assert [rows[0][key] for key in ("reward", "greedy")] == [made[0][key] for key in ("reward", "greedy")]
+    assert not (tmp_path / "given/policy").exists()
+    assert [row["max_logprob_diff"] for row in rows] == [0.0, 0.0]
+
+
 def test_a_careless_teacher_makes_mistakes_of_the_same_form():
     wrong, draws = load("train_env").wrong, random.Random(0)
     words = [f"word{number}" for number in range(100, 200)]
