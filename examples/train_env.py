@@ -36,8 +36,6 @@ from worlds import NUM_UNSEEN, UNSEEN_SEED, Demonstration, Row, character_tokeni
 
 RIGHT_SHARE = 0.25
 """Of the teacher's answers."""
-NUM_QUESTIONS, NUM_GAMES = 5_000, 1_000
-"""What the made policy imitates: so many of the teacher's answers, or episodes of the player with `--answers`."""
 MAX_LENGTH = 1024
 """Tokens of an episode that the made policy has room for."""
 OFTEN = 0.02
@@ -52,6 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("target", help='"family:name" or "my_file.py:MyClass"')
     made.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of make_env; may be repeated")
     made.add_argument("--answers", nargs="+", help="what the made policy says at first, any of them at random")
+    made.add_argument("--conversations", type=int, default=5_000, help="what the made policy imitates at first")
     made.add_argument("--model", help="checkpoint directory or hub id; default: a small policy made on the spot")
     made.add_argument("--max-turns", type=int, default=8, help="answers in an episode at most")
     made.add_argument("--max-tokens", type=int, help="of each answer; default: 16; 256 with --model")
@@ -91,8 +90,7 @@ def conversations(spec: EnvSpec, options: argparse.Namespace) -> list[list[Messa
     seats = range(getattr(spec(), "num_seats", 1))
     players = dict.fromkeys(seats, lambda messages: draws.choice(answers))
     with TemporaryDirectory() as unused, RolloutPolicy.from_pretrained(testing.tiny_checkpoint(unused)) as policy:
-        count = NUM_GAMES if options.answers else NUM_QUESTIONS
-        sizes = {"num_episodes": count, "max_in_flight": 1, "use_tqdm": False}
+        sizes = {"num_episodes": options.conversations, "max_in_flight": 1, "use_tqdm": False}
         played = policy.rollout(
             None, None, env=spec, seats=players, max_turns=options.max_turns, seed=options.seed, **sizes
         )

@@ -95,7 +95,7 @@ def test_the_perfect_opponent_punishes_one_mistake():
     assert not any(wins(load("two_player").perfect, first_moves=[3, 6, 7, 10, 13]))
 
 
-GUESS = ["--answers", "1", "2", "3", "4", "5", "6", "7"]
+GUESS = ["--conversations", "500", "--answers", "1", "2", "3", "4", "5", "6", "7"]
 
 
 def readme_environment(directory):
@@ -149,7 +149,6 @@ def test_what_all_questions_have_in_common_is_one_token():
     assert words_of([says("Guess.", "Higher."), says("Guess.", "Lower.")]) == ["Guess.", "Higher.", "Lower."]
 
 
-def test_an_environment_of_which_nothing_is_known_needs_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(load("train_env"), "NUM_QUESTIONS", 2)
+def test_an_environment_of_which_nothing_is_known_needs_answers(tmp_path):
     with pytest.raises(SystemExit, match="Give --answers"):
-        load("train_env").main([readme_environment(tmp_path), "--out", str(tmp_path / "out")])
+        load("train_env").main([readme_environment(tmp_path), "--conversations", "2", "--out", str(tmp_path / "out")])
