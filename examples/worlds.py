@@ -67,8 +67,9 @@ def make_policy(
     options: argparse.Namespace,
     *,
     max_length: int = 256,
+    max_gap: int = 0,
 ) -> Path:
-    """A Qwen3 of 0.6 M parameters that has imitated `demonstrate`, saved with its tokenizer."""
+    """A Qwen3 of 0.6 M parameters that has imitated `demonstrate`, saved with its tokenizer. `max_gap`: of `spread`."""
     draws = random.Random(options.seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -88,7 +89,7 @@ def make_policy(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.warm_up_steps)
     for step in range(1, options.warm_up_steps + 1):
-        loss = imitation_loss(model, tokenizer, [demonstrate(draws) for _ in range(128)])
+        loss = imitation_loss(model, tokenizer, [demonstrate(draws) for _ in range(128)], max_gap)
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -101,7 +102,7 @@ def make_policy(
     return directory
 
 
-def imitation_loss(model: nn.Module, tokenizer: Any, demonstrations: list[Demonstration]) -> torch.Tensor:
+def imitation_loss(model: nn.Module, tokenizer: Any, demonstrations: list[Demonstration], max_gap: int) -> torch.Tensor:
     """Cross-entropy of what the policy is to say."""
     rows = []
     for demonstration in demonstrations:
@@ -112,8 +113,20 @@ def imitation_loss(model: nn.Module, tokenizer: Any, demonstrations: list[Demons
     pad = torch.nn.utils.rnn.pad_sequence
     tokens = pad([tokens for tokens, _ in rows], batch_first=True, padding_value=tokenizer.pad_token_id)
     labels = pad([labels for _, labels in rows], batch_first=True, padding_value=-100)
-    logits = model(input_ids=tokens).logits  # causal: padding on the right changes nothing before it
+    logits = model(
+        input_ids=tokens, position_ids=spread(tokens.shape, max_gap)
+    ).logits  # causal: padding on the right changes nothing before it
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def spread(shape: torch.Size, max_gap: int) -> torch.Tensor:
+    """Positions with random gaps, [rows, tokens]: at most `max_gap` are left out between two tokens, in some rows none.
+
+    Gaps keep a model from counting on distances, which are others in longer texts (Ruoss et al., 2023).
+    """
+    largest = torch.randint(0, max_gap + 1, (shape[0], 1))
+    steps = 1 + (torch.rand(shape) * (largest + 1)).long()
+    return steps.cumsum(1) - steps[:, :1]
 
 
 def train(

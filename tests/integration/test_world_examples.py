@@ -18,7 +18,7 @@ def load(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tool_use", "two_player"])
+@pytest.mark.parametrize("name", ["tool_use", "two_player", "short_to_long"])
 def test_an_example_writes_its_record(name, tmp_path):
     rows = load(name).main(["--warm-up-steps", "60", "--steps", "1", "--out", str(tmp_path)])
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows
@@ -152,3 +152,15 @@ def test_what_all_questions_have_in_common_is_one_token():
 def test_an_environment_of_which_nothing_is_known_needs_answers(tmp_path):
     with pytest.raises(SystemExit, match="Give --answers"):
         load("train_env").main([readme_environment(tmp_path), "--conversations", "2", "--out", str(tmp_path / "out")])
+
+
+def test_words_to_measure_with_are_not_trained_on_and_only_the_right_answer_pays():
+    example = load("short_to_long")
+    training, unseen = example.split_words()
+    assert [*training] == [*unseen] == [3, 4, 5, 6, 7]
+    for length in training:
+        assert len(unseen[length]) == example.NUM_UNSEEN and not {*training[length]} & {*unseen[length]}
+        assert {len(word) for word in training[length] + unseen[length]} == {length}
+    env = example.Spell({3: ["cat"]})
+    assert env.reset(0) == "cat"
+    assert [env.step(Action(text)).reward for text in ("tac", "cat", "tac ", "")] == [1.0, 0.0, 0.0, 0.0]
