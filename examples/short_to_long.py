@@ -3,11 +3,11 @@
     python examples/short_to_long.py                          makes a small policy on the spot, then trains it
     python examples/short_to_long.py --shuffle-advantages     the control: same run, rewards dealt to the wrong answers
 
-Imitation shows no word of six or seven letters. Reinforcement asks for words of three to seven, and pays for right
-answers only, so it can only amplify what is sampled now and then. A policy that imitates in the usual way hardly ever
-spells a longer word: it has learned distances between letters that longer words do not have. So imitation here leaves
-random gaps between positions (`worlds.spread`), and ends early. Then some of the longer words come out right, and the
-reward does the rest.
+Imitation shows no word of six or seven letters. Reinforcement asks for nothing else, and pays for right answers only:
+it can only amplify what is sampled now and then. A policy that imitates in the usual way hardly ever spells a longer
+word: it has learned distances between letters that longer words do not have. So imitation here leaves random gaps
+between positions (`worlds.spread`), and ends early. Then some of the longer words come out right, and the reward does
+the rest.
 """
 
 import random
@@ -79,15 +79,17 @@ def measure(unseen: Words, policy: RolloutPolicy) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Run the example; returns the rows written to metrics.jsonl."""
-    defaults = {"steps": 120, "warm_up_steps": 200}
-    options = parser(__doc__.splitlines()[0], "runs/short_to_long", **defaults).parse_args(arguments)
+    options = parser(
+        __doc__.splitlines()[0], "runs/short_to_long", steps=160, warm_up_steps=200, learning_rate=2e-4
+    ).parse_args(arguments)
     disable_progress_bar()
     torch.manual_seed(options.seed)
     training, unseen = split_words()
     teacher = partial(demonstrate, {length: training[length] for length in SHORT})
     tokenizer = character_tokenizer(string.ascii_lowercase)
     path = make_policy(options.out / "policy", tokenizer, teacher, options, max_gap=MAX_GAP)
-    history = train(path, {"env": partial(Spell, training)}, PARAMS, partial(measure, unseen), options)
+    asked = partial(Spell, {length: training[length] for length in LONG})
+    history = train(path, {"env": asked}, PARAMS, partial(measure, unseen), options)
     label = f"greedy accuracy, {NUM_UNSEEN} unseen words of 6 or 7 letters"
     draw(history, {"accuracy": label}, "words longer than any that was shown", options.out / "learning_curve.png")
     print(f"accuracy {history[0]['accuracy']:.3f} -> {history[-1]['accuracy']:.3f}")

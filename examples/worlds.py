@@ -113,9 +113,8 @@ def imitation_loss(model: nn.Module, tokenizer: Any, demonstrations: list[Demons
     pad = torch.nn.utils.rnn.pad_sequence
     tokens = pad([tokens for tokens, _ in rows], batch_first=True, padding_value=tokenizer.pad_token_id)
     labels = pad([labels for _, labels in rows], batch_first=True, padding_value=-100)
-    logits = model(
-        input_ids=tokens, position_ids=spread(tokens.shape, max_gap)
-    ).logits  # causal: padding on the right changes nothing before it
+    output = model(input_ids=tokens, position_ids=spread(tokens.shape, max_gap))
+    logits = output.logits  # causal: padding on the right changes nothing before it
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
