@@ -1,9 +1,11 @@
 """How busy episodes keep an engine whose environments take their time, and what the loop around them costs.
 
 1,000 episodes of four turns, of which each takes the environment 50 ms, against requests of one turn: as many, and of
-the same lengths (the tokens that a turn adds, and those that it samples). `busy_ratio` is tokens a second of the
-episodes over those of the requests. `loop_microseconds_per_turn` is what this thread computes for a turn of an episode,
-outside the engine's steps, beyond what it computes for a request.
+the same lengths (the tokens that a turn adds, and those that it samples). `busy_ratio` is the share of the time in
+which the engine computes a step, with episodes over with requests; `batch_ratio` the same of sequences in a step.
+`throughput_ratio`, of tokens a second, is below both: a step of episodes is longer, since it attends to all earlier
+turns. `loop_microseconds_per_turn` is what this thread computes for a turn of an episode, outside the engine's steps,
+beyond what it computes for a request.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDict
 from works import MAX_MODEL_LEN, SHAPES
@@ -82,15 +84,18 @@ def measure(made: RolloutPolicy, environment: type, rounds: int) -> dict[str, An
         _, other = clock.time(lambda p=prompts: made.rollout(p, _PARAMS, use_tqdm=False))
         episodes.append(one)
         requests.append(other)
-    num_turns = NUM_EPISODES * _NUM_TURNS
-    ratios = [other.seconds / one.seconds for one, other in zip(episodes[1:], requests[1:], strict=True)]
-    costs = [one.own_cpu - other.own_cpu for one, other in zip(episodes[1:], requests[1:], strict=True)]
+    num_turns, pairs = NUM_EPISODES * _NUM_TURNS, list(zip(episodes[1:], requests[1:], strict=True))
+    busy = [one.busy / other.busy for one, other in pairs]
     return {
-        "busy_ratio": round(statistics.median(ratios), 3),
-        "loop_microseconds_per_turn": round(1e6 * statistics.median(costs) / num_turns, 1),
-        "turns_per_second": round(num_turns / statistics.median(one.seconds for one in episodes[1:])),
-        "requests_per_second": round(num_turns / statistics.median(other.seconds for other in requests[1:])),
-        "busy_ratios": [round(ratio, 3) for ratio in ratios],
+        "busy_ratio": round(statistics.median(busy), 3),
+        "batch_ratio": round(statistics.median(other.num_steps / one.num_steps for one, other in pairs), 3),
+        "throughput_ratio": round(statistics.median(other.seconds / one.seconds for one, other in pairs), 3),
+        "loop_microseconds_per_turn": round(
+            1e6 * statistics.median(one.own_cpu - other.own_cpu for one, other in pairs) / num_turns, 1
+        ),
+        "turns_per_second": round(num_turns / statistics.median(one.seconds for one, _ in pairs)),
+        "requests_per_second": round(num_turns / statistics.median(other.seconds for _, other in pairs)),
+        "busy_ratios": [round(ratio, 3) for ratio in busy],
     }
 
 
@@ -120,29 +125,40 @@ def _prompts(played: TensorDict, seed: int) -> list[list[int]]:
     return prompts
 
 
-class _Times:
-    def __init__(self, seconds: float, own_cpu: float) -> None:
-        self.seconds, self.own_cpu = seconds, own_cpu
+class _Times(NamedTuple):
+    seconds: float
+    own_cpu: float
+    """Seconds that this thread computed outside the core's steps."""
+    busy: float
+    """Share of the time in the core's steps."""
+    num_steps: int
 
 
 class _Clock:
-    """Times a call: seconds, and what this thread computes outside the core's steps."""
+    """Times a call and the core's steps in it."""
 
     def __init__(self, made: RolloutPolicy) -> None:
         core = made.frontend.client.driver.core
-        self._step, self._in_steps = core.step, 0.0
+        self._step = core.step
         core.step = self._timed_step
+        self._begin()
 
     def time(self, call: Any) -> tuple[Any, _Times]:
-        self._in_steps = 0.0
+        self._begin()
         start, cpu = time.perf_counter(), time.thread_time()
         result = call()
-        seconds, own = time.perf_counter() - start, time.thread_time() - cpu - self._in_steps
-        return result, _Times(seconds, own)
+        seconds, own_cpu = time.perf_counter() - start, time.thread_time() - cpu - self._step_cpu
+        return result, _Times(seconds, own_cpu, self._step_seconds / seconds, self._num_steps)
+
+    def _begin(self) -> None:
+        self._step_seconds = self._step_cpu = 0.0
+        self._num_steps = 0
 
     def _timed_step(self) -> Any:
-        start = time.thread_time()
+        start, cpu = time.perf_counter(), time.thread_time()
         try:
             return self._step()
         finally:
-            self._in_steps += time.thread_time() - start
+            self._step_seconds += time.perf_counter() - start
+            self._step_cpu += time.thread_time() - cpu
+            self._num_steps += 1
