@@ -48,6 +48,19 @@ def test_self_play_whose_rewards_are_shuffled_does_not_find_the_perfect_game(tmp
     assert max(row["perfect"] for row in rows) < 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_long_words_are_learned_though_none_was_shown(seed, tmp_path):
+    rows = load("short_to_long").main(["--seed", str(seed), "--out", str(tmp_path)])
+    assert rows[0]["accuracy"] < 0.75 and rows[-1]["accuracy"] > max(0.85, rows[0]["accuracy"] + 0.2)
+
+
+@pytest.mark.slow
+def test_long_words_are_not_learned_where_rewards_are_shuffled(tmp_path):
+    rows = load("short_to_long").main(["--shuffle-advantages", "--out", str(tmp_path)])
+    assert max(row["accuracy"] for row in rows) < rows[0]["accuracy"] + 0.1
+
+
 def last_of_game(left, *said):
     """The last observation of a game that begins with `left` sticks."""
     game = load("two_player").Sticks()
