@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, RequestError
@@ -25,6 +26,7 @@ class TextCodec:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._warned: set[str] = set()
+        self._backend = _backend(hf)
         self._tables = {}
         if hf.is_fast and type(hf.backend_tokenizer.decoder).__name__ == "ByteLevel":
             for skipped in (frozenset[int](), self._special):
@@ -127,8 +129,11 @@ class TextCodec:
         return WindowStream(self.decode, skipped, prompt_token_ids, unspaced)
 
     def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        backend = self._backend
         try:
-            return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            if backend is None or backend.truncation or backend.padding:
+                return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as problem:  # for example a lone surrogate, which is not valid text
             bound = f"text the tokenizer can encode ({type(problem).__name__}: {problem})"
             raise RequestError.for_field(field, text, bound) from problem
@@ -163,6 +168,14 @@ class TextCodec:
         if self.hf.is_fast:  # without the clean-up of `decode`, which rewrites earlier text
             return str(self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
         return str(self.hf.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _backend(hf: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """What encodes as `hf.encode` does, in half the time, unless it truncates or pads; None: `hf` alone does."""
+    if not isinstance(hf, PreTrainedTokenizerFast) or hf.split_special_tokens:
+        return None
+    own = [vars(each) for each in type(hf).__mro__ if issubclass(each, PreTrainedTokenizerFast)][:-1]
+    return None if any(name in each for each in own for name in ("encode", "_encode_plus")) else hf.backend_tokenizer
 
 
 def _cannot_load(name: str, reason: str) -> ConfigError:

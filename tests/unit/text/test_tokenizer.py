@@ -39,6 +39,30 @@ def test_a_tokenizer_without_a_template_refuses_conversations():
         TextCodec(hf).encode_chat([{"role": "user", "content": "hi"}], None)
 
 
+def test_a_text_is_whole_though_the_tokenizers_file_truncates_and_pads():
+    hf = byte_tokenizer()
+    hf.backend_tokenizer.enable_truncation(2)
+    hf.backend_tokenizer.enable_padding(length=9)
+    assert TextCodec(hf).encode("abcd") == byte_tokenizer().encode("abcd")
+
+
+def test_a_tokenizer_with_an_encode_of_its_own_uses_it():
+    class Shouts(PreTrainedTokenizerFast):
+        def encode(self, text, **options):
+            return super().encode(text.upper(), **options)
+
+    hf = Shouts(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    assert TextCodec(hf).encode("abc") == byte_tokenizer().encode("ABC")
+
+
+def test_special_tokens_are_divided_like_other_text_where_the_tokenizer_says_so():
+    hf = byte_tokenizer()
+    whole = TextCodec(hf).encode(hf.eos_token, add_special_tokens=False)
+    hf.split_special_tokens = True
+    assert whole == [hf.eos_token_id]
+    assert TextCodec(hf).encode(hf.eos_token, add_special_tokens=False) != whole
+
+
 def test_a_saved_tokenizer_loads(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     assert TextCodec.from_pretrained(str(tmp_path)).encode("a") == byte_tokenizer().encode("a")
