@@ -5,7 +5,7 @@ the same lengths (the tokens that a turn adds, and those that it samples). `busy
 which the engine computes a step, with episodes over with requests; `batch_ratio` the same of sequences in a step.
 `throughput_ratio`, of tokens a second, is below both: a step of episodes is longer, since it attends to all earlier
 turns. `loop_microseconds_per_turn` is what this thread computes for a turn of an episode, outside the engine's steps,
-beyond what it computes for a request.
+beyond what it computes for a request; `text_microseconds_per_turn` of it are the chat template's and the tokenizer's.
 """
 
 import asyncio
@@ -93,6 +93,7 @@ def measure(made: RolloutPolicy, environment: type, rounds: int) -> dict[str, An
         "loop_microseconds_per_turn": round(
             1e6 * statistics.median(one.own_cpu - other.own_cpu for one, other in pairs) / num_turns, 1
         ),
+        "text_microseconds_per_turn": round(1e6 * statistics.median(one.text_cpu for one, _ in pairs) / num_turns, 1),
         "turns_per_second": round(num_turns / statistics.median(one.seconds for one, _ in pairs)),
         "requests_per_second": round(num_turns / statistics.median(other.seconds for _, other in pairs)),
         "busy_ratios": [round(ratio, 3) for ratio in busy],
@@ -129,18 +130,23 @@ class _Times(NamedTuple):
     seconds: float
     own_cpu: float
     """Seconds that this thread computed outside the core's steps."""
+    text_cpu: float
+    """Of these, in the chat template and the tokenizer's encoding."""
     busy: float
     """Share of the time in the core's steps."""
     num_steps: int
 
 
 class _Clock:
-    """Times a call and the core's steps in it."""
+    """Times a call, and the core's steps and the making of prompts in it."""
 
     def __init__(self, made: RolloutPolicy) -> None:
-        core = made.frontend.client.driver.core
+        core, codec = made.frontend.client.driver.core, made.frontend.inputs.codec
+        assert codec is not None
         self._step = core.step
         core.step = self._timed_step
+        for name in ("render_chat", "encode"):
+            setattr(codec, name, self._timed_text(getattr(codec, name)))
         self._begin()
 
     def time(self, call: Any) -> tuple[Any, _Times]:
@@ -148,11 +154,21 @@ class _Clock:
         start, cpu = time.perf_counter(), time.thread_time()
         result = call()
         seconds, own_cpu = time.perf_counter() - start, time.thread_time() - cpu - self._step_cpu
-        return result, _Times(seconds, own_cpu, self._step_seconds / seconds, self._num_steps)
+        return result, _Times(seconds, own_cpu, self._text_cpu, self._step_seconds / seconds, self._num_steps)
 
     def _begin(self) -> None:
-        self._step_seconds = self._step_cpu = 0.0
+        self._step_seconds = self._step_cpu = self._text_cpu = 0.0
         self._num_steps = 0
+
+    def _timed_text(self, method: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            cpu = time.thread_time()
+            try:
+                return method(*arguments, **options)
+            finally:
+                self._text_cpu += time.thread_time() - cpu
+
+        return timed
 
     def _timed_step(self) -> Any:
         start, cpu = time.perf_counter(), time.thread_time()
