@@ -4,7 +4,7 @@
     python examples/tool_use.py --shuffle-advantages     the control: same run, rewards dealt to the wrong episodes
 
 The task: add two numbers of three digits. The made policy has imitated a teacher who answers at once and gets the last
-digit wrong, and who has a calculator but uses it one time in twenty. So greedy decoding never calls it, and is right
+digit wrong, and who has a calculator but uses it one time in five. So greedy decoding never calls it, and is right
 one time in ten. Calls are sampled now and then, pay off, and GRPO makes them a habit.
 
 An episode has two turns where the calculator is called: the call, its result as a message of the tool, and the answer.

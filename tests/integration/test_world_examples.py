@@ -50,6 +50,20 @@ def test_self_play_whose_rewards_are_shuffled_does_not_find_the_perfect_game(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_calculator_is_called_once_it_pays(seed, tmp_path):
+    rows = load("tool_use").main(["--seed", str(seed), "--out", str(tmp_path)])
+    assert rows[0]["calls"] < 0.1 and rows[-1]["calls"] > 0.95
+    assert rows[0]["accuracy"] < 0.2 and rows[-1]["accuracy"] > 0.95
+
+
+@pytest.mark.slow
+def test_a_calculator_is_not_called_where_rewards_are_shuffled(tmp_path):
+    rows = load("tool_use").main(["--shuffle-advantages", "--out", str(tmp_path)])
+    assert max(row["calls"] for row in rows) < 0.3 and max(row["accuracy"] for row in rows) < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_long_words_are_learned_though_none_was_shown(seed, tmp_path):
     rows = load("short_to_long").main(["--seed", str(seed), "--out", str(tmp_path)])
     assert rows[0]["accuracy"] < 0.75 and rows[-1]["accuracy"] > max(0.85, rows[0]["accuracy"] + 0.2)
