@@ -79,7 +79,7 @@ class CompletionOutput(msgspec.Struct):
         if self.logprobs is None:
             raise RequestError("logprob_dicts: there are no log-probs. Ask for them: SamplingParams(logprobs=...).")
         ranks = None if self.sampled_ranks is None else self.sampled_ranks.tolist()
-        return _dicts(self.token_ids, self.logprobs, ranks, self.top_logprobs, _Texts(tokenizer))
+        return _dicts(self.token_ids, self.logprobs, ranks, self.top_logprobs, TokenTexts(tokenizer))
 
 
 class RequestOutput(msgspec.Struct):
@@ -109,7 +109,7 @@ class RequestOutput(msgspec.Struct):
         if self.prompt_logprobs is None:
             what = "prompt_logprob_dicts: there are no log-probs of the prompt"
             raise RequestError(f"{what}. Ask for them: SamplingParams(prompt_logprobs=...).")
-        texts = _Texts(tokenizer)
+        texts = TokenTexts(tokenizer)
         rows = _dicts(self.prompt_token_ids, self.prompt_logprobs, None, self.prompt_top_logprobs, texts)
         return [None, *rows[1:]]
 
@@ -143,7 +143,7 @@ def _dicts(
     logprobs: np.ndarray,
     ranks: list[int] | None,
     top: tuple[np.ndarray, np.ndarray] | None,
-    texts: "_Texts",
+    texts: "TokenTexts",
 ) -> list[dict[int, Logprob]]:
     """Make a dict for each of `token_ids`: itself, then the tokens in its row of `top`, ranked by their place."""
     made = []
@@ -152,14 +152,13 @@ def _dicts(
         if top is not None:
             ids, values = (column[position].tolist() for column in top)
             for rank, (other, logprob) in enumerate(zip(ids, values, strict=True), start=1):
-                if other not in found or found[other].rank is None:
+                if other >= 0 and (other not in found or found[other].rank is None):  # -1: fewer than were asked for
                     found[other] = Logprob(logprob, rank, texts[other])
-            found.pop(-1, None)  # a row with fewer tokens than were asked for
         made.append(found)
     return made
 
 
-class _Texts(dict[int, str | None]):
+class TokenTexts(dict[int, str | None]):
     """Token id -> its text: what a second one adds to a first, since some tokenizers strip the space of one alone."""
 
     def __init__(self, tokenizer: Any) -> None:
