@@ -53,9 +53,9 @@ class LocalClient:
         self._is_torn = self._is_closed = False
         self._listener: Listener | None = None
         self._watchdog: StepWatchdog | None = None
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True) if own_thread else None
-        if self._thread is not None:
-            threads.start(self._thread)
+        self._thread: threading.Thread | None = None
+        if own_thread:
+            self.begin_thread()
 
     @classmethod
     def start(
@@ -75,9 +75,8 @@ class LocalClient:
             executor.shutdown()
             raise
         if config.step_deadline is not None:
-            give_up = client._give_up if own_thread else _keep_waiting
             try:
-                client._watchdog = StepWatchdog(client.driver, config.step_deadline, give_up)
+                client._watchdog = StepWatchdog(client.driver, config.step_deadline, client._give_up_own_thread)
             except RetryableError:
                 client.shutdown()
                 raise
@@ -85,6 +84,13 @@ class LocalClient:
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
         logger.info("%s", client.info.choices)
         return client
+
+    def begin_thread(self) -> None:
+        """From now on compute steps on a thread of the client's own, if none does yet."""
+        with self.driver.lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+                self._thread = threads.start(thread)
 
     @property
     def needs_turns(self) -> bool:
@@ -220,6 +226,11 @@ class LocalClient:
         self.dead_error = EngineDeadError(f"The engine's thread {reason}")
         self._fail_all(self.dead_error)
 
+    def _give_up_own_thread(self, reason: str) -> None:
+        """Give up where a thread of the client's is stuck. Of a caller's thread the log and `check_health` tell."""
+        if self._thread is not None:
+            self._give_up(reason)
+
     def _fail_all(self, error: EngineDeadError) -> None:
         if self._listener is not None:
             self._listener.fail_all(error)
@@ -227,10 +238,6 @@ class LocalClient:
     def _tear(self) -> None:
         self._is_torn = True
         self.driver.core.shutdown()
-
-
-def _keep_waiting(reason: str) -> None:
-    """The thread that does not come back is the caller's own: the log and `check_health` say so."""
 
 
 class _TurnedFuture(CallFuture):

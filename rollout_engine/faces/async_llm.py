@@ -8,10 +8,11 @@ from typing import Any, Self, Unpack
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import EngineClient
+from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.errors import EngineDeadError, LifecycleError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.loop_waker import LoopWaker
-from rollout_engine.faces.verb_methods import AsyncVerbs
+from rollout_engine.faces.verb_methods import AsyncVerbs, Face
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import connect_client, start_client
 from rollout_engine.fleet.replica_health import ReplicaHealth
@@ -81,6 +82,19 @@ class AsyncLLM(AsyncVerbs):
             what = "AsyncLLM: nobody would compute: a client of an engine in this process needs a thread of its own"
             raise LifecycleError(f"{what}, LocalClient.start(config, own_thread=True).")
         return cls._standing_on(Frontend.over(client))
+
+    @classmethod
+    def over(cls, face: Face) -> Self:
+        """The same engine as another face's, for coroutines: requests, results and `shutdown` are shared with it.
+
+        An engine in this process whose steps its callers compute gets a thread of its own that computes them.
+        """
+        if isinstance(face, cls):
+            return face
+        client = face.frontend.client
+        if isinstance(client, LocalClient):
+            client.begin_thread()
+        return cls._standing_on(face.frontend)
 
     @classmethod
     def connect(

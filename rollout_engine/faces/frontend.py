@@ -138,6 +138,7 @@ class Frontend:
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
         replica_index: int | None = None,
+        trace_headers: TraceHeaders | None = None,
         num_kept: Sequence[int | None] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[Stream]:
@@ -147,6 +148,7 @@ class Frontend:
         begin with them. `num_kept`: one each, as in `add_request`. `seeds`: one each, in place of those of the params.
         """
         self.client.require_usable()
+        self.spans.check_headers(trace_headers)
         if not isinstance(session_id, list | tuple):
             Route.checked(session_id, replica_index)
         streams: list[Stream] = []
@@ -162,7 +164,7 @@ class Frontend:
                             route = Route.checked(sessions[index], replica_index)
                             kept, seed = (given[index] if given else None for given in (num_kept, seeds))
                             streams.append(
-                                self._queue(each, None, wake, priorities[index], route, num_kept=kept, seed=seed)
+                                self._queue(each, None, wake, priorities[index], route, trace_headers, kept, seed)
                             )
                         except RequestError as error:  # the core's own checks
                             raise at_index("prompts", index, error) from error
