@@ -6,7 +6,7 @@ from typing import Any
 from rollout_engine.episodes.conversation import Conversation, Turns, rewritten
 from rollout_engine.episodes.episode import Ask
 from rollout_engine.episodes.plan import EpisodePlan
-from rollout_engine.episodes.tool_calls import ToolCalls, ToolFormat, format_of_template, parse_tool_calls, with_types
+from rollout_engine.episodes.tool_calls import ToolCalls, ToolFormat, format_of_template, parse_typed_calls
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
@@ -53,14 +53,7 @@ class Player:
         """Find the calls in an answer."""
         if self._form is None or not (tools or self._plan.tools):
             return ToolCalls()
-        text = self._codec.decode(sample.token_ids)
-        found = parse_tool_calls(text, self._form)
-        if self._form != "xml" or not found.calls:
-            return found
-        inner = [tool.get("function", tool) for tool in self._all_tools(tools)]
-        parameters = {tool["name"]: tool.get("parameters", {}) for tool in inner}
-        calls = [with_types(call, parameters.get(call.name, {})) for call in found.calls]
-        return ToolCalls(calls, found.broken)
+        return parse_typed_calls(self._codec.decode(sample.token_ids), self._form, self._all_tools(tools))
 
     def ask(self, key: int, ask: Ask) -> None:
         """Have the next `queue` ask for an episode's turn."""

@@ -7,7 +7,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -52,6 +52,16 @@ def parse_tool_calls(text: str, form: ToolFormat) -> ToolCalls:
         else:
             broken.append(BrokenCall(piece[:_MAX_PROBLEM_CHARACTERS], found))
     return ToolCalls(calls, broken)
+
+
+def parse_typed_calls(text: str, form: ToolFormat, schemas: Iterable[Mapping[str, Any]]) -> ToolCalls:
+    """`parse_tool_calls`, with the types that the tools' JSON schemas give to values that are texts ("xml")."""
+    found = parse_tool_calls(text, form)
+    if form != "xml" or not found.calls:
+        return found
+    inner = [schema.get("function", schema) for schema in schemas]
+    parameters = {schema["name"]: schema.get("parameters", {}) for schema in inner}
+    return ToolCalls([with_types(call, parameters.get(call.name, {})) for call in found.calls], found.broken)
 
 
 def format_of_template(template: str) -> ToolFormat | None:
