@@ -78,7 +78,7 @@ COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
 	touch $@
 
 .venv/tests: pyproject.toml constraints.txt
-	$(INSTALL) ".[dev,examples,otel,ray]"
+	$(INSTALL) ".[dev,examples,otel,ray,server]"
 	$(COMPILE)
 	touch .venv/examples $@
 

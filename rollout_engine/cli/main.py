@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "print completions of prompts",
     "rollout": "write rollouts as JSON lines: tokens, log-probs, policy versions, seeds",
     "postmortem": "the last steps of a core that died, and whether its scheduler fails alone",
+    "serve": "an HTTP server for clients that speak OpenAI's, vLLM's or SGLang's dialect",
     "core": "a core that listens on TCP, for front ends on other machines",
     "bench": "tokens per second of a model, and the share of what memory and arithmetic allow",
     "simulate": "throughput, latency, staleness and failures of a fleet of thousands, from what its steps cost",

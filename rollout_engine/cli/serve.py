@@ -1,0 +1,57 @@
+"""Serves a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
+
+    rollout-engine serve Qwen/Qwen3-0.6B
+    rollout-engine serve path/of/checkpoint --port 8000 --replicas 2 dtype=bfloat16 max_model_len=4096
+    rollout-engine serve path/of/checkpoint --host 0.0.0.0 --api-key KEY --admin-key OTHER_KEY
+
+It listens on this machine alone unless --host says otherwise, which needs both keys. SIGTERM and Ctrl-C let open
+requests end first. docs/server.md lists the routes.
+"""
+
+import argparse
+import os
+from typing import Any
+
+from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.errors import ConfigError
+from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.server import HttpServer
+
+_KEYS = {"api_key": "ROLLOUT_ENGINE_API_KEY", "admin_key": "ROLLOUT_ENGINE_ADMIN_KEY"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `serve`."""
+    parser.add_argument("model", help="checkpoint directory or hub id")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (8000)")
+    parser.add_argument("--replicas", type=int, default=1, help="engines behind the one address (1)")
+    parser.add_argument("--api-key", help=f"key of clients that generate; also from ${_KEYS['api_key']}")
+    parser.add_argument("--admin-key", help=f"key for control and weights; also from ${_KEYS['admin_key']}")
+    parser.add_argument("--served-model-name", help="name that clients give (the model's path or id)")
+    parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
+    add_overrides(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the engine, print the address, and serve until told to stop."""
+    overrides = parse_overrides(arguments.overrides)
+    if overrides.sampling:
+        names = ", ".join(overrides.sampling)
+        raise ConfigError(f"{names}: sampling params come with each request; a server takes fields of EngineConfig.")
+    keys: dict[str, Any] = {name: getattr(arguments, name) or os.environ.get(_KEYS[name]) for name in _KEYS}
+    options = ServeOptions(
+        host=arguments.host,
+        port=arguments.port,
+        served_model_name=arguments.served_model_name,
+        allowed_origins=arguments.allowed_origins,
+        **keys,
+    )
+    engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
+    try:
+        server = HttpServer(engine, options)
+        print(f"{server.url} serves {server.app.served.model}", flush=True)
+        server.run()
+    finally:
+        engine.shutdown()

@@ -1,0 +1,57 @@
+"""Who may call what: keys, and web pages of other origins."""
+
+import hmac
+from collections.abc import Mapping
+
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Access
+
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Guard:
+    """Refuses requests that may not be made."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        keys = options.api_key, options.admin_key
+        self._client_keys = [key.encode() for key in keys if key is not None]
+        self._admin_keys = [] if options.admin_key is None else [options.admin_key.encode()]
+
+    def check(self, access: Access, headers: Mapping[str, str]) -> None:
+        """Raise `HttpProblem` 401 without the right key, 403 where no key would do, and for pages of other origins."""
+        self._check_origin(headers)
+        if access is Access.ANYONE or not self._client_keys:
+            return
+        if access is Access.ADMIN and not self._admin_keys:
+            raise HttpProblem(403, "Control is closed: the server was started with --api-key and without --admin-key.")
+        allowed = self._admin_keys if access is Access.ADMIN else self._client_keys
+        given = _key_of(headers)
+        # All are compared, in constant time: how long it takes tells nothing.
+        if not sum([hmac.compare_digest(given, key) for key in allowed]):
+            which = "the admin key" if access is Access.ADMIN else "the API key"
+            what = "no key" if not given else "another key"
+            message = f"This route needs {which}, and {what} came: send the header 'Authorization: Bearer KEY'."
+            raise HttpProblem(401, message, headers={"www-authenticate": "Bearer"})
+
+    def _check_origin(self, headers: Mapping[str, str]) -> None:
+        """A page in a browser may send requests to this machine: not without leave.
+
+        Under a name that its own server gives this machine, the browser would call it the page's own origin.
+        """
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._options.allowed_origins:
+            raise HttpProblem(403, f"Pages of {origin!r:.200} may not call: start the server with --allowed-origins.")
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if self._options.is_loopback and not self._client_keys and name not in (*_LOCAL_HOSTS, self._options.host, ""):
+            message = f"The header 'Host: {host:.200}' names another machine. Without keys it must be localhost."
+            raise HttpProblem(403, message)
+
+
+def _key_of(headers: Mapping[str, str]) -> bytes:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip().encode("latin-1", "replace")
+    return headers.get("x-api-key", "").encode("latin-1", "replace")

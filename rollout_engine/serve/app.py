@@ -1,0 +1,218 @@
+"""The server as an ASGI application, for uvicorn, or for a client in the same process."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import RolloutEngineError
+from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.faces.verb_methods import Face
+from rollout_engine.serve.access import Guard
+from rollout_engine.serve.bodies import read_body
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
+from rollout_engine.serve.route import Asked, Dialect, Events, Reply, Route
+from rollout_engine.serve.routes import ROUTES
+from rollout_engine.serve.served import Served
+
+logger = logging.getLogger("rollout_engine.serve")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_EVENTS_TYPE = "text/event-stream; charset=utf-8"
+_MAX_ID_CHARS = 200
+_encode = msgspec.json.Encoder().encode
+
+
+class App:
+    """An ASGI 3 application over one engine. The engine is its owner's to shut down.
+
+    >>> client = openai.AsyncOpenAI(
+    ...     base_url="http://localhost/v1", api_key="-",
+    ...     http_client=httpx2.AsyncClient(transport=httpx2.ASGITransport(App(policy))),
+    ... )
+
+    Args:
+        engine: any face. One whose steps its own callers compute gets a thread that computes them.
+    """
+
+    def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
+        self.served = Served(AsyncLLM.over(engine), options or ServeOptions())
+        self._guard = Guard(self.served.options)
+        self._routes: dict[str, dict[str, Route]] = {}
+        for route in ROUTES:
+            self._routes.setdefault(route.path, {}).update(dict.fromkeys(route.methods, route))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or follow the server's start and end."""
+        if scope["type"] == "lifespan":
+            await _follow_lifespan(receive, send)
+        elif scope["type"] == "http":
+            await _Exchange(self, scope, receive, send).answer()
+        else:  # a WebSocket
+            await send({"type": "websocket.close", "code": 1003})
+
+    def route(self, path: str, method: str) -> Route:
+        """The row for a request. Raises `HttpProblem` 404 and 405."""
+        rows = self._routes.get(path) or self._routes.get(path.rstrip("/"))
+        if rows is None:
+            raise HttpProblem(404, f"There is no route {path:.200}: docs/server.md lists all.")
+        route = rows.get("GET" if method == "HEAD" else method)
+        if route is None:
+            allowed = ", ".join(sorted(rows))
+            raise HttpProblem(405, f"{path} takes {allowed}, not {method:.20}.", headers={"allow": allowed})
+        return route
+
+    def check(self, route: Route, headers: dict[str, str]) -> None:
+        """Raise `HttpProblem` for who may not call."""
+        self._guard.check(route.access, headers)
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app, self._scope, self._receive, self._send = app, scope, receive, send
+        self._served = app.served
+        self._dialect: Dialect = "openai"
+        self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        given = self._headers.get("x-request-id", "")
+        is_usable = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_ID_CHARS
+        self._request_id = given if is_usable else uuid.uuid4().hex
+        self._has_begun = False
+
+    async def answer(self) -> None:
+        try:
+            reply = await self._reply()
+        except asyncio.CancelledError:
+            if not self._is_gone:
+                raise
+            return
+        except Exception as problem:
+            reply = self._problem(problem)
+        if isinstance(reply, Reply):
+            await self._write(reply)
+
+    async def _reply(self) -> Reply | None:
+        """Have the handler answer; events are written here. None: the response is out, or nobody reads it."""
+        route = self._app.route(self._scope["path"], self._scope["method"])
+        self._dialect = route.dialect
+        self._app.check(route, self._headers)
+        data = await self._read(route)
+        if data is None:
+            return None
+        asked = Asked(
+            read_body(route, data, self._scope["query_string"].decode("latin-1")), self._headers, self._request_id
+        )
+        watch = asyncio.ensure_future(self._cancel_when_gone(asyncio.current_task()))
+        try:
+            reply = await route.handler(self._served, asked)
+            if isinstance(reply, Events):
+                await self._write_events(reply)
+                return None
+        finally:
+            watch.cancel()
+        return reply
+
+    _is_gone = False
+
+    async def _cancel_when_gone(self, task: "asyncio.Task[Any] | None") -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        if task is not None:
+            task.cancel()
+
+    async def _read(self, route: Route) -> bytes | None:
+        """The body; None where the client has left. Raises `HttpProblem`: 413 for one too long, 408 for a slow one."""
+        options = self._served.options
+        limit = options.max_weight_bytes if route.is_large else options.max_body_bytes
+        said = self._headers.get("content-length", "")
+        if said.isdigit() and int(said) > limit:
+            raise self._too_long(limit)
+        if said == "0" or (not said and "transfer-encoding" not in self._headers and self._scope["method"] == "GET"):
+            return b""
+        if self._headers.get("content-encoding", "identity") != "identity":
+            raise HttpProblem(415, "Send the body without a content encoding.")
+        try:
+            async with asyncio.timeout(None if route.is_large else options.body_seconds):
+                return await self._read_parts(limit)
+        except TimeoutError:
+            message = f"The body did not come within {options.body_seconds:g} seconds."
+            raise HttpProblem(408, message, headers={"connection": "close"}) from None
+
+    async def _read_parts(self, limit: int) -> bytes | None:
+        parts, size, more = [], 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size > limit:
+                raise self._too_long(limit)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _too_long(self, limit: int) -> HttpProblem:
+        return HttpProblem(413, f"The body is longer than {limit} bytes.", headers={"connection": "close"})
+
+    def _problem(self, problem: Exception) -> Reply:
+        if not isinstance(problem, RolloutEngineError | HttpProblem):
+            logger.error("%s %s failed", self._scope["method"], self._scope["path"], exc_info=problem)
+        return problem_reply(problem, self._dialect)
+
+    async def _write(self, reply: Reply) -> None:
+        body = reply.body
+        data = b"" if body is None else body if isinstance(body, bytes) else _encoded(body)
+        await self._begin(reply.status, reply.content_type, {**reply.headers, "content-length": str(len(data))})
+        await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else data})
+
+    async def _write_events(self, reply: Events) -> None:
+        """Write events as they come. The response begins with the first, so that a refusal has its own status."""
+        try:
+            async for event in reply.events:
+                if not self._has_begun:
+                    await self._begin(
+                        200, "text/event-stream; charset=utf-8", {**reply.headers, "cache-control": "no-cache"}
+                    )
+                await self._send_event(_encode(event))
+        except Exception as problem:
+            if not self._has_begun:
+                raise
+            self._problem(problem)
+            await self._send_event(_encode(problem_body(problem, self._dialect)))
+        await self._send_event(b"[DONE]")
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _send_event(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": True})
+
+    async def _begin(self, status: int, content_type: str, headers: dict[str, str]) -> None:
+        self._has_begun = True
+        all_headers = {
+            "content-type": content_type,
+            "x-request-id": self._request_id,
+            "x-weight-version": str(self._served.weight_version),
+            **headers,
+        }
+        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def _encoded(body: Any) -> bytes:
+    return body.encode() if isinstance(body, str) else _encode(body)
+
+
+async def _follow_lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,70 @@
+"""Bodies and queries of requests, read as the structs of their routes."""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from rollout_engine.errors import unknown_name
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Route
+
+_FIELD = re.compile(r"at `\$\.?([^`]*)`|field `([^`]*)`")
+
+
+def read_body(route: Route, data: bytes, query: str) -> Any:
+    """The request's fields: the JSON object of its body, over those of its query. An empty body is an empty object.
+
+    Fields that change nothing here are left out, as are fields that ask for nothing. Raises `HttpProblem` 400 for any
+    other unknown field, for a wrong type, and for what is no JSON.
+    """
+    if route.body is None:
+        return None
+    try:
+        if not query:
+            return _decoder(route.body).decode(data or b"{}")
+        return _converted(route, {**dict(parse_qsl(query)), **_object(data)}, strict=False)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError):
+        return _converted(route, {**dict(parse_qsl(query)), **_object(data)}, strict=not query)
+
+
+@cache
+def _decoder(kind: type[msgspec.Struct]) -> "msgspec.json.Decoder[Any]":
+    return msgspec.json.Decoder(kind)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        read = msgspec.json.decode(data or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise HttpProblem(400, f"The body is not JSON: {problem}") from None
+    if not isinstance(read, dict):
+        raise HttpProblem(400, f"The body must be a JSON object, not {type(read).__name__}.")
+    return read
+
+
+def _converted(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:
+    assert route.body is not None
+    known = route.body.__struct_fields__
+    kept = {}
+    for name, value in fields.items():
+        if name in known:
+            kept[name] = value
+        elif not (name in route.ignored or value is None or value in route.neutral.get(name, ())):
+            raise _unknown(route, name, value)
+    try:
+        return msgspec.convert(kept, route.body, strict=strict)
+    except msgspec.ValidationError as problem:
+        found = _FIELD.search(str(problem))
+        field = next((each for each in found.groups() if each), None) if found else None
+        raise HttpProblem(400, f"{route.path}: {problem}", field=field) from None
+
+
+def _unknown(route: Route, name: str, value: Any) -> HttpProblem:
+    assert route.body is not None
+    if name in route.neutral:
+        return HttpProblem(400, f"{route.path}: {name}={value!r:.80} is not served.", field=name)
+    return HttpProblem(400, f"{route.path}: {unknown_name('field', name, route.body.__struct_fields__)}", field=name)

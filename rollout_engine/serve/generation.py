@@ -1,0 +1,110 @@
+"""Requests of one HTTP call, read on the event loop."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from rollout_engine.faces.loop_waker import LoopWaker
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.results.open_streams import Stream
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Asked
+from rollout_engine.serve.served import Served
+from rollout_engine.threads import run_in_thread
+
+_LONG_BYTES = 1 << 16
+"""From so many characters of text on, prompts are encoded beside the event loop."""
+
+
+class Generation:
+    """Prompts of one call, all queued or none. Closing it aborts what has not ended.
+
+    Use it as a context manager, and read `outputs`.
+    """
+
+    def __init__(self, served: Served, asked: Asked, name: str | None = None) -> None:
+        """`name`: what the client calls the request, by which it may abort it; None: its X-Request-Id."""
+        self._served, self._asked, self._name = served, asked, name or asked.request_id
+        self._waker, self._event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
+        self._ready: deque[Stream] = deque()
+        self._streams: dict[Stream, int] = {}
+        self._open: set[Stream] = set()
+
+    async def start(
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+        session_id: str | None = None,
+    ) -> None:
+        """Queue the prompts. Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused."""
+        self._served.check_open()
+        add, session = self._served.engine.frontend.add_requests, session_id or self._asked.session_id
+        options: dict[str, Any] = {"priority": priority, "session_id": session}
+        options["trace_headers"] = self._asked.trace_headers
+        if sum(map(_num_characters, prompts)) > _LONG_BYTES:
+            streams = await run_in_thread(add, list(prompts), params, self._wake, **options)
+        else:
+            streams = add(list(prompts), params, self._wake, **options)
+        self._streams = {stream: index for index, stream in enumerate(streams)}
+        self._open = set(streams)
+        self._served.begin(self._name, [stream.request_id for stream in streams])
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """The outputs as they come, each with the index of its prompt. Raises what ended a request."""
+        frontend = self._served.engine.frontend
+        while self._open:
+            self._event.clear()
+            while self._ready:
+                stream = self._ready.popleft()
+                output = frontend.take(stream) if stream in self._open else None
+                if output is None:
+                    continue
+                if output.finished:
+                    self._open.discard(stream)
+                yield self._streams[stream], output
+            if self._open:
+                await self._event.wait()
+
+    async def results(self) -> list[RequestOutput]:
+        """The finished outputs, in the order of the prompts."""
+        found = {index: output async for index, output in self.outputs() if output.finished}
+        return [found[index] for index in range(len(self._streams))]
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        self._served.end(self._name, {stream.request_id for stream in self._streams})
+        for stream in self._open:
+            self._served.engine.frontend.close(stream)
+        self._open.clear()
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wake(self, stream: Stream) -> None:
+        self._ready.append(stream)
+        self._waker.wake(self._event)
+
+
+def failed(output: RequestOutput) -> HttpProblem | None:
+    """The problem of an output with a sample that failed; None where none did."""
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            return HttpProblem(500, f"A sample failed: {sample.error}")
+    return None
+
+
+def _num_characters(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, dict):
+        if isinstance(prompt.get("prompt"), str):
+            return len(prompt["prompt"])
+        return sum(len(str(message.get("content", ""))) for message in prompt.get("messages", ()))
+    return 0

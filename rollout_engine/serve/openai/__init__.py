@@ -1,0 +1,1 @@
+"""OpenAI's dialect, with the fields that vLLM added to it."""

@@ -1,0 +1,174 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.serve.generation import Generation, failed
+from rollout_engine.serve.openai.chat_fields import chat_options
+from rollout_engine.serve.openai.logprobs import chat_logprobs, prompt_logprob_rows
+from rollout_engine.serve.openai.prefixes import prompt_after
+from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
+from rollout_engine.serve.openai.tools import ToolParser
+from rollout_engine.serve.route import Asked, Events, Reply
+from rollout_engine.serve.sampling import SamplingFields, sampling_params
+from rollout_engine.serve.served import Served
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """Fields of a request."""
+
+    messages: list[Any]
+    model: str | None = None
+    tools: list[Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tool_choice: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    required_prefix_token_ids: list[int] | None = None
+    """The conversation so far as it was sampled: the prompt is these ids, and behind them the messages after the last
+    answer. No answer is tokenized again."""
+    cache_salt: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    session_id: str | None = None
+
+
+async def create(served: Served, asked: Asked) -> Reply | Events:
+    """Answer a conversation."""
+    call = _Call(served, asked)
+    if asked.body.stream:
+        return Events(call.events())
+    return Reply(await call.reply())
+
+
+class _Call:
+    """One call: its settings, and how its outputs are written."""
+
+    def __init__(self, served: Served, asked: Asked) -> None:
+        body: ChatBody = asked.body
+        served.check_model(body.model)
+        self._served, self._asked, self._body = served, asked, body
+        self._id, self._created = f"chatcmpl-{body.request_id or asked.request_id}", now()
+        self._tools = ToolParser.of(served, body)
+        self._params = _params(body)
+        self._prompt = _prompt(served, body)
+
+    async def reply(self) -> dict[str, Any]:
+        with Generation(self._served, self._asked, self._body.request_id) as generation:
+            await self._start(generation)
+            [result] = await generation.results()
+        problem = failed(result)
+        if problem is not None:
+            raise problem
+        choices = [self._choice(result, sample) for sample in result.outputs]
+        more: dict[str, Any] = {"weight_version": max(choice["weight_version"] for choice in choices)}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = result.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprob_rows(self._served, result)
+        return self._response("chat.completion", choices, {"usage": total_usage([result]), **more})
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Chunks. With tools, the words of an answer come once it has ended: a call among them is no text."""
+        body, last = self._body, None
+        asks = body.stream_options or StreamOptions()
+        samples: dict[int, list[CompletionOutput]] = {}
+        with Generation(self._served, self._asked, body.request_id) as generation:
+            await self._start(generation)
+            async for _, output in generation.outputs():
+                problem = failed(output)
+                if problem is not None:
+                    raise problem
+                for sample in output.outputs:
+                    so_far = samples.setdefault(sample.index, [])
+                    choice = self._chunk(output, sample, so_far)
+                    so_far.append(sample)
+                    more = {"usage": None} if asks.include_usage else {}
+                    yield self._response("chat.completion.chunk", [choice], more)
+                last = output
+        if asks.include_usage and last is not None:
+            num_sampled = sum(len(part.token_ids) for parts in samples.values() for part in parts)
+            yield self._response("chat.completion.chunk", [], {"usage": total_usage([last], True, num_sampled)})
+
+    async def _start(self, generation: Generation) -> None:
+        body = self._body
+        await generation.start([self._prompt], self._params, priority=body.priority, session_id=body.session_id)
+
+    def _response(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._served.model}
+        return {**head, "choices": choices, **more}
+
+    def _choice(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        calls = self._tools.find(sample.token_ids) if self._tools else []
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        if calls:
+            assert self._tools is not None
+            message |= {"content": self._tools.text_before(sample.text) or None, "tool_calls": calls}
+        choice = self._common(sample, bool(calls))
+        choice["message"] = message
+        if self._body.return_token_ids:
+            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": result.prompt_token_ids}
+        return choice
+
+    def _chunk(self, output: RequestOutput, sample: CompletionOutput, so_far: list[CompletionOutput]) -> dict[str, Any]:
+        delta: dict[str, Any] = {} if so_far else {"role": "assistant"}
+        calls: list[dict[str, Any]] = []
+        if self._tools is None:
+            delta["content"] = sample.text
+        elif sample.finish_reason is not None:
+            text = "".join(part.text for part in [*so_far, sample])
+            calls = self._tools.find([each for part in [*so_far, sample] for each in part.token_ids])
+            delta["content"] = (self._tools.text_before(text) or None) if calls else text
+            if calls:
+                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        choice = self._common(sample, bool(calls))
+        choice["delta"] = delta
+        if self._body.return_token_ids:
+            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": None if so_far else output.prompt_token_ids}
+        return choice
+
+    def _common(self, sample: CompletionOutput, has_calls: bool) -> dict[str, Any]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return {
+            "index": sample.index,
+            "logprobs": chat_logprobs(self._served, sample, as_ids=as_ids) if self._body.logprobs else None,
+            "finish_reason": "tool_calls" if has_calls and sample.finish_reason == "stop" else sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+            "seed": sample.seed,
+            **of_versions(sample, self._served.weight_version),
+        }
+
+
+def _params(body: ChatBody) -> SamplingParams:
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError.for_field("top_logprobs", body.top_logprobs, "given with logprobs=true")
+    if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
+        bound = f"max_completion_tokens, which is {body.max_completion_tokens}"
+        raise RequestError.for_field("max_tokens", body.max_tokens, bound, "Give one of them.")
+    fields = msgspec.structs.replace(body, max_tokens=body.max_completion_tokens or body.max_tokens)
+    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+    return sampling_params(fields, output_kind="delta" if body.stream else "final_only", **more)
+
+
+def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
+    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    options = chat_options(body)
+    if body.tool_choice == "none":
+        options.pop("tools", None)
+    if body.required_prefix_token_ids is None:
+        return {"messages": body.messages, **options, **salt}
+    token_ids = prompt_after(served, body.required_prefix_token_ids, body.messages, options)
+    return {"prompt_token_ids": token_ids, **salt}

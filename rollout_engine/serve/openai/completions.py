@@ -1,0 +1,176 @@
+"""POST /v1/completions: prompts of text or token ids, completed."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.serve.generation import Generation, failed
+from rollout_engine.serve.openai.logprobs import prompt_logprob_rows, text_logprobs
+from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
+from rollout_engine.serve.route import Asked, Events, Reply
+from rollout_engine.serve.sampling import SamplingFields, sampling_params
+from rollout_engine.serve.served import Served
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's own."""
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    """Fields of a request."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, token ids, or a list of such."""
+    model: str | None = None
+    echo: bool | None = None
+    """Put the prompt before the completion, in the text and in the log-probs."""
+    logprobs: int | None = None
+    """None: none; k: of each token, and of the k most likely ones."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens as "token_id:7" where their texts would stand."""
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    session_id: str | None = None
+
+
+async def create(served: Served, asked: Asked) -> Reply | Events:
+    """Complete prompts of text or token ids."""
+    call = _Call(served, asked)
+    if asked.body.stream:
+        return Events(call.events())
+    return Reply(await call.reply())
+
+
+class _Call:
+    """One call: its settings, and how its outputs are written."""
+
+    def __init__(self, served: Served, asked: Asked) -> None:
+        body: CompletionBody = asked.body
+        served.check_model(body.model)
+        self._served, self._asked, self._body = served, asked, body
+        self._id, self._created = f"cmpl-{body.request_id or asked.request_id}", now()
+        self._is_scoring = bool(body.echo) and body.max_tokens == 0
+        """Whether only the prompt is wanted: a token is sampled, and left out."""
+        self._echoes = bool(body.echo)
+        kind = "delta" if body.stream else "final_only"
+        self._params = self._with_defaults(kind)
+        self._prompts = _prompts(body)
+
+    async def reply(self) -> dict[str, Any]:
+        with Generation(self._served, self._asked, self._body.request_id) as generation:
+            await self._start(generation)
+            results = await generation.results()
+        choices = []
+        for index, result in enumerate(results):
+            problem = failed(result)
+            if problem is not None:
+                raise problem
+            choices += [self._choice(index, result, sample, 0, is_first=True) for sample in result.outputs]
+        made_by = {"weight_version": max(choice["weight_version"] for choice in choices)}
+        return self._response(choices, {"usage": total_usage(results, not self._is_scoring), **made_by})
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        body, finished = self._body, list[RequestOutput]()
+        counts: dict[tuple[int, int], int] = {}
+        asks = body.stream_options or StreamOptions()
+        with Generation(self._served, self._asked, body.request_id) as generation:
+            await self._start(generation)
+            async for index, output in generation.outputs():
+                problem = failed(output)
+                if problem is not None:
+                    raise problem
+                for sample in output.outputs:
+                    key = (index, sample.index)
+                    start = counts.get(key, 0)
+                    choice = self._choice(index, output, sample, start, is_first=key not in counts)
+                    counts[key] = start + len(sample.token_ids)
+                    yield self._response([choice], {"usage": None} if asks.include_usage else {})
+                if output.finished:
+                    finished.append(output)
+        if asks.include_usage:
+            yield self._response([], {"usage": total_usage(finished, not self._is_scoring, sum(counts.values()))})
+
+    async def _start(self, generation: Generation) -> None:
+        body = self._body
+        await generation.start(self._prompts, self._params, priority=body.priority, session_id=body.session_id)
+
+    def _with_defaults(self, kind: str) -> SamplingParams:
+        body = self._body
+        most = 1 if self._is_scoring else _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        fields = msgspec.structs.replace(body, max_tokens=most)
+        more: dict[str, Any] = {"output_kind": kind, "logprobs": body.logprobs}
+        if self._echoes and body.logprobs is not None:
+            if body.prompt_logprobs is None:
+                fields.prompt_logprobs = body.logprobs
+        return sampling_params(fields, **more)
+
+    def _response(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._served.model,
+            "choices": choices,
+            **more,
+        }
+
+    def _choice(
+        self, index: int, output: RequestOutput, sample: CompletionOutput, start: int, *, is_first: bool
+    ) -> dict[str, Any]:
+        """One choice, or what is new of it. `start`: how many of its tokens were written before."""
+        body, served = self._body, self._served
+        text, token_ids = (sample.text, sample.token_ids) if not self._is_scoring else ("", [])
+        echoes = self._echoes and is_first
+        if echoes:
+            text = self._prompt_text(output) + text
+        choice: dict[str, Any] = {
+            "index": index * self._params.n + sample.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": "length" if self._is_scoring and sample.finish_reason else sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+            "seed": sample.seed,
+            **of_versions(sample, served.weight_version),
+        }
+        if body.logprobs is not None:
+            prompt = output if echoes else None
+            counted = None if self._is_scoring else sample
+            choice["logprobs"] = text_logprobs(
+                served, prompt, counted, as_ids=bool(body.return_tokens_as_token_ids), width=body.logprobs
+            )
+        if body.return_token_ids:
+            choice["token_ids"] = token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        if body.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprob_rows(served, output)
+        return choice
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._served.codec.decode(output.prompt_token_ids)
+
+
+def _prompts(body: CompletionBody) -> Sequence[Any]:
+    """The prompts of a body, in our own form."""
+    given = body.prompt
+    if not given:
+        raise RequestError.for_field("prompt", given, "a text, token ids, or a list of such, not empty")
+    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    common: dict[str, Any] = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    made = []
+    for each in several:
+        if isinstance(each, str):
+            added = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
+            made.append({"prompt": each, **common, **added})
+        else:
+            made.append({"prompt_token_ids": each, **common})
+    return made

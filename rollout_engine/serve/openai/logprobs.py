@@ -1,0 +1,124 @@
+"""Log-probs in the shapes that clients of OpenAI's dialect read.
+
+Values are the engine's float32, written in full, so that reading them back gives the same bits. JSON has no infinity:
+the log-prob of a token that cannot be sampled is written as -9999.
+"""
+
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from rollout_engine.outputs import CompletionOutput, RequestOutput, TokenTexts
+from rollout_engine.serve.served import Served
+
+Texts: TypeAlias = dict[int, str]
+"""Token id -> what is written for it."""
+
+_IMPOSSIBLE = -9999.0
+
+
+def values_of(logprobs: np.ndarray) -> Any:
+    """float32 of any shape as a list of numbers of JSON, or a list of lists."""
+    return np.maximum(logprobs, np.float32(_IMPOSSIBLE)).tolist()
+
+
+def text_logprobs(
+    served: Served, prompt: RequestOutput | None, sample: CompletionOutput | None, *, as_ids: bool, width: int
+) -> dict[str, Any]:
+    """The legacy shape of /v1/completions: columns of tokens, their log-probs, the most likely ones, and offsets.
+
+    `prompt`: its tokens come first; its first one has no log-prob. `width`: how many of the most likely ones.
+    """
+    texts = _texts(served, as_ids)
+    tokens: list[str] = []
+    values: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    if prompt is not None and prompt.prompt_logprobs is not None:
+        tokens += [texts[each] for each in prompt.prompt_token_ids]
+        values += [None, *values_of(prompt.prompt_logprobs[1:])]
+        top += [None, *_top_dicts(texts, prompt.prompt_token_ids, values, prompt.prompt_top_logprobs, width)[1:]]
+    if sample is not None and sample.logprobs is not None:
+        own = values_of(sample.logprobs)
+        tokens += [texts[each] for each in sample.token_ids]
+        values += own
+        top += _top_dicts(texts, sample.token_ids, own, sample.top_logprobs, width)
+    offsets, length = [], 0
+    for token in tokens:
+        offsets.append(length)
+        length += len(token)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top if width else [], "text_offset": offsets}
+
+
+def chat_logprobs(served: Served, sample: CompletionOutput, *, as_ids: bool) -> dict[str, Any]:
+    """The shape of /v1/chat/completions: a list of tokens, each with the most likely ones."""
+    assert sample.logprobs is not None
+    texts = _texts(served, as_ids)
+    rows: list[list[tuple[int, float]]] = [[] for _ in sample.token_ids]
+    if sample.top_logprobs is not None:
+        ids, values = sample.top_logprobs
+        rows = [
+            [(i, v) for i, v in zip(row, logprobs, strict=True) if i >= 0]
+            for row, logprobs in zip(ids.tolist(), values_of(values), strict=True)
+        ]
+    content = [
+        {**_entry(texts, token_id, value), "top_logprobs": [_entry(texts, *each) for each in row]}
+        for token_id, value, row in zip(sample.token_ids, values_of(sample.logprobs), rows, strict=True)
+    ]
+    return {"content": content}
+
+
+def prompt_logprob_rows(served: Served, output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """vLLM's shape: for each prompt token {token id: {logprob, rank, decoded_token}}; null for the first."""
+    if output.prompt_logprobs is None:
+        return None
+    tokenizer = None if served.engine.frontend.inputs.codec is None else served.codec.hf
+    return [
+        None
+        if row is None
+        else {
+            str(token_id): {
+                "logprob": max(each.logprob, _IMPOSSIBLE),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
+            for token_id, each in row.items()
+        }
+        for row in output.prompt_logprob_dicts(tokenizer)
+    ]
+
+
+def _entry(texts: Texts, token_id: int, value: float) -> dict[str, Any]:
+    token = texts[token_id]
+    return {"token": token, "token_id": token_id, "logprob": value, "bytes": list(token.encode())}
+
+
+def _top_dicts(
+    texts: Texts,
+    token_ids: list[int],
+    values: list[Any],
+    top: tuple[np.ndarray, np.ndarray] | None,
+    width: int,
+) -> list[dict[str, float] | None]:
+    """For each token the most likely ones by their texts, itself included."""
+    if top is None:
+        return [{texts[token_id]: value} for token_id, value in zip(token_ids, values, strict=True)] if width else []
+    rows: list[dict[str, float] | None] = []
+    for token_id, value, ids, logprobs in zip(token_ids, values, top[0].tolist(), values_of(top[1]), strict=True):
+        row = {texts[i]: v for i, v in zip(ids, logprobs, strict=True) if i >= 0}
+        row.setdefault(texts[token_id], value)
+        rows.append(row)
+    return rows
+
+
+class _TokenIds(dict[int, str]):
+    def __missing__(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
+def _texts(served: Served, as_ids: bool) -> Texts:
+    """What stands for each token: its text, or its id where those are asked for or there is no tokenizer."""
+    if as_ids or served.engine.frontend.inputs.codec is None:
+        return _TokenIds()
+    if served.token_texts is None:
+        served.token_texts = TokenTexts(served.codec.hf)
+    return cast(Texts, served.token_texts)

@@ -1,0 +1,97 @@
+"""GET /v1/models, and the tokenizer as routes."""
+
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import RequestError
+from rollout_engine.serve.openai.chat_fields import chat_options
+from rollout_engine.serve.route import Asked, Reply
+from rollout_engine.serve.served import Served
+
+
+async def list_models(served: Served, asked: Asked) -> Reply:
+    """The model that is served, with its longest sequence."""
+    model = {
+        "id": served.model,
+        "object": "model",
+        "created": served.started,
+        "owned_by": "rollout-engine",
+        "root": served.engine.frontend.client.info.config.model,
+        "parent": None,
+        "max_model_len": served.max_model_len,
+        "weight_version": served.weight_version,
+        "permission": [],
+    }
+    return Reply({"object": "list", "data": [model]})
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+async def tokenize(served: Served, asked: Asked) -> Reply:
+    """Token ids of a text, or of a conversation by the chat template."""
+    body: TokenizeBody = asked.body
+    served.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError.for_field("prompt", body.prompt, "a text, or messages= in its place: one of them")
+    prompt: dict[str, Any] = {"messages": body.messages, **chat_options(body)}
+    if body.prompt is not None:
+        prompt = {"prompt": body.prompt}
+        if body.add_special_tokens is not None:
+            prompt["add_special_tokens"] = body.add_special_tokens
+    token_ids = served.engine.frontend.inputs.token_ids_of(prompt)
+    texts = served.codec.hf.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+    count = {"count": len(token_ids), "max_model_len": served.max_model_len}
+    return Reply({**count, "tokens": token_ids, "token_strs": texts})
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+async def detokenize(served: Served, asked: Asked) -> Reply:
+    """Text of token ids."""
+    body: DetokenizeBody = asked.body
+    served.check_model(body.model)
+    size = served.engine.frontend.client.info.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < size:
+            raise RequestError.for_field("tokens", token_id, f"token ids from 0 to {size - 1}")
+    special = set(served.codec.hf.all_special_ids) if body.skip_special_tokens else set()
+    return Reply({"prompt": served.codec.decode([each for each in body.tokens if each not in special])})
+
+
+async def tokenizer_info(served: Served, asked: Asked) -> Reply:
+    """The tokenizer's special tokens and chat template, for clients that encode by themselves."""
+    hf = served.codec.hf
+    return Reply(
+        {
+            "tokenizer_class": type(hf).__name__,
+            "vocab_size": len(hf),
+            "model_max_length": served.max_model_len,
+            "chat_template": hf.chat_template,
+            "eos_token": hf.eos_token,
+            "bos_token": hf.bos_token,
+            "pad_token": hf.pad_token,
+            "unk_token": hf.unk_token,
+            "eos_token_id": hf.eos_token_id,
+            "additional_special_tokens": list(map(str, hf.all_special_tokens)),
+        }
+    )

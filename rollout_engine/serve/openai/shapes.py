@@ -1,0 +1,46 @@
+"""Parts of responses that several routes have."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_engine.outputs import CompletionOutput, RequestOutput
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options of a streamed response."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+def now() -> int:
+    """Seconds since 1970, as "created" has them."""
+    return int(time.time())
+
+
+def total_usage(outputs: Sequence[RequestOutput], counts_samples: bool = True, num_sampled: int | None = None) -> Any:
+    """Tokens of prompts and of samples. `num_sampled`: of streamed outputs, which hold only their last tokens."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    if num_sampled is None:
+        num_sampled = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    sampled = num_sampled if counts_samples else 0
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
+    """Which weights made the tokens: `version_spans` [start, end, policy version, oldest version of the KV read].
+
+    `weight_version` is that of the last token, or the live one where there is none yet. Where spans differ, the
+    weights changed on the way.
+    """
+    spans = sample.version_spans
+    return {"version_spans": spans, "weight_version": spans[-1].policy_version if spans else live_version}

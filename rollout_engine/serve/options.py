@@ -1,0 +1,66 @@
+"""Options of the HTTP server."""
+
+import ipaddress
+from typing import Annotated
+
+import msgspec
+
+from rollout_engine._structs import UserStruct
+from rollout_engine.errors import ConfigError
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[metaclass]
+    """Options of one server. Unknown names, wrong types and broken bounds raise `ConfigError`.
+
+    >>> ServeOptions(port=8000, api_key="...", admin_key="...")
+    """
+
+    error_class = ConfigError
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Any but loopback needs both keys."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    """0: any that is free."""
+    api_key: str | None = None
+    """Key of clients that generate ("Authorization: Bearer KEY")."""
+    admin_key: str | None = None
+    """Key for control: pauses, weight updates, sleep, profiles. Where only `api_key` is set, control is closed."""
+    served_model_name: str | None = None
+    """Name that clients give as "model"; None: the one that the engine was loaded by."""
+    max_body_bytes: Positive = 32 << 20
+    """Longest body of a request, but for those that bring weights."""
+    max_weight_bytes: Positive = 64 << 30
+    """Longest body of a request that brings weights."""
+    body_seconds: Seconds = 60.0
+    """Within which a client must have sent its request, a body with weights excepted."""
+    max_connections: Positive = 65_536
+    """Connections beyond these are answered 503."""
+    drain_seconds: Seconds = 30.0
+    """How long open requests may take to end once the server is told to stop."""
+    allowed_origins: list[str] = []
+    """Web pages whose scripts may call ("https://example.org"). Browsers' requests from any other are refused."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check(self) -> None:
+        for name in ("api_key", "admin_key"):
+            key = getattr(self, name)
+            if key is not None and (not key or not key.isascii() or key != key.strip()):
+                raise ConfigError(f"{name} is not allowed: must be ASCII text without spaces around it, not empty.")
+        missing = [f"--{name.replace('_', '-')}" for name in ("api_key", "admin_key") if getattr(self, name) is None]
+        if missing and not self.is_loopback:
+            what = f"host='{self.host}' can be reached from other machines, and {' and '.join(missing)} is missing"
+            raise ConfigError(f"{what}: give both keys, or listen on 127.0.0.1.")
+        if self.api_key is not None and self.api_key == self.admin_key:
+            raise ConfigError("api_key and admin_key are the same: clients could change the weights. Give two.")

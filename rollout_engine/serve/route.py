@@ -1,0 +1,93 @@
+"""A row of the route table, what a handler is asked, and what it replies."""
+
+import enum
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rollout_engine.serve.served import Served
+
+Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
+
+
+class Access(enum.Enum):
+    """Who may call a route."""
+
+    ANYONE = "anyone"
+    CLIENT = "clients"
+    """Whoever has the API key or the admin key."""
+    ADMIN = "admins"
+    """Whoever has the admin key."""
+
+
+class Asked(msgspec.Struct):
+    """One request for a handler."""
+
+    body: Any
+    """Of the route's body type; None for a route without one."""
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    request_id: str
+    """The client's X-Request-Id, or a new one."""
+
+    @property
+    def session_id(self) -> str | None:
+        """Which session of the client this belongs to: a fleet keeps it on one replica, where its KV is."""
+        for name in ("x-session-id", "x-smg-routing-key"):
+            if self.headers.get(name):
+                return self.headers[name]
+        rank = self.headers.get("x-data-parallel-rank")
+        return f"data-parallel-rank-{rank}" if rank else None
+
+    @property
+    def trace_headers(self) -> dict[str, str] | None:
+        """W3C trace context of the client, so that the engine's spans join its trace."""
+        return {name: self.headers[name] for name in ("traceparent", "tracestate") if name in self.headers} or None
+
+
+class Reply(msgspec.Struct):
+    """A whole response."""
+
+    body: Any = None
+    """What is written as JSON; bytes and str go out as they are; None: an empty body."""
+    status: int = 200
+    headers: dict[str, str] = {}
+    content_type: str = "application/json"
+
+
+class Events(msgspec.Struct):
+    """A response of server-sent events, closed by "[DONE]"."""
+
+    events: AsyncIterator[Any]
+    """Each is written as JSON."""
+    headers: dict[str, str] = {}
+
+
+Handler: TypeAlias = Callable[["Served", Asked], Awaitable[Reply | Events]]
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the route table."""
+
+    path: str
+    methods: tuple[str, ...]
+    dialect: Dialect
+    access: Access
+    handler: Handler
+    verb: str
+    """What it calls of the engine; "" where the server answers by itself."""
+    body: type[msgspec.Struct] | None = None
+    """What the JSON of its body, or its query, is read as."""
+    is_large: bool = False
+    """Whether its body may hold weights, and so exceed `ServeOptions.max_body_bytes`."""
+    ignored: frozenset[str] = frozenset()
+    """Fields of clients that change nothing here."""
+    neutral: Mapping[str, tuple[Any, ...]] = {}
+    """Fields that this server does not know -> their values that ask for nothing. Any other value is refused."""
+
+    @property
+    def help(self) -> str:
+        """First line of the handler's docstring."""
+        return (self.handler.__doc__ or "").partition("\n")[0]

@@ -1,0 +1,109 @@
+"""Sampling settings in bodies of requests, under the names that OpenAI's, vLLM's and our own clients use."""
+
+from typing import Any
+
+import msgspec
+
+from rollout_engine.sampling_params import SamplingParams
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that are `SamplingParams`' own, which checks them. None: its default."""
+
+    n: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    max_tokens: Any = None
+    min_tokens: Any = None
+    stop: Any = None
+    stop_regex: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
+    seed: Any = None
+    prompt_logprobs: Any = None
+    logprob_token_ids: Any = None
+    logprobs_mode: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    truncate_prompt_tokens: Any = None
+    extra_args: Any = None
+
+
+_NAMES = SamplingFields.__struct_fields__
+
+
+def sampling_params(fields: SamplingFields, **more: Any) -> SamplingParams:
+    """The settings of a body, and `more` of them. Raises `RequestError`."""
+    given = {name: value for name in _NAMES if (value := getattr(fields, name)) is not None}
+    bias = given.get("logit_bias")
+    if isinstance(bias, dict):  # JSON's keys are strings
+        given["logit_bias"] = {int(key) if _is_int(key) else key: value for key, value in bias.items()}
+    return SamplingParams(**given, **more)
+
+
+def _is_int(key: Any) -> bool:
+    return isinstance(key, str) and key.removeprefix("-").isdecimal() and key.isascii()
+
+
+SAMPLING_PEERS: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "logits_processors": ([],),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "kv_transfer_params": ({},),
+    "mm_processor_kwargs": ({},),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+}
+"""Fields of other servers that are not served -> the values that ask for nothing."""
+
+IGNORED = frozenset(
+    (
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+    )
+)
+"""Fields of clients that change no token."""
+
+CHAT_PEERS: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "audio": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+}
+"""The same for conversations."""

@@ -1,0 +1,78 @@
+"""The engine behind a server, and what the server itself remembers."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.outputs import TokenTexts
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.text.tokenizer import TextCodec
+
+
+class Served:
+    """One engine and its server's state; everything here is used on the event loop alone."""
+
+    def __init__(self, engine: AsyncLLM, options: ServeOptions) -> None:
+        self.engine, self.options = engine, options
+        self.model = options.served_model_name or engine.frontend.client.info.config.model
+        self.started = int(time.time())
+        self.refuses: str | None = None
+        """Why no request may come in now: paused by a mode that ends or drains what runs. None: they may."""
+        self.is_ending = False
+        """Whether the server has been told to stop."""
+        self.token_texts: TokenTexts | None = None
+        """Texts of the tokens that were written so far."""
+        self._open: defaultdict[str, list[str]] = defaultdict(list)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the live weights."""
+        return self.engine.policy_version
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt included."""
+        return self.engine.frontend.client.info.max_model_len
+
+    @property
+    def codec(self) -> TextCodec:
+        """The tokenizer. Raises `HttpProblem` 400 where the engine has none."""
+        codec = self.engine.frontend.inputs.codec
+        if codec is None:
+            raise HttpProblem(400, "This engine has no tokenizer (skip_tokenizer_init=True): use token ids.")
+        return codec
+
+    @property
+    def num_open(self) -> int:
+        """Requests of clients that have not ended."""
+        return len(self._open)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `HttpProblem` 404 for a model that is not served here. None and "" mean the one that is."""
+        if name and name != self.model and name != "default":
+            what = f"The model '{name:.200}' does not exist: this server has '{self.model}'"
+            raise HttpProblem(404, f"{what}. Adapters are not served.", field="model")
+
+    def check_open(self) -> None:
+        """Raise `HttpProblem` 503 while no request may come in."""
+        if self.is_ending:
+            raise HttpProblem(503, "The server is stopping: send the request elsewhere.")
+        if self.refuses is not None:
+            raise HttpProblem(503, f"Generation is paused ({self.refuses}): send the request again once it is resumed.")
+
+    def begin(self, name: str, request_ids: Iterable[str]) -> None:
+        """Remember the engine's ids of a client's request."""
+        self._open[name] += request_ids
+
+    def end(self, name: str, request_ids: Iterable[str]) -> None:
+        """Forget them. Another request of that name may be open still."""
+        left = [each for each in self._open.pop(name, ()) if each not in set(request_ids)]
+        if left:
+            self._open[name] = left
+
+    def ids_of(self, names: Iterable[str] | None = None) -> list[str]:
+        """The engine's ids of clients' open requests; of all without `names`."""
+        chosen = list(self._open) if names is None else names
+        return [each for name in chosen for each in self._open.get(name, ())]

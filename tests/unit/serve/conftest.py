@@ -1,0 +1,61 @@
+"""A policy with a tokenizer, behind the application in this process."""
+
+import asyncio
+import json
+
+import httpx2
+import pytest
+
+from rollout_engine import RolloutPolicy
+from rollout_engine.serve.app import App
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.testing import tiny_checkpoint
+
+
+@pytest.fixture(scope="package")
+def policy(tmp_path_factory):
+    checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("served"))
+    with RolloutPolicy.from_pretrained(checkpoint, max_model_len=256, seed=3) as made:
+        yield made
+
+
+class Client:
+    """Sends requests to an application, each in an event loop of its own."""
+
+    def __init__(self, app):
+        self.app = app
+
+    def send(self, method, path, body=None, **options):
+        """The response; `body` is sent as JSON."""
+
+        async def exchange():
+            transport = httpx2.ASGITransport(self.app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.request(method, path, **({} if body is None else {"json": body}), **options)
+
+        return asyncio.run(exchange())
+
+    def post(self, path, body=None, **options):
+        """The JSON of a response of status 200."""
+        response = self.send("POST", path, body, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path, body):
+        """The events of a streamed response."""
+        response = self.send("POST", path, {**body, "stream": True})
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def problem(self, path, body=None, *, status=400, method="POST", **options):
+        """The error of a response."""
+        response = self.send(method, path, body, **options)
+        assert response.status_code == status, response.text
+        return response.json()["error"]
+
+
+@pytest.fixture(scope="package")
+def client(policy):
+    return Client(App(policy, ServeOptions(served_model_name="tiny")))

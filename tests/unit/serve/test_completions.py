@@ -1,0 +1,87 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollout_engine import SamplingParams
+
+PROMPT = [5, 6, 7]
+
+
+def direct(policy, prompts, **settings):
+    batch = policy.rollout(prompts, SamplingParams(**settings), use_tqdm=False)
+    lengths = batch["masks", "response"].sum(1).tolist()
+    tokens = [row[:n] for row, n in zip(batch["tokens", "response"].tolist(), lengths, strict=True)]
+    logprobs = [row[:n] for row, n in zip(batch["log_probs", "response"].tolist(), lengths, strict=True)]
+    return tokens, logprobs
+
+
+def test_tokens_and_log_probs_are_those_of_the_policy_to_the_bit(policy, client):
+    body = {"prompt": [PROMPT, [8, 9]], "seed": 11, "max_tokens": 6, "n": 2, "logprobs": 0, "return_token_ids": True}
+    choices = client.post("/v1/completions", body)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    for prompt, pair in zip([PROMPT, [8, 9]], (choices[:2], choices[2:]), strict=True):
+        for choice in pair:
+            tokens, logprobs = direct(policy, [prompt], seed=choice["seed"], max_tokens=6, logprobs=0)
+            assert choice["token_ids"] == tokens[0] and choice["prompt_token_ids"] == prompt
+            sent = np.array(choice["logprobs"]["token_logprobs"], np.float32)
+            assert sent.tobytes() == np.array(logprobs[0], np.float32).tobytes()
+            assert choice["version_spans"] == [[0, 6, policy.policy_version, policy.policy_version]]
+
+
+def test_a_stream_gives_the_same_as_a_whole_response(client):
+    body = {"prompt": "hello", "seed": 1, "max_tokens": 8, "n": 2, "logprobs": 1, "return_token_ids": True}
+    whole = client.post("/v1/completions", body)
+    events = client.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert events[-1]["choices"] == [] and events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [each for event in events for each in event["choices"] if each["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert sum((part["token_ids"] for part in parts), []) == choice["token_ids"]
+        logprobs = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
+        assert logprobs == choice["logprobs"]["token_logprobs"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
+
+
+def test_a_prompt_is_scored_by_echo_alone(client):
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+    [choice] = client.post("/v1/completions", body)["choices"]
+    first, *values = choice["logprobs"]["token_logprobs"]
+    assert first is None and len(values) == 2 and choice["logprobs"]["top_logprobs"][0] is None
+    [scored] = asyncio.run(client.app.served.engine.score([PROMPT[:1]], [PROMPT[1:]]))
+    assert np.array(values, np.float32).tobytes() == np.asarray(scored, np.float32).tobytes()
+
+
+def test_log_probs_of_the_prompt_have_vllms_shape(client):
+    body = {"prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 2}
+    [choice] = client.post("/v1/completions", body)["choices"]
+    first, *rows = choice["prompt_logprobs"]
+    assert first is None
+    for token_id, row in zip(PROMPT[1:], rows, strict=True):
+        assert str(token_id) in row and len(row) in (2, 3)
+        assert {"logprob", "rank", "decoded_token"} == set(row[str(token_id)])
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"promt": "x"}, "Unknown field 'promt'. Did you mean 'prompt'?"),
+        ({"prompt": 3}, "Expected `str | array`, got `int`"),
+        ({"prompt": ""}, "prompt='' is not allowed"),
+        ({"prompt": "x", "temperature": -1}, "temperature=-1.0 is not allowed"),
+        ({"prompt": "x", "guided_json": {"a": 1}}, "guided_json={'a': 1} is not served"),
+        ({"prompt": "x", "max_tokens": 10_000}, "max_tokens"),
+        ({"prompt": [1, 2, 100_000]}, "100000"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_field(client, fields, said):
+    assert said in client.problem("/v1/completions", fields)["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(client):
+    body = {"prompt": "x", "max_tokens": 1, "user": "me", "best_of": 1, "suffix": None, "use_beam_search": False}
+    assert len(client.post("/v1/completions", body)["choices"]) == 1
+
+
+def test_another_model_is_not_here(client):
+    assert "'other'" in client.problem("/v1/completions", {"prompt": "x", "model": "other"}, status=404)["message"]
