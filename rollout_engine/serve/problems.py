@@ -42,7 +42,7 @@ _TYPES = {
     404: "NotFoundError",
     409: "ConflictError",
     413: "RequestTooLargeError",
-    501: "NotImplementedError",
+    501: "NotSupportedError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }

@@ -2,12 +2,9 @@
 
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
-
-if TYPE_CHECKING:
-    from rollout_engine.serve.served import Served
 
 Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
 
@@ -65,7 +62,8 @@ class Events(msgspec.Struct):
     headers: dict[str, str] = {}
 
 
-Handler: TypeAlias = Callable[["Served", Asked], Awaitable[Reply | Events]]
+Handler: TypeAlias = Callable[[Any, Asked], Awaitable[Reply | Events]]
+"""Takes the `Served` engine and what is asked."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import Any
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.app import App
+from rollout_engine.serve.http_protocol import limited_protocol
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.threads import start_thread
 
@@ -82,7 +83,7 @@ def _uvicorn(app: App) -> Any:
     try:
         import uvicorn
 
-        from rollout_engine.serve.http_protocol import LimitedProtocol
+        protocol = limited_protocol()
     except ImportError as problem:
         what = f"The HTTP server needs packages that are not installed ({problem})"
         raise ConfigError(f'{what}: pip install "rollout-engine[server]".') from problem
@@ -96,7 +97,7 @@ def _uvicorn(app: App) -> Any:
     return Server(
         uvicorn.Config(
             app,
-            http=LimitedProtocol,
+            http=protocol,
             ws="none",
             lifespan="off",
             log_level="warning",

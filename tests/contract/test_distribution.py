@@ -18,7 +18,7 @@ IMPORT_NAMES = {
 }
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-TOOLS = {"pytest-xdist", "mypy", "ruff"}
+TOOLS = {"httptools", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
 
 
 def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):

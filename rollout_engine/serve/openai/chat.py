@@ -62,7 +62,7 @@ class _Call:
         served.check_model(body.model)
         self._served, self._asked, self._body = served, asked, body
         self._id, self._created = f"chatcmpl-{body.request_id or asked.request_id}", now()
-        self._tools = ToolParser.of(served, body)
+        self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
         self._params = _params(body)
         self._prompt = _prompt(served, body)
 

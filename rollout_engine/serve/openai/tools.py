@@ -4,14 +4,11 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_engine.episodes.tool_calls import ToolFormat, format_of_template, parse_typed_calls
 from rollout_engine.errors import RequestError
 from rollout_engine.serve.served import Served
-
-if TYPE_CHECKING:
-    from rollout_engine.serve.openai.chat import ChatBody
 
 _BEGINS = re.compile(r"<tool_call>|<\|python_tag\|>|^\s*\{")
 
@@ -28,24 +25,26 @@ class ToolParser:
         self._codec, self._form, self._tools = served.codec, form, tools
 
     @classmethod
-    def of(cls, served: Served, body: "ChatBody") -> "ToolParser | None":
+    def of(
+        cls, served: Served, tools: Sequence[Any] | None, tool_choice: Any, chat_template: str | None
+    ) -> "ToolParser | None":
         """The parser of a request; None where it has no tools. Raises `RequestError` where a call is to be forced."""
-        if body.tool_choice not in (None, "auto", "none"):
+        if tool_choice not in (None, "auto", "none"):
             bound = '"auto", "none" or absent: an answer cannot be forced to be a call'
-            raise RequestError.for_field("tool_choice", body.tool_choice, bound)
-        if not body.tools or body.tool_choice == "none":
+            raise RequestError.for_field("tool_choice", tool_choice, bound)
+        if not tools or tool_choice == "none":
             return None
-        for index, tool in enumerate(body.tools):
+        for index, tool in enumerate(tools):
             function = tool.get("function", tool) if isinstance(tool, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 bound = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
                 raise RequestError.for_field(f"tools[{index}]", tool, bound)
-        template = body.chat_template or served.codec.hf.chat_template
+        template = chat_template or served.codec.hf.chat_template
         form = format_of_template(str(template))
         if form is None:
             hint = "Give a chat_template that has them."
             raise RequestError.for_field("tools", "tools", "absent: the chat template teaches no form of calls", hint)
-        return cls(served, form, body.tools)
+        return cls(served, form, tools)
 
     def find(self, token_ids: list[int]) -> list[dict[str, Any]]:
         """The calls of an answer. What is broken stays text."""

@@ -1,0 +1,98 @@
+"""The server on a socket: what only a connection can do wrong."""
+
+import socket
+
+import httpx2
+import pytest
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.server import HttpServer
+
+
+@pytest.fixture(scope="module")
+def server(policy):
+    with HttpServer(policy, ServeOptions(port=0, max_body_bytes=10_000, body_seconds=0.5)) as made:
+        yield made
+
+
+def say(server, data, *, then_closes=True):
+    """All that comes back for these bytes, until the server closes the connection."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(data)
+        if then_closes:
+            connection.shutdown(socket.SHUT_WR)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def head(length, *more):
+    lines = [b"POST /v1/completions HTTP/1.1", b"host: localhost", b"content-length: %d" % length, *more]
+    return b"\r\n".join([*lines, b"", b""])
+
+
+def test_a_request_is_answered(server):
+    response = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert response.status_code == 200 and response.headers["x-weight-version"] == "0"
+    assert response.json()["usage"]["completion_tokens"] == 2
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read(server):
+    assert b" 413 " in say(server, head(10_001), then_closes=False).partition(b"\r\n")[0]
+
+
+def test_a_chunked_body_that_grows_too_long_is_refused(server):
+    chunks = b"2710\r\n" + b"x" * 10_000 + b"\r\n" + b"1\r\nx\r\n"
+    request = head(0).replace(b"content-length: 0", b"transfer-encoding: chunked") + chunks
+    assert b" 413 " in say(server, request, then_closes=False).partition(b"\r\n")[0]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server):
+    assert b" 408 " in say(server, head(5) + b"{", then_closes=False).partition(b"\r\n")[0]
+
+
+def test_a_header_that_is_too_long_is_refused(server):
+    endless = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: %b\r\n" % (b"b" * 70_000)
+    assert b" 431 " in say(server, endless, then_closes=False).partition(b"\r\n")[0]
+
+
+def test_what_is_no_http_is_refused(server):
+    assert b" 400 " in say(server, b"\x16\x03\x01 hello\r\n\r\n", then_closes=False).partition(b"\r\n")[0]
+
+
+def test_a_client_that_leaves_aborts_its_request(server, policy):
+    body = b'{"prompt": "x", "max_tokens": 250, "ignore_eos": true, "n": 64}'
+    say(server, head(len(body), b"connection: close") + body)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head(len(body)) + body)
+    httpx2.get(f"{server.url}/health")
+    deadline = 1000
+    while policy.get_num_unfinished_requests() and deadline:
+        deadline -= 1
+        httpx2.get(f"{server.url}/health")
+    assert deadline and server.app.served.num_open == 0
+
+
+def test_an_address_in_use_is_named(server, policy):
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"port={port} cannot be listened on"):
+        HttpServer(policy, ServeOptions(port=port))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"host": "0.0.0.0"}, "--api-key and --admin-key is missing"),
+        ({"host": "0.0.0.0", "api_key": "a"}, "--admin-key is missing"),
+        ({"api_key": "a", "admin_key": "a"}, "are the same"),
+        ({"api_key": ""}, "api_key is not allowed"),
+        ({"prot": 1}, "port"),
+    ],
+)
+def test_options_that_are_not_safe_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        ServeOptions(**options)
