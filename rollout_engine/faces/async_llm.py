@@ -84,17 +84,17 @@ class AsyncLLM(AsyncVerbs):
         return cls._standing_on(Frontend.over(client))
 
     @classmethod
-    def over(cls, face: Face) -> Self:
-        """The same engine as another face's, for coroutines: requests, results and `shutdown` are shared with it.
+    def from_engine(cls, engine: Face) -> Self:
+        """The asynchronous face of an engine that has another one: requests, results and `shutdown` are shared with it.
 
         An engine in this process whose steps its callers compute gets a thread of its own that computes them.
         """
-        if isinstance(face, cls):
-            return face
-        client = face.frontend.client
+        if isinstance(engine, cls):
+            return engine
+        client = engine.frontend.client
         if isinstance(client, LocalClient):
             client.begin_thread()
-        return cls._standing_on(face.frontend)
+        return cls._standing_on(engine.frontend)
 
     @classmethod
     def connect(

@@ -43,7 +43,7 @@ class App:
     """
 
     def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
-        self.served = Served(AsyncLLM.over(engine), options or ServeOptions())
+        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions())
         self._guard = Guard(self.served.options)
         self._routes: dict[str, dict[str, Route]] = {}
         for route in ROUTES:
