@@ -16,11 +16,16 @@ from torch import Tensor, nn
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.exact_report import ExactReport, check
-from rollout_engine.kernels.token_logprobs import RowStatsKernel
+from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
-from rollout_engine.model.modules.next_token_logprobs import logprobs_where, right_padded_logprobs
+from rollout_engine.model.modules.next_token_logprobs import (
+    logprobs_where,
+    right_padded_logits,
+    right_padded_logprobs,
+    spread_where,
+)
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.rotary import refuse_long_batches
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
@@ -28,7 +33,7 @@ from rollout_engine.model.training.call_checks import install_checks, refuse_mov
 from rollout_engine.model.training.token_batch import token_batch
 from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, mismatches, rollout_note
 
-__all__ = ["ExactReport", "check", "enable", "token_logprobs"]
+__all__ = ["ExactReport", "check", "enable", "token_logprobs", "token_logprobs_and_entropies"]
 
 
 def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
@@ -97,9 +102,7 @@ def token_logprobs(
     input_ids, mask = token_batch(model, input_ids, attention_mask)
     positions = _checked_positions(input_ids, mask, cu_seqlens, position_ids)
     temperature = temperature or 1.0
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    fp32_head = dtype != "float32" and has_float32_head(model)
-    note = LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head)
+    note = _note(model, temperature)
     _compare_notes(model, note, rollout, positions)
     if positions is not None:
         result = _packed_logprobs(model, input_ids, mask, positions, temperature)
@@ -109,14 +112,69 @@ def token_logprobs(
     return result
 
 
+def token_logprobs_and_entropies(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probs as `token_logprobs` returns them, and from the same forward the entropies of their distributions.
+
+    Both float32 [B, T - 1]. Entropies, in nats, are 0 where log-probs are, and carry no gradient. Arguments, errors and
+    warnings are those of `token_logprobs`, except that rows cannot be packed.
+    """
+    rollout = rollout_note(input_ids)
+    input_ids, mask = token_batch(model, input_ids, attention_mask)
+    temperature = temperature or 1.0
+    note = _note(model, temperature)
+    _compare_notes(model, note, rollout, None)
+    rows = _LeftRows.of(input_ids, mask)
+    wanted, logits = right_padded_logits(model, rows.ids, rows.real)
+    logprobs = logprobs_where(wanted, logits, rows.ids, temperature, _kernel(model))
+    entropies = spread_where(wanted, _entropies(logits[wanted], temperature), rows.ids)
+    result = rows.restored(logprobs, mask)
+    attach(result, note)
+    return result, rows.restored(entropies, mask)
+
+
+def _note(model: nn.Module, temperature: float) -> LogprobsNote:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    fp32_head = dtype != "float32" and has_float32_head(model)
+    return LogprobsNote(dtype, temperature, _enabled(model) is not None, fp32_head)
+
+
+class _LeftRows(NamedTuple):
+    """A batch whose real tokens were moved to the left of their rows."""
+
+    order: Tensor
+    """int64 [B, T]: the place of each token before."""
+    ids: Tensor
+    real: Tensor
+    """bool [B, T]: not padding."""
+
+    @classmethod
+    def of(cls, input_ids: Tensor, mask: Tensor) -> "_LeftRows":
+        order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
+        return cls(order, input_ids.gather(1, order), mask.gather(1, order))
+
+    def restored(self, result: Tensor, mask: Tensor) -> Tensor:
+        """[B, T - 1] by the places before, of a result for the moved tokens."""
+        if torch.equal(self.real, mask):
+            return result
+        spread = result.new_zeros(mask.shape).scatter(1, self.order[:, 1:], result)  # entry of token order[i + 1]
+        return spread[:, 1:]
+
+
 def _padded_logprobs(model: nn.Module, input_ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
-    moved, real = input_ids.gather(1, order), mask.gather(1, order)
-    result = right_padded_logprobs(model, moved, real, temperature, _kernel(model))
-    if torch.equal(real, mask):
-        return result
-    spread = result.new_zeros(input_ids.shape).scatter(1, order[:, 1:], result)  # entry of token order[i + 1]
-    return spread[:, 1:]
+    rows = _LeftRows.of(input_ids, mask)
+    return rows.restored(right_padded_logprobs(model, rows.ids, rows.real, temperature, _kernel(model)), mask)
+
+
+@torch.no_grad()
+def _entropies(logits: Tensor, temperature: float) -> Tensor:
+    """Of softmax(logits [N, V] / temperature), float32 [N], in blocks that stay in the cache."""
+    result = torch.empty(len(logits), device=logits.device)
+    for block in row_blocks(logits):
+        logprobs = (logits[block].float() / temperature).log_softmax(-1)
+        result[block] = -(logprobs.exp() * logprobs).sum(-1)
+    return result
 
 
 def _packed_logprobs(

@@ -1,0 +1,65 @@
+"""Log-probs of TRL's trainers by the engine's arithmetic."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine import exact
+from rollout_engine.errors import ConfigError
+
+
+class ExactLogprobs:
+    """Makes a `GRPOTrainer` compute log-probs bit for bit as the engine does; to be named before it as a base class.
+
+        class ExactGRPOTrainer(ExactLogprobs, GRPOTrainer): ...
+
+        trainer = ExactGRPOTrainer(exact.enable(AutoModelForCausalLM.from_pretrained(path)), ...)
+
+    TRL pads prompts on the left and multiplies by the head in tiles, so its own log-probs differ from any engine's in
+    the last bits, also of an exact model. This computes them by `exact.token_logprobs`, at the trainer's temperature.
+    Logits of a micro-batch's tokens are held at once, where TRL holds tiles of them.
+    """
+
+    temperature: float
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Log-probs of the last `logits_to_keep` tokens and, on request, entropies: float32 [B, logits_to_keep].
+
+        `batch_size` rows at a time. Entropies carry no gradient. Raises `ConfigError` for what has no exact equal.
+        """
+        self._refuse(compute_aux_loss, multimodal)
+        logprobs, entropies = [], []
+        for rows in torch.arange(len(input_ids), device=input_ids.device).split(batch_size or len(input_ids)):
+            given: Any = (model, input_ids[rows], attention_mask[rows])
+            if compute_entropy:
+                values, spread = exact.token_logprobs_and_entropies(*given, temperature=self.temperature)
+                entropies.append(spread[:, -logits_to_keep:])
+            else:
+                values = exact.token_logprobs(*given, temperature=self.temperature)
+            logprobs.append(values[:, -logits_to_keep:])
+        return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
+
+    def _refuse(self, compute_aux_loss: bool, multimodal: dict[str, Any]) -> None:
+        if given := [name for name, value in multimodal.items() if value is not None]:
+            raise ConfigError(f"ExactLogprobs computes models of text alone, and the batch has {', '.join(given)}.")
+        if compute_aux_loss:
+            raise ConfigError(
+                "ExactLogprobs has no load-balancing loss of a mixture of experts: set "
+                "GRPOConfig(router_aux_loss_coef=0.0)."
+            )
+        if getattr(self, "_entropy_bonus_enabled", False):
+            raise ConfigError(
+                "ExactLogprobs computes entropies without a gradient, so they cannot be part of the loss: leave out "
+                "GRPOConfig's entropy_coef and use_adaptive_entropy."
+            )
