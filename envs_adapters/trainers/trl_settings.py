@@ -59,8 +59,9 @@ def sampling_params(trainer: Any) -> SamplingParams:
     Log-probs are those of the distribution that was sampled from, as TRL asks of a backend. The end ids are the
     trainer's, and no others, as in TRL's own generation. Raises `ConfigError` that names a setting without equal here.
     """
+    given = _generation_kwargs(trainer)
     return SamplingParams(
-        **_plain_settings(trainer) | _generation_kwargs(trainer),
+        **{"detokenize": bool(given.keys() & {"stop", "stop_regex"})} | _plain_settings(trainer) | given,
         stop_token_ids=list(trainer.eos_token_ids),
         ignore_eos=True,
         logprobs=0,

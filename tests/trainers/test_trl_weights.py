@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("trl")
 
 import torch  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer  # noqa: E402
 
 from envs_adapters.trainers.trl import PolicyWeightTransfer, StoreWeightTransfer  # noqa: E402
@@ -28,7 +27,7 @@ class Trainer(AsyncGRPOTrainer):
     """The part of TRL's trainer that syncs weights: its own methods, without the device that the rest of it needs."""
 
     def __init__(self, model, weight_transfer):
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = async_grpo_trainer.Accelerator(cpu=True)
         self.model, self.weight_transfer = model, weight_transfer
         self._lora_sync, self.model_version, self.rollout_worker = False, 0, None
         self._metrics = {"train": {f"perf/weight_sync{part}_s": [] for part in ("", "_pause", "_barrier", "_transfer")}}
