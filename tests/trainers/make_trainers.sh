@@ -7,4 +7,5 @@ make() {
     tests/make_environment.sh "$dir/$1" "tests/trainers/constraints-$1.txt" "$2"
 }
 make trl examples,trl
+PYTHONDONTWRITEBYTECODE= "$dir/trl/bin/python" -W ignore -c "import reasoning_gym"  # it warns of its syntax once
 touch "$dir/installed"

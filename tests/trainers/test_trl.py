@@ -100,6 +100,13 @@ def test_exact_logprobs_equal_the_engines_and_without_them_they_are_close(checkp
     assert 0 < max(differences["plain"]) < 1e-3
 
 
+def test_an_exact_model_without_exact_log_probs_refuses_trls_left_padding(checkpoint, policy, tmp_path):
+    trainer = grpo_trainer(checkpoint, tmp_path, model=exact.enable(model_of(checkpoint)))
+    attach(trainer, policy)
+    with pytest.raises(ValueError, match="right-padded.*exact.token_logprobs"):
+        trainer.train()
+
+
 def test_exact_logprobs_give_the_gradients_and_entropies_of_trls_own(checkpoint, tmp_path):
     ids = torch.randint(3, 259, (3, 12))
     mask = torch.ones_like(ids)
