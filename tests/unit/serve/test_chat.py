@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+from rollout_engine.serve.app import App
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.text.chat_turns import ChatTurns
+
+from .conftest import Client
+
+HELLO = [{"role": "user", "content": "hello"}]
+TEMPLATE = (
+    "{% for tool in tools %}{{ tool | tojson }} by <tool_call>{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}<assistant>"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_an_answer_has_ids_and_log_probs_in_every_shape_that_clients_read(client):
+    body = {
+        "messages": HELLO,
+        "max_completion_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+    }
+    answer = client.post("/v1/chat/completions", body)
+    [choice] = answer["choices"]
+    rows = choice["logprobs"]["content"]
+    assert [row["token_id"] for row in rows] == choice["token_ids"]
+    assert answer["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert all(len(row["top_logprobs"]) == 2 for row in rows)
+    assert answer["weight_version"] == choice["version_spans"][-1][2] == 0
+    by_ids = client.post("/v1/chat/completions", {**body, "return_tokens_as_token_ids": True, "seed": choice["seed"]})
+    rows = by_ids["choices"][0]["logprobs"]["content"]
+    assert [row["token"] for row in rows] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+
+
+def test_a_stream_gives_the_same_as_a_whole_answer(client):
+    body = {"messages": HELLO, "max_tokens": 6, "seed": 5, "n": 2, "return_token_ids": True, "logprobs": True}
+    whole = client.post("/v1/chat/completions", body)["choices"]
+    events = client.events("/v1/chat/completions", body)
+    for choice in whole:
+        parts = [each for event in events for each in event["choices"] if each["index"] == choice["index"]]
+        assert parts[0]["delta"]["role"] == "assistant" and "role" not in parts[1]["delta"]
+        assert "".join(part["delta"]["content"] for part in parts) == choice["message"]["content"]
+        assert sum((part["token_ids"] for part in parts), []) == choice["token_ids"]
+        assert sum((part["logprobs"]["content"] for part in parts), []) == choice["logprobs"]["content"]
+
+
+def test_a_later_turn_keeps_the_ids_that_were_sampled(client):
+    served = client.app.served
+    first = client.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5, "return_token_ids": True})
+    [choice] = first["choices"]
+    so_far = choice["prompt_token_ids"] + choice["token_ids"]
+    said, new = {"role": "assistant", "content": choice["message"]["content"]}, {"role": "user", "content": "more"}
+    body = {"messages": [*HELLO, said, new], "required_prefix_token_ids": so_far, "max_tokens": 2}
+    [later] = client.post("/v1/chat/completions", {**body, "return_token_ids": True})["choices"]
+    assert later["prompt_token_ids"] == so_far + ChatTurns(served.codec).glue([new], so_far)
+
+
+def test_a_required_prefix_needs_an_answer_and_something_after_it(client):
+    body = {"messages": HELLO, "required_prefix_token_ids": [5, 6]}
+    assert "messages that have an answer" in client.problem("/v1/chat/completions", body)["message"]
+
+
+@pytest.fixture
+def says(policy, monkeypatch):
+    """An application whose every answer is a given text."""
+
+    def make(text):
+        app = App(policy, ServeOptions())
+        token_ids = app.served.codec.encode(text, add_special_tokens=False)
+        take = app.served.engine.frontend.take
+
+        def taken(stream):
+            output = take(stream)
+            for sample in output.outputs if output is not None else ():
+                if sample.finish_reason is not None:
+                    sample.token_ids, sample.text, sample.finish_reason = token_ids, text, "stop"
+            return output
+
+        monkeypatch.setattr(app.served.engine.frontend, "take", taken)
+        return Client(app)
+
+    return make
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_tool_calls_are_found(says, is_streamed):
+    client = says(f"I add. {CALL}")
+    body = {"messages": HELLO, "tools": [ADD], "chat_template": TEMPLATE, "max_tokens": 1}
+    if is_streamed:
+        [event] = client.events("/v1/chat/completions", body)
+        [choice] = event["choices"]
+        message = choice["delta"]
+    else:
+        [choice] = client.post("/v1/chat/completions", body)["choices"]
+        message = choice["message"]
+    [call] = message["tool_calls"]
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert message["content"] == "I add." and choice["finish_reason"] == "tool_calls"
+
+
+def test_a_broken_call_stays_text(says):
+    text = '<tool_call>{"name": add}</tool_call>'
+    body = {"messages": HELLO, "tools": [ADD], "chat_template": TEMPLATE, "max_tokens": 1}
+    [choice] = says(text).post("/v1/chat/completions", body)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text} and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": HELLO, "tools": [ADD]}, "teaches no form of calls"),
+        ({"messages": HELLO, "tools": [ADD], "tool_choice": "required"}, "cannot be forced"),
+        ({"messages": HELLO, "tools": [3]}, "tools[0]=3"),
+        ({"messages": HELLO, "top_logprobs": 2}, "logprobs=true"),
+        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "is not served"),
+        ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "Give one of them"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(client, fields, said):
+    assert said in client.problem("/v1/chat/completions", fields)["message"]
+
+
+def test_text_and_ids_convert_both_ways(client):
+    tokens = client.post("/tokenize", {"prompt": "hello", "return_token_strs": True})
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert client.post("/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": "hello"}
+    chat = client.post("/tokenize", {"messages": HELLO})["tokens"]
+    answer = client.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, "return_token_ids": True})
+    assert answer["prompt_token_ids"] == chat
+    assert "token ids from 0 to" in client.problem("/detokenize", {"tokens": [10**6]})["message"]
