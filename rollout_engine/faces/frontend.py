@@ -140,12 +140,12 @@ class Frontend:
         replica_index: int | None = None,
         trace_headers: TraceHeaders | None = None,
         num_kept: Sequence[int | None] | None = None,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
     ) -> list[Stream]:
         """Queue one prompt or a list of them, all checked before any is queued: `RequestError` names the index.
 
         `params`, `priority`, `session_id`: one for all or one each. `replica_index`: the replica of a fleet that is to
-        begin with them. `num_kept`: one each, as in `add_request`. `seeds`: one each, in place of those of the params.
+        begin with them. `num_kept`: one each, as in `add_request`. `seeds`: one each, in place of the params' if given.
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)

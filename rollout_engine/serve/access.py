@@ -15,6 +15,7 @@ class Guard:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
+        self._is_local = options.is_loopback
         keys = options.api_key, options.admin_key
         self._client_keys = [key.encode() for key in keys if key is not None]
         self._admin_keys = [] if options.admin_key is None else [options.admin_key.encode()]
@@ -45,7 +46,7 @@ class Guard:
             raise HttpProblem(403, f"Pages of {origin!r:.200} may not call: start the server with --allowed-origins.")
         host = headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._options.is_loopback and not self._client_keys and name not in (*_LOCAL_HOSTS, self._options.host, ""):
+        if self._is_local and not self._client_keys and name not in (*_LOCAL_HOSTS, self._options.host, ""):
             message = f"The header 'Host: {host:.200}' names another machine. Without keys it must be localhost."
             raise HttpProblem(403, message)
 

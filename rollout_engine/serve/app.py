@@ -1,6 +1,7 @@
 """The server as an ASGI application, for uvicorn, or for a client in the same process."""
 
 import asyncio
+import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -27,6 +28,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _MAX_ID_CHARS = 200
+_ID_ROOT, _IDS = uuid.uuid4().hex[:16], itertools.count(1)
+_QUICK_SECONDS = 0.02
+"""For what takes less, nobody watches whether the client is there still."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -84,8 +88,10 @@ class _Exchange:
         self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = self._headers.get("x-request-id", "")
         is_usable = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_ID_CHARS
-        self._request_id = given if is_usable else uuid.uuid4().hex
-        self._has_begun = False
+        self._request_id = given if is_usable else f"{_ID_ROOT}{next(_IDS):x}"
+        self._has_begun = self._is_gone = False
+        """Whether the response has begun; whether the client has left."""
+        self._watcher: asyncio.Task[None] | None = None
 
     async def answer(self) -> None:
         try:
@@ -110,7 +116,7 @@ class _Exchange:
         asked = Asked(
             read_body(route, data, self._scope["query_string"].decode("latin-1")), self._headers, self._request_id
         )
-        watch = asyncio.ensure_future(self._cancel_when_gone(asyncio.current_task()))
+        watch = asyncio.get_running_loop().call_later(_QUICK_SECONDS, self._watch, asyncio.current_task())
         try:
             reply = await route.handler(self._served, asked)
             if isinstance(reply, Events):
@@ -118,16 +124,19 @@ class _Exchange:
                 return None
         finally:
             watch.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
         return reply
 
-    _is_gone = False
+    def _watch(self, task: "asyncio.Task[Any] | None") -> None:
+        assert task is not None, "a request is answered by a task"
+        self._watcher = asyncio.ensure_future(self._cancel_when_gone(task))
 
-    async def _cancel_when_gone(self, task: "asyncio.Task[Any] | None") -> None:
+    async def _cancel_when_gone(self, task: "asyncio.Task[Any]") -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._is_gone = True
-        if task is not None:
-            task.cancel()
+        task.cancel()
 
     async def _read(self, route: Route) -> bytes | None:
         """The body; None where the client has left. Raises `HttpProblem`: 413 for one too long, 408 for a slow one."""

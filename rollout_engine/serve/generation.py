@@ -8,9 +8,9 @@ from typing import Any
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.results.open_streams import Stream
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked
+from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.threads import run_in_thread
 
@@ -35,16 +35,21 @@ class Generation:
     async def start(
         self,
         prompts: Sequence[Any],
-        params: SamplingParams | Sequence[SamplingParams],
+        settings: Settings | Sequence[Settings],
         *,
         priority: int = 0,
         session_id: str | None = None,
     ) -> None:
-        """Queue the prompts. Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused."""
+        """Queue the prompts, with settings for all or one each.
+
+        Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
+        """
         self._served.check_open()
+        each = [settings] * len(prompts) if isinstance(settings, Settings) else settings
+        params = [one.params for one in each]
         add, session = self._served.engine.frontend.add_requests, session_id or self._asked.session_id
         options: dict[str, Any] = {"priority": priority, "session_id": session}
-        options["trace_headers"] = self._asked.trace_headers
+        options |= {"trace_headers": self._asked.trace_headers, "seeds": [one.seed for one in each]}
         if sum(map(_num_characters, prompts)) > _LONG_BYTES:
             streams = await run_in_thread(add, list(prompts), params, self._wake, **options)
         else:

@@ -1,10 +1,11 @@
 """Sampling settings in bodies of requests, under the names that OpenAI's, vLLM's and our own clients use."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.seeds import MAX_SEED, MIN_SEED, unsigned
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -38,16 +39,47 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     extra_args: Any = None
 
 
-_NAMES = SamplingFields.__struct_fields__
+_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name != "seed")
+_MAX_KEPT = 64
 
 
-def sampling_params(fields: SamplingFields, **more: Any) -> SamplingParams:
-    """The settings of a body, and `more` of them. Raises `RequestError`."""
-    given = {name: value for name in _NAMES if (value := getattr(fields, name)) is not None}
-    bias = given.get("logit_bias")
-    if isinstance(bias, dict):  # JSON's keys are strings
-        given["logit_bias"] = {int(key) if _is_int(key) else key: value for key, value in bias.items()}
-    return SamplingParams(**given, **more)
+class Settings(NamedTuple):
+    """Sampling settings of one request."""
+
+    params: SamplingParams
+    """Without a seed."""
+    seed: int | None
+    """64 bits without a sign; None: drawn from the engine's."""
+
+
+class SettingsReader:
+    """Reads the settings of bodies. Those that come again, but for the seed, are checked once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, SamplingParams] = {}
+
+    def read(self, fields: SamplingFields, **more: Any) -> Settings:
+        """The settings of a body, and `more` of them. Raises `RequestError`."""
+        given = {name: value for name in _NAMES if (value := getattr(fields, name)) is not None} | more
+        bias = given.get("logit_bias")
+        if isinstance(bias, dict):  # JSON's keys are strings
+            given["logit_bias"] = {int(key) if _is_int(key) else key: value for key, value in bias.items()}
+        key = repr(given)
+        params = self._known.get(key)
+        if params is None:
+            params = SamplingParams(**given)
+            if len(self._known) >= _MAX_KEPT:
+                self._known.clear()
+            self._known[key] = params
+        return Settings(params, _seed(fields.seed))
+
+
+def _seed(seed: Any) -> int | None:
+    if seed is None:
+        return None
+    if type(seed) is not int or not MIN_SEED <= seed <= MAX_SEED:
+        SamplingParams(seed=seed)  # raises
+    return unsigned(seed)
 
 
 def _is_int(key: Any) -> bool:

@@ -8,6 +8,7 @@ from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.sampling import SettingsReader
 from rollout_engine.text.tokenizer import TextCodec
 
 
@@ -22,6 +23,7 @@ class Served:
         """Why no request may come in now: paused by a mode that ends or drains what runs. None: they may."""
         self.is_ending = False
         """Whether the server has been told to stop."""
+        self.settings = SettingsReader()
         self.token_texts: TokenTexts | None = None
         """Texts of the tokens that were written so far."""
         self._open: defaultdict[str, list[str]] = defaultdict(list)

@@ -7,7 +7,6 @@ import msgspec
 
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.chat_fields import chat_options
 from rollout_engine.serve.openai.logprobs import chat_logprobs, prompt_logprob_rows
@@ -15,7 +14,7 @@ from rollout_engine.serve.openai.prefixes import prompt_after
 from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
 from rollout_engine.serve.openai.tools import ToolParser
 from rollout_engine.serve.route import Asked, Events, Reply
-from rollout_engine.serve.sampling import SamplingFields, sampling_params
+from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
 
 
@@ -63,7 +62,7 @@ class _Call:
         self._served, self._asked, self._body = served, asked, body
         self._id, self._created = f"chatcmpl-{body.request_id or asked.request_id}", now()
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
-        self._params = _params(body)
+        self._settings = _settings(served, body)
         self._prompt = _prompt(served, body)
 
     async def reply(self) -> dict[str, Any]:
@@ -105,7 +104,7 @@ class _Call:
 
     async def _start(self, generation: Generation) -> None:
         body = self._body
-        await generation.start([self._prompt], self._params, priority=body.priority, session_id=body.session_id)
+        await generation.start([self._prompt], self._settings, priority=body.priority, session_id=body.session_id)
 
     def _response(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._served.model}
@@ -152,7 +151,7 @@ class _Call:
         }
 
 
-def _params(body: ChatBody) -> SamplingParams:
+def _settings(served: Served, body: ChatBody) -> Settings:
     if body.top_logprobs and not body.logprobs:
         raise RequestError.for_field("top_logprobs", body.top_logprobs, "given with logprobs=true")
     if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
@@ -160,7 +159,7 @@ def _params(body: ChatBody) -> SamplingParams:
         raise RequestError.for_field("max_tokens", body.max_tokens, bound, "Give one of them.")
     fields = msgspec.structs.replace(body, max_tokens=body.max_completion_tokens or body.max_tokens)
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    return sampling_params(fields, output_kind="delta" if body.stream else "final_only", **more)
+    return served.settings.read(fields, output_kind="delta" if body.stream else "final_only", **more)
 
 
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:

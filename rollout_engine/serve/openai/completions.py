@@ -7,12 +7,11 @@ import msgspec
 
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
-from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.logprobs import prompt_logprob_rows, text_logprobs
 from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
 from rollout_engine.serve.route import Asked, Events, Reply
-from rollout_engine.serve.sampling import SamplingFields, sampling_params
+from rollout_engine.serve.sampling import SamplingFields, Settings
 from rollout_engine.serve.served import Served
 
 _DEFAULT_MAX_TOKENS = 16
@@ -61,7 +60,7 @@ class _Call:
         """Whether only the prompt is wanted: a token is sampled, and left out."""
         self._echoes = bool(body.echo)
         kind = "delta" if body.stream else "final_only"
-        self._params = self._with_defaults(kind)
+        self._settings = self._with_defaults(kind)
         self._prompts = _prompts(body)
 
     async def reply(self) -> dict[str, Any]:
@@ -100,9 +99,9 @@ class _Call:
 
     async def _start(self, generation: Generation) -> None:
         body = self._body
-        await generation.start(self._prompts, self._params, priority=body.priority, session_id=body.session_id)
+        await generation.start(self._prompts, self._settings, priority=body.priority, session_id=body.session_id)
 
-    def _with_defaults(self, kind: str) -> SamplingParams:
+    def _with_defaults(self, kind: str) -> Settings:
         body = self._body
         most = 1 if self._is_scoring else _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         fields = msgspec.structs.replace(body, max_tokens=most)
@@ -110,7 +109,7 @@ class _Call:
         if self._echoes and body.logprobs is not None:
             if body.prompt_logprobs is None:
                 fields.prompt_logprobs = body.logprobs
-        return sampling_params(fields, **more)
+        return self._served.settings.read(fields, **more)
 
     def _response(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -132,7 +131,7 @@ class _Call:
         if echoes:
             text = self._prompt_text(output) + text
         choice: dict[str, Any] = {
-            "index": index * self._params.n + sample.index,
+            "index": index * self._settings.params.n + sample.index,
             "text": text,
             "logprobs": None,
             "finish_reason": "length" if self._is_scoring and sample.finish_reason else sample.finish_reason,
