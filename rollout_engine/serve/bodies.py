@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -26,14 +26,20 @@ def read_body(route: Route, data: bytes, query: str) -> Any:
     try:
         if not query:
             return _decoder(route.body).decode(data or b"{}")
-        return _converted(route, {**dict(parse_qsl(query)), **_object(data)}, strict=False)
+        return _converted(route, {**_fields(query), **_object(data)}, strict=False)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError):
-        return _converted(route, {**dict(parse_qsl(query)), **_object(data)}, strict=not query)
+        return _converted(route, {**_fields(query), **_object(data)}, strict=not query)
 
 
 @cache
 def _decoder(kind: type[msgspec.Struct]) -> "msgspec.json.Decoder[Any]":
     return msgspec.json.Decoder(kind)
+
+
+def _fields(query: str) -> dict[str, Any]:
+    """The fields of a query; one that comes several times is a list."""
+    found = parse_qs(query, keep_blank_values=True)
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import ConfigError
+from rollout_engine.sampling_params import LogprobsMode
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -19,6 +20,9 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     error_class = ConfigError
+    readings = {
+        "logprobs_mode": lambda value: value.removesuffix("_logprobs") if isinstance(value, str) else value,
+    }
 
     host: str = "127.0.0.1"
     """Address to listen on. Any but loopback needs both keys."""
@@ -30,6 +34,9 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Key for control: pauses, weight updates, sleep, profiles. Where only `api_key` is set, control is closed."""
     served_model_name: str | None = None
     """Name that clients give as "model"; None: the one that the engine was loaded by."""
+    logprobs_mode: LogprobsMode = "tempered"
+    """Of requests that name none (`SamplingParams.logprobs_mode`). Trainers that read vLLM's expect "processed", which
+    is the same as long as nothing truncates or penalises the distribution."""
     max_body_bytes: Positive = 32 << 20
     """Longest body of a request, but for those that bring weights."""
     max_weight_bytes: Positive = 64 << 30

@@ -9,6 +9,7 @@ from rollout_engine.serve import health
 from rollout_engine.serve.openai import chat, completions, models
 from rollout_engine.serve.route import Access, Dialect, Handler, Route
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
+from rollout_engine.serve.vllm import control, server_info, weights
 
 _WHO = {"anyone": Access.ANYONE, "client": Access.CLIENT, "admin": Access.ADMIN}
 _GENERATION: dict[str, Any] = {"ignored": IGNORED, "neutral": SAMPLING_PEERS}
@@ -35,5 +36,50 @@ ROUTES: tuple[Route, ...] = (
     _row("POST", "/tokenize", "vllm", "client", models.tokenize, body=models.TokenizeBody),
     _row("POST", "/detokenize", "vllm", "client", models.detokenize, body=models.DetokenizeBody),
     _row("GET", "/tokenizer_info", "vllm", "client", models.tokenizer_info),
+
+    _row("GET POST", "/server_info", "vllm", "client", server_info.server_info, body=server_info.InfoBody),
+    _row("GET", "/load", "vllm", "client", control.load),
+    _row("GET", "/get_world_size", "vllm", "client", control.get_world_size),
+    _row("POST", "/pause", "vllm", "admin", control.pause, "pause_generation", body=control.PauseBody),
+    _row("POST", "/resume", "vllm", "admin", control.resume, "resume_generation"),
+    _row("GET", "/is_paused", "vllm", "client", control.is_paused, "is_paused"),
+    _row("POST", "/sleep", "vllm", "admin", control.sleep, "sleep", body=control.SleepBody),
+    _row("POST", "/wake_up", "vllm", "admin", control.wake_up, "wake_up", body=control.WakeBody),
+    _row("POST", "/wakeup", "vllm", "admin", control.wake_up, "wake_up", body=control.WakeBody),
+    _row("GET", "/is_sleeping", "vllm", "client", control.is_sleeping, "is_sleeping"),
+    _row("POST", "/reset_prefix_cache", "vllm", "admin", control.reset_prefix_cache, "reset_prefix_cache",
+         body=control.ResetBody),
+    _row("POST", "/abort_requests", "vllm", "admin", control.abort_requests, "abort", body=control.AbortBody),
+    _row("POST", "/collective_rpc", "vllm", "admin", control.collective_rpc, "collective_rpc", body=control.RpcBody),
+    _row("POST", "/init_weight_transfer_engine", "vllm", "admin", weights.init_weight_transfer_engine,
+         body=weights.InitBody),
+    _row("POST", "/start_weight_update", "vllm", "admin", weights.start_weight_update, body=weights.StartBody),
+    _row("POST", "/update_weights", "vllm", "admin", weights.update_weights, "update_weights", body=weights.UpdateBody),
+    _row("POST", "/finish_weight_update", "vllm", "admin", weights.finish_weight_update, "update_weights",
+         body=weights.FinishBody),
+    _row("POST", "/fetch_weights", "vllm", "admin", weights.fetch_weights, "update_weights", body=weights.FetchBody),
+    _row("GET", "/weight_info", "vllm", "client", weights.weight_info, "get_model_metadata"),
+    _row("GET POST", "/weight_checker", "vllm", "admin", weights.weight_checker, "collective_rpc",
+         body=weights.CheckerBody),
+    _row("POST", "/v1/load_lora_adapter", "vllm", "admin", control.lora),
+    _row("POST", "/v1/unload_lora_adapter", "vllm", "admin", control.lora),
+    _row("POST", "/load_lora_adapter", "vllm", "admin", control.lora),
+    _row("POST", "/unload_lora_adapter", "vllm", "admin", control.lora),
+    _row("POST", "/init_broadcaster", "vllm", "admin", control.broadcaster),
 )
 # fmt: on
+
+
+def as_markdown() -> str:
+    """The table as docs/server.md shows it."""
+    lines = ["| route | dialect | who may call | verb | |", "|---|---|---|---|---|"]
+    for row in ROUTES:
+        verb = f"`{row.verb}`" if row.verb else ""
+        lines.append(
+            f"| {' '.join(row.methods)} `{row.path}` | {row.dialect} | {row.access.value} | {verb} | {row.help} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown())

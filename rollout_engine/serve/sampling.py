@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import LogprobsMode, SamplingParams
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, unsigned
 
 
@@ -55,12 +55,15 @@ class Settings(NamedTuple):
 class SettingsReader:
     """Reads the settings of bodies. Those that come again, but for the seed, are checked once."""
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs_mode: LogprobsMode) -> None:
+        """`logprobs_mode`: of bodies that give none."""
+        self._defaults = {"logprobs_mode": logprobs_mode}
         self._known: dict[str, SamplingParams] = {}
 
     def read(self, fields: SamplingFields, **more: Any) -> Settings:
         """The settings of a body, and `more` of them. Raises `RequestError`."""
-        given = {name: value for name in _NAMES if (value := getattr(fields, name)) is not None} | more
+        own = {name: value for name in _NAMES if (value := getattr(fields, name)) is not None}
+        given: dict[str, Any] = self._defaults | own | more
         bias = given.get("logit_bias")
         if isinstance(bias, dict):  # JSON's keys are strings
             given["logit_bias"] = {int(key) if _is_int(key) else key: value for key, value in bias.items()}

@@ -2,11 +2,13 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.outputs import TokenTexts
 from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.sampling import SettingsReader
 from rollout_engine.text.tokenizer import TextCodec
@@ -23,7 +25,10 @@ class Served:
         """Why no request may come in now: paused by a mode that ends or drains what runs. None: they may."""
         self.is_ending = False
         """Whether the server has been told to stop."""
-        self.settings = SettingsReader()
+        self.settings = SettingsReader(options.logprobs_mode)
+        self.updates = PendingUpdate(engine)
+        self.known_digests: dict[str, str] | None = None
+        """Of the weights, when a client last asked to remember them."""
         self.token_texts: TokenTexts | None = None
         """Texts of the tokens that were written so far."""
         self._open: defaultdict[str, list[str]] = defaultdict(list)
@@ -63,6 +68,20 @@ class Served:
             raise HttpProblem(503, "The server is stopping: send the request elsewhere.")
         if self.refuses is not None:
             raise HttpProblem(503, f"Generation is paused ({self.refuses}): send the request again once it is resumed.")
+
+    @asynccontextmanager
+    async def refusing(self, reason: str | None) -> AsyncIterator[None]:
+        """From here on let no request in, for this reason, unless the block fails. None: they may come."""
+        before, self.refuses = self.refuses, reason or self.refuses
+        try:
+            yield
+        except BaseException:
+            self.refuses = before
+            raise
+
+    def not_supported(self, message: str) -> HttpProblem:
+        """The problem 501 of a route that exists to say so."""
+        return HttpProblem(501, message)
 
     def begin(self, name: str, request_ids: Iterable[str]) -> None:
         """Remember the engine's ids of a client's request."""

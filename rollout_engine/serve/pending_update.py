@@ -1,0 +1,159 @@
+"""The next weights, as they come over HTTP: gathered beside the engine, and committed whole or not at all."""
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from rollout_engine.errors import LifecycleError, ManifestMismatchError, RequestError, as_weight_errors
+from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.outputs import UpdateReport
+from rollout_engine.serve.plain_group import PlainGroup
+from rollout_engine.threads import run_in_thread
+from sync.manifest import TensorSpec, check_distinct, first_names
+
+logger = logging.getLogger("rollout_engine.serve")
+
+_MOST_TIMES = 2
+"""Bytes that may gather, in times of the live weights: a float32 trainer of a bfloat16 engine sends twice as many."""
+_NUMBER = re.compile(r"(?:weight_)?v?(\d{1,18})", re.ASCII)
+
+
+class PendingUpdate:
+    """One engine's door for weights. Everything is used on the event loop alone; one call at a time."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self.group: PlainGroup | None = None
+        """Brings tensors, once a trainer has asked for one."""
+        self._tensors: dict[str, Tensor] = {}
+        self._num_bytes = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._most_bytes = 0.0
+        self.last: UpdateReport | None = None
+        """Report of the last update that came by this door."""
+        self._is_receiving = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether tensors have come that are not committed."""
+        return bool(self._tensors)
+
+    async def missing(self) -> list[str]:
+        """Names of the model's weights that have not come."""
+        if not self._shapes:
+            await self._learn_shapes()
+        return [name for name in self._shapes if name not in self._tensors]
+
+    def begin(self) -> None:
+        """Forget what an update that was never finished has left."""
+        if self._tensors:
+            what = f"an update of {len(self._tensors)} tensors was begun and never finished"
+            logger.warning("%s: they are dropped, since another one begins", what)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all that has come."""
+        self._tensors, self._num_bytes = {}, 0
+
+    def specs(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
+        """What a sender announces. Raises `RequestError` for columns of unequal lengths."""
+        if not len(names) == len(dtypes) == len(shapes):
+            lengths = f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes"
+            raise RequestError.for_field("names", lengths, "as many dtypes and shapes as names")
+        dtypes = [dtype.removeprefix("torch.") for dtype in dtypes]
+        return [TensorSpec(*each, "") for each in zip(names, map(tuple, shapes), dtypes, strict=True)]
+
+    async def receive(self, specs: Sequence[TensorSpec]) -> None:
+        """Take announced tensors from the group. Raises the weight errors; then nothing that had come is kept."""
+        group = self.group
+        if group is None:
+            raise LifecycleError("No group of this server and a trainer has been formed: call its init route first.")
+        await self._check(specs)
+        self._is_receiving = True
+        try:
+            self._keep(await run_in_thread(lambda: list(group.receive(specs))))
+        except BaseException:
+            self.drop()
+            self.group = None  # its ranks are at different broadcasts now
+            raise
+        finally:
+            self._is_receiving = False
+
+    async def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take tensors that came in a body. Raises the weight errors, nothing taken."""
+        pairs = list(tensors)
+        shapes = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs]
+        await self._check([TensorSpec(*each, "") for each in shapes])
+        self._keep(pairs)
+
+    async def commit(self, version: Any = None, **options: Any) -> UpdateReport:
+        """Have the engine take what has come, as `update_weights`, and forget it here.
+
+        Raises the weight errors; the old weights serve on.
+        """
+        tensors = self._tensors
+        self.drop()
+        self.last = await self._engine.update_weights(tensors, version=as_version(version), **options)
+        return self.last
+
+    async def load(self, path: str, version: Any = None, **options: Any) -> UpdateReport:
+        """Have the engine take a published store or a safetensors checkpoint."""
+        self.drop()
+        self.last = await self._engine.update_weights(path, version=as_version(version), **options)
+        return self.last
+
+    async def _check(self, specs: Sequence[TensorSpec]) -> None:
+        if self._is_receiving:
+            raise LifecycleError("Another call is receiving weights: they come one after the other.")
+        if not self._shapes:
+            await self._learn_shapes()
+        with as_weight_errors():
+            check_distinct([spec.name for spec in specs], "announced")
+            for spec in specs:
+                spec.check()
+        twice = [spec.name for spec in specs if spec.name in self._tensors]
+        if twice:
+            what = f"{first_names(twice)} came already in this update"
+            raise ManifestMismatchError(f"{what}: begin another one, or send each tensor once.")
+        size = self._num_bytes + sum(spec.num_bytes for spec in specs)
+        if size > self._most_bytes:
+            what = f"{size} bytes of weights are announced, and the model has {self._most_bytes / _MOST_TIMES:.0f}"
+            raise ManifestMismatchError(f"{what}: is it another model?")
+
+    def _keep(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        self._tensors.update(pairs)
+        self._num_bytes += sum(tensor.nbytes for _, tensor in pairs)
+
+    async def _learn_shapes(self) -> None:
+        metadata = await self._engine.get_model_metadata()
+        self._shapes = {name: tuple(shape) for name, (_, shape) in metadata.items()}
+        self._most_bytes = _MOST_TIMES * sum(
+            TensorSpec(name, tuple(shape), dtype, "").num_bytes for name, (dtype, shape) in metadata.items()
+        )
+
+
+def as_version(given: Any) -> int | None:
+    """A version as clients write it: a number, or a text that ends with one ("weight_v000042"). None: the next one.
+
+    Raises `RequestError` for anything else.
+    """
+    if given is None or given in ("", "default"):
+        return None
+    if type(given) is int and given >= 0:
+        return given
+    found = _NUMBER.fullmatch(given) if isinstance(given, str) else None
+    if found is None:
+        bound = "a whole number, or a text that ends with one, such as weight_v000042"
+        raise RequestError.for_field("weight_version", given, bound)
+    return int(found[1])
+
+
+def report_fields(report: UpdateReport) -> dict[str, Any]:
+    """An update's report as JSON, with what clients of either dialect look for."""
+    message = f"version {report.version}: {report.num_tensors} tensors in {report.seconds:.3f} s"
+    fields = msgspec.to_builtins(report)
+    return {"success": True, "message": message, "weight_version": report.version, "report": fields}

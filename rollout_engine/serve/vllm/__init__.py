@@ -1,0 +1,1 @@
+"""The routes that vLLM added for reinforcement learning."""

@@ -1,0 +1,144 @@
+"""Pauses, sleep and calls by name."""
+
+from typing import Any
+
+import msgspec
+
+from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.serve.route import Asked, Reply
+from rollout_engine.serve.served import Served
+
+
+class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    mode: PauseMode = "abort"
+    """ "abort", "wait" or "keep", as `pause_generation` says."""
+    clear_cache: bool | None = None
+    wait_for_inflight_requests: bool | None = None
+    drain_timeout: float | None = None
+
+
+async def pause(served: Served, asked: Asked) -> Reply:
+    """Stop generating: requests in flight end with what they have ("abort"), finish ("wait"), or wait ("keep")."""
+    body: PauseBody = asked.body
+    mode: PauseMode = "wait" if body.wait_for_inflight_requests else body.mode
+    async with served.refusing(None if mode == "keep" else f"mode={mode}"):
+        await served.engine.pause_generation(
+            mode=mode, clear_cache=bool(body.clear_cache), drain_timeout=body.drain_timeout
+        )
+    return Reply({"status": "paused", "success": True, "weight_version": served.weight_version})
+
+
+async def resume(served: Served, asked: Asked) -> Reply:
+    """Go on after a pause."""
+    await served.engine.resume_generation()
+    served.refuses = None
+    return Reply({"status": "resumed", "success": True, "weight_version": served.weight_version})
+
+
+async def is_paused(served: Served, asked: Asked) -> Reply:
+    """Whether a pause is in force."""
+    return Reply({"is_paused": await served.engine.is_paused()})
+
+
+class SleepBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    level: int = 1
+    mode: PauseMode = "abort"
+    drain_timeout: float | None = None
+    tags: list[str] | str | None = None
+
+
+async def sleep(served: Served, asked: Asked) -> Reply:
+    """Give memory back: the KV pool (level 1), and the weights as well (level 2)."""
+    body: SleepBody = asked.body
+    async with served.refusing("asleep"):
+        await served.engine.sleep(body.level, body.mode, drain_timeout=body.drain_timeout)
+    return Reply({"status": "asleep", "success": True})
+
+
+class WakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    tags: list[str] | str | None = None
+
+
+async def wake_up(served: Served, asked: Asked) -> Reply:
+    """Take memory back: "weights", "kv_cache", or all."""
+    body: WakeBody = asked.body
+    await served.engine.wake_up(body.tags)
+    is_asleep = await served.engine.is_sleeping()
+    if not is_asleep and not await served.engine.is_paused():
+        served.refuses = None
+    return Reply({"status": "asleep" if is_asleep else "awake", "success": True})
+
+
+async def is_sleeping(served: Served, asked: Asked) -> Reply:
+    """Whether some memory is still given back."""
+    return Reply({"is_sleeping": await served.engine.is_sleeping()})
+
+
+class ResetBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    reset_running_requests: bool = False
+    reset_external: bool | None = None
+
+
+async def reset_prefix_cache(served: Served, asked: Asked) -> Reply:
+    """Forget every known prefix. Not needed after an update: KV is keyed by the version that made it."""
+    body: ResetBody = asked.body
+    done = await served.engine.reset_prefix_cache(body.reset_running_requests)
+    return Reply({"success": done, "message": "" if done else "requests in flight hold KV blocks"})
+
+
+class AbortBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    request_ids: list[str] | None = None
+
+
+async def abort_requests(served: Served, asked: Asked) -> Reply:
+    """End requests, by the ids that clients gave them; all without ids. Each answers with the tokens it has."""
+    ids = served.ids_of(asked.body.request_ids)
+    await served.engine.abort(ids)
+    return Reply({"success": True, "num_aborted": len(ids)})
+
+
+class RpcBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] | None = None
+    timeout: float | None = None
+
+
+async def collective_rpc(served: Served, asked: Asked) -> Reply:
+    """Call a method of a worker extension on every rank."""
+    body: RpcBody = asked.body
+    results = await served.engine.collective_rpc(body.method, body.timeout, tuple(body.args), body.kwargs)
+    return Reply({"results": results, "weight_version": served.weight_version})
+
+
+async def load(served: Served, asked: Asked) -> Reply:
+    """How many requests of clients are open."""
+    return Reply({"server_load": served.num_open})
+
+
+async def get_world_size(served: Served, asked: Asked) -> Reply:
+    """Ranks that receive weights: this server is one, however many replicas stand behind it."""
+    return Reply({"world_size": 1})
+
+
+async def lora(served: Served, asked: Asked) -> Reply:
+    """Adapters are not served."""
+    message = "Adapters are not served: merge them (merge_and_unload) and push the merged weights."
+    raise served.not_supported(message)
+
+
+async def broadcaster(served: Served, asked: Asked) -> Reply:
+    """Prime-rl's own NCCL group is not served."""
+    raise served.not_supported("/init_broadcaster is not served: send weights by /update_weights {weight_dir}.")

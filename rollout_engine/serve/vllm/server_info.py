@@ -1,0 +1,52 @@
+"""What trainers ask about the server, in the shapes of both dialects."""
+
+from typing import Any
+
+import msgspec
+
+from rollout_engine import __version__
+from rollout_engine.serve.route import Asked, Reply
+from rollout_engine.serve.served import Served
+
+
+class InfoBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    config_format: str | None = None
+
+
+async def server_info(served: Served, asked: Asked) -> Reply:
+    """The engine's configuration: vLLM's `vllm_config`, and SGLang's flat fields."""
+    info = served.engine.frontend.client.info
+    config = info.config
+    vllm_config: dict[str, Any] = {
+        "model_config": {
+            "model": config.model,
+            "tokenizer": config.tokenizer or config.model,
+            "dtype": info.dtype,
+            "max_model_len": info.max_model_len,
+            "logprobs_mode": f"{served.options.logprobs_mode}_logprobs",
+            "seed": config.seed,
+        },
+        "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
+        "parallel_config": {"world_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1},
+        "weight_transfer_config": {"backend": "gloo"},
+        "lora_config": None,
+    }
+    flat = {
+        "model_path": config.model,
+        "served_model_name": served.model,
+        "tokenizer_path": config.tokenizer or config.model,
+        "dtype": info.dtype,
+        "context_length": info.max_model_len,
+        "max_total_num_tokens": info.num_blocks * info.block_size,
+        "max_running_requests": config.max_num_seqs,
+        "random_seed": config.seed,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "ep_size": 1,
+        "internal_states": [{"weight_version": str(served.weight_version)}],
+    }
+    about = {"engine": "rollout-engine", "version": __version__, "weight_version": served.weight_version}
+    return Reply({**flat, **about, "vllm_config": vllm_config, "engine_config": msgspec.to_builtins(config)})

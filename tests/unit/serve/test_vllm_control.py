@@ -1,0 +1,117 @@
+"""Pauses, sleep and calls by name, over the routes that vLLM's clients call."""
+
+import asyncio
+
+import httpx2
+import pytest
+
+from rollout_engine import RolloutPolicy
+from rollout_engine.serve.app import App
+from rollout_engine.testing import tiny_checkpoint
+
+from .conftest import Client
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """Of an engine that these tests pause."""
+    with RolloutPolicy.from_pretrained(tiny_checkpoint(tmp_path_factory.mktemp("paused")), max_model_len=256) as made:
+        yield Client(App(made))
+
+
+LONG = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "seed": 1, "return_token_ids": True}
+
+
+def beside(client, *calls):
+    """Responses of calls while a long completion runs, and then its own."""
+
+    async def exchange():
+        transport = httpx2.ASGITransport(client.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as sender:
+            running = asyncio.ensure_future(sender.post("/v1/completions", json=LONG))
+            while not client.app.served.num_open:
+                await asyncio.sleep(0.001)
+            answers = [await sender.request(*call) for call in calls]
+            return answers, await running
+
+    return asyncio.run(exchange())
+
+
+def test_a_pause_that_aborts_gives_what_there_is_and_turns_requests_away(client):
+    (paused, refused, state, resumed), ended = beside(
+        client,
+        ("POST", "/pause?mode=abort"),
+        ("POST", "/v1/completions"),
+        ("GET", "/is_paused"),
+        ("POST", "/resume"),
+    )
+    assert paused.json()["status"] == "paused" and state.json() == {"is_paused": True}
+    assert refused.status_code == 400  # it has no prompt
+    assert ended.json()["choices"][0]["finish_reason"] == "abort" and resumed.status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_while_paused_requests_are_told_to_come_again(client, mode):
+    client.post(f"/pause?mode={mode}")
+    client.post(f"/pause?mode={mode}")  # asked twice it is the same
+    response = client.send("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})
+    client.post("/resume")
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert mode in response.json()["error"]["message"]
+    client.post("/resume")
+    client.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+
+
+def test_a_pause_that_keeps_freezes_requests_and_loses_no_token(client):
+    undisturbed = client.post("/v1/completions", LONG)["choices"][0]["token_ids"]
+    (*_, resumed), ended = beside(client, ("POST", "/pause?mode=keep&clear_cache=false"), ("POST", "/resume"))
+    assert resumed.status_code == 200 and ended.json()["choices"][0]["token_ids"] == undisturbed
+
+
+def test_requests_end_by_the_ids_that_clients_gave(client):
+    async def exchange():
+        transport = httpx2.ASGITransport(client.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as sender:
+            headers = {"x-request-id": "mine"}
+            running = asyncio.ensure_future(sender.post("/v1/completions", json=LONG, headers=headers))
+            while not client.app.served.num_open:
+                await asyncio.sleep(0.001)
+            other = await sender.post("/abort_requests", json={"request_ids": ["another"]})
+            mine = await sender.post("/abort_requests", json={"request_ids": ["mine"]})
+            return other.json(), mine.json(), await running
+
+    other, mine, ended = asyncio.run(exchange())
+    assert (other["num_aborted"], mine["num_aborted"]) == (0, 1)
+    assert ended.json()["choices"][0]["finish_reason"] == "abort" and ended.headers["x-request-id"] == "mine"
+
+
+def test_asleep_it_turns_requests_away_until_all_memory_is_back(client):
+    client.post("/sleep", {"level": 1})
+    assert client.send("GET", "/is_sleeping").json() == {"is_sleeping": True}
+    assert "asleep" in client.problem("/v1/completions", {"prompt": "x"}, status=503)["message"]
+    assert client.post("/wake_up?tags=kv_cache")["status"] == "asleep"
+    assert client.post("/wake_up?tags=kv_cache&tags=weights")["status"] == "awake"
+    client.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+
+
+def test_methods_are_called_by_name(client):
+    names = client.send("GET", "/weight_info").json()["weights"]
+    [digests] = client.post("/collective_rpc", {"method": "get_tensor_digests"})["results"]
+    assert digests.keys() == names.keys()
+    assert "no_such_method" in client.problem("/collective_rpc", {"method": "no_such_method"})["message"]
+
+
+def test_what_is_not_served_says_what_to_do(client):
+    assert "merge" in client.problem("/v1/load_lora_adapter", {"lora_name": "a"}, status=501)["message"]
+    assert "weight_dir" in client.problem("/init_broadcaster", {"host": "a"}, status=501)["message"]
+
+
+def test_what_is_asked_about_the_server_is_told(client):
+    info = client.send("GET", "/server_info?config_format=json").json()
+    assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
+    assert info["vllm_config"]["model_config"]["logprobs_mode"] == "tempered_logprobs"
+    assert info["context_length"] == 256 and info["tp_size"] == 1
+    assert client.send("GET", "/get_world_size").json() == {"world_size": 1}
+    assert client.send("GET", "/load").json() == {"server_load": 0}
+    for path in ("/health", "/ping", "/liveness", "/health_generate"):
+        assert client.send("GET", path).status_code == 200

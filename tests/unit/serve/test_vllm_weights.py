@@ -1,0 +1,174 @@
+"""Weight updates over HTTP: whole or not at all, over a torch group or from a directory."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import sync
+from rollout_engine import RolloutPolicy
+from rollout_engine.serve.app import App
+from rollout_engine.testing import tiny_checkpoint
+
+from .conftest import Client
+
+PROMPT = {"prompt": [5, 6], "max_tokens": 8, "seed": 1, "logprobs": 0}
+SENDER = """
+import sys, torch
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world, Backend, PrefixStore
+port, name = int(sys.argv[1]), "group"
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=True)
+store, timeout = PrefixStore(name, store), timedelta(seconds=60)
+group, _ = _new_process_group_helper(2, 0, [], Backend("gloo"), store, name, timeout=timeout)
+_world.pg_group_ranks[group] = {0: 0, 1: 1}
+weights = torch.load(sys.argv[2], weights_only=True)
+for line in sys.stdin:
+    dist.broadcast(weights[line.strip()], src=0, group=group)
+"""
+"""A trainer's end as those of SGLang's dialect make it, with nothing of ours."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("updated"))
+
+
+@pytest.fixture
+def client(checkpoint):
+    with RolloutPolicy.from_pretrained(checkpoint, max_model_len=64) as made:
+        yield Client(App(made))
+
+
+@pytest.fixture(scope="module")
+def other_weights(checkpoint):
+    """The weights of another version, by name."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def answer_of(client):
+    [choice] = client.post("/v1/completions", PROMPT)["choices"]
+    return choice["logprobs"]["token_logprobs"], choice["version_spans"]
+
+
+def test_a_published_store_and_a_checkpoint_are_loaded_from_their_directories(client, other_weights, tmp_path):
+    before, _ = answer_of(client)
+    sync.publish(tmp_path / "store", other_weights, 7)
+    report = client.post("/update_weights", {"weight_dir": str(tmp_path / "store")})
+    assert report["weight_version"] == report["report"]["version"] == 7 and report["success"]
+    after, spans = answer_of(client)
+    assert after != before and spans == [[0, 8, 7, 7]]
+    (tmp_path / "plain").mkdir()
+    save_file(other_weights, tmp_path / "plain/model.safetensors")
+    report = client.post("/fetch_weights", {"uri": f"file://{tmp_path}/plain", "target_version": "weight_v000009"})
+    assert report["weight_version"] == 9 and answer_of(client)[0] == after
+
+
+@pytest.mark.parametrize(
+    "path, fields, said",
+    [
+        ("/update_weights", {}, "one of them"),
+        ("/update_weights", {"weight_dir": "/nowhere"}, "/nowhere"),
+        ("/fetch_weights", {"uri": "s3://bucket"}, "directory of this machine"),
+        ("/update_weights", {"weight_dir": "x", "weight_version": "new"}, "whole number"),
+    ],
+)
+def test_weights_that_cannot_be_found_change_nothing(client, path, fields, said):
+    assert said in client.problem(path, fields)["message"]
+    assert answer_of(client)[1] == [[0, 8, 0, 0]]
+
+
+@contextlib.contextmanager
+def trainer(client, weights, folder):
+    """A trainer in a process of its own, in a group with the server; yields a function that sends tensors by name."""
+    torch.save(weights, folder / "weights.pt")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", SENDER, str(port), str(folder / "weights.pt")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as at_end:
+        at_end.callback(process.kill)
+        init = {"master_address": "127.0.0.1", "master_port": str(port), "world_size": 2, "group_name": "group"}
+        client.post("/init_weight_transfer_engine", {"init_info": init})
+
+        def send(names):
+            process.stdin.write("".join(f"{name}\n" for name in names))
+            process.stdin.flush()
+            dtypes, shapes = ([str(weights[n].dtype) for n in names], [list(weights[n].shape) for n in names])
+            client.post("/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}})
+
+        yield send
+
+
+def test_tensors_come_over_a_plain_torch_group(client, other_weights, tmp_path):
+    names = list(other_weights)
+    before, _ = answer_of(client)
+    with trainer(client, other_weights, tmp_path) as send:
+        client.post("/start_weight_update", {"is_checkpoint_format": True})
+        send(names[:2])
+        assert answer_of(client) == (before, [[0, 8, 0, 0]]), "nothing of an unfinished update is live"
+        assert names[2] in client.problem("/finish_weight_update")["message"]
+        assert answer_of(client) == (before, [[0, 8, 0, 0]])
+        client.post("/start_weight_update")
+        send(names[:2])
+        send(names[2:])
+        assert client.post("/finish_weight_update")["weight_version"] == 1
+    after, spans = answer_of(client)
+    assert after != before and spans == [[0, 8, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "columns, said",
+    [
+        ((["a"], ["float32"], []), "1 names, 1 dtypes and 0 shapes"),
+        ((["a"], ["float99"], [[1]]), "float99"),
+        ((["a"], ["float32"], [[10**6, 10**6]]), "another model"),
+        ((["a", "a"], ["float32"] * 2, [[1]] * 2), "announced"),
+    ],
+)
+def test_what_cannot_be_weights_is_refused_before_any_is_received(client, columns, said):
+    class Group:
+        def receive(self, specs):
+            raise AssertionError("nothing is to be received")
+
+    client.app.served.updates.group = Group()
+    info = dict(zip(("names", "dtype_names", "shapes"), columns, strict=True))
+    assert said in client.problem("/update_weights", {"update_info": info})["message"]
+
+
+def test_without_a_group_tensors_cannot_come(client):
+    info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
+    assert "init route" in client.problem("/update_weights", {"update_info": info}, status=409)["message"]
+
+
+def test_a_trainer_that_does_not_come_is_not_waited_for(client):
+    init = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "timeout": 0.2}
+    problem = client.problem("/init_weight_transfer_engine", {"init_info": init}, status=504)
+    assert "did not form at 127.0.0.1:9" in problem["message"]
+
+
+def test_an_update_is_committed_once_however_often_it_is_finished(client, other_weights):
+    asyncio.run(client.app.served.updates.add(other_weights.items()))
+    first = client.post("/finish_weight_update", {"weight_version": 3})
+    assert first["weight_version"] == 3 and client.post("/finish_weight_update") == first
+    assert answer_of(client)[1] == [[0, 8, 3, 3]]
+
+
+def test_weights_are_compared_by_their_digests(client, other_weights):
+    assert "snapshot" in client.problem("/weight_checker", {"action": "compare"}, status=409)["message"]
+    client.post("/weight_checker", {"action": "snapshot"})
+    assert client.post("/weight_checker", {"action": "compare"})["changed"] == []
+    asyncio.run(client.app.served.updates.add(other_weights.items()))
+    client.post("/finish_weight_update")
+    checksums = client.post("/weight_checker")["checksums"]
+    assert set(client.post("/weight_checker", {"action": "compare"})["changed"]) == set(checksums)
