@@ -1,4 +1,6 @@
-"""Every Python block of the README, and of the guide to environments, runs as printed, in one namespace for each page.
+"""Every Python block of the README, and of the guides to environments and the server, runs as it is printed.
+
+The blocks of a page share a namespace.
 
 A block below `<!-- needs: PACKAGE -->` runs by itself, behind the page's other blocks, where that package is installed.
 """
@@ -12,7 +14,7 @@ import pytest
 from envs_adapters.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
-README, ENVIRONMENTS = ROOT / "README.md", ROOT / "docs/environments.md"
+README, ENVIRONMENTS, SERVER = ROOT / "README.md", ROOT / "docs/environments.md", ROOT / "docs/server.md"
 BLOCK = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PACKAGES = [match.group(1) for match in BLOCK.finditer(ENVIRONMENTS.read_text()) if match.group(1)]
 
@@ -33,7 +35,7 @@ def test_code_comes_early():
     assert text[: BLOCK.search(text).start()].count("\n") < 30
 
 
-@pytest.mark.parametrize("page", [README, ENVIRONMENTS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, ENVIRONMENTS, SERVER], ids=lambda page: page.name)
 def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
