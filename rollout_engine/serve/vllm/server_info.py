@@ -1,10 +1,10 @@
 """What trainers ask about the server, in the shapes of both dialects."""
 
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from rollout_engine import __version__
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 
@@ -48,5 +48,5 @@ async def server_info(served: Served, asked: Asked) -> Reply:
         "ep_size": 1,
         "internal_states": [{"weight_version": str(served.weight_version)}],
     }
-    about = {"engine": "rollout-engine", "version": __version__, "weight_version": served.weight_version}
+    about = {"engine": "rollout-engine", "version": version("rollout-engine"), "weight_version": served.weight_version}
     return Reply({**flat, **about, "vllm_config": vllm_config, "engine_config": msgspec.to_builtins(config)})
