@@ -1,7 +1,6 @@
 """Offline generation: a list of prompts in, a list of results out."""
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
@@ -41,7 +40,6 @@ class LLM(BlockingVerbs):
 
     def _set_engine(self, engine: LLMEngine) -> None:
         self.llm_engine, self.frontend = engine, engine.frontend
-        self._generating = threading.Lock()
 
     def generate(
         self,
@@ -53,7 +51,7 @@ class LLM(BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """One finished `RequestOutput` per prompt, in order. Calls from several threads take turns.
+        """One finished `RequestOutput` per prompt, in order. Several threads may call it at once.
 
         `sampling_params`: one for all prompts, or a list with one each; a dict of their fields will do; None: the
         defaults. All prompts are checked before any is queued (`RequestError` names the index). Whatever interrupts it
@@ -71,15 +69,14 @@ class LLM(BlockingVerbs):
         check_chat_arguments(chat, self.generate)
         prompts = with_chat_options(prompts, chat)
         self.frontend.require_running("generate")
-        with self._generating:
-            return generate(
-                GenerateRun(self.frontend),
-                prompts,
-                sampling_params,
-                use_tqdm=use_tqdm,
-                priority=priority,
-                session_id=session_id,
-            )
+        return generate(
+            GenerateRun(self.frontend),
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            session_id=session_id,
+        )
 
     def chat(
         self,

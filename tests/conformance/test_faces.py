@@ -1,6 +1,7 @@
 """Every face gives the same tokens over every client."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,6 +42,13 @@ def test_generate_gives_what_stepping_gives(engine, same, expected):
         assert samples_of(service.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
         assert samples_of(asyncio.run(service.agenerate(PROMPTS, PARAMS))) == expected
     same(expected)
+
+
+def test_threads_that_generate_at_once_get_what_each_gets_alone(engine, expected):
+    llm = LLM.from_engine(engine)
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(llm.generate, PROMPTS, PARAMS, use_tqdm=False) for _ in range(4)]
+        assert [samples_of(run.result(60)) for run in runs] == [expected] * 4
 
 
 def test_a_policy_rolls_out_what_stepping_gives(engine, same, expected):
