@@ -15,8 +15,10 @@ demo: .venv/examples
 	$(BIN)/python examples/grpo.py
 
 # Two at a time, file by file in their order: most tests wait, or keep one core busy. No long file is left for the end.
+# A test that hangs is shown and ends its process; where that happens again, the run ends.
 test: .venv/tests
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		--override-ini faulthandler_timeout=240 --max-worker-restart 1
 
 test-all: .venv/tests test-worlds test-trainers
 	$(BIN)/python -m pytest
