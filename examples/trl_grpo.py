@@ -2,7 +2,7 @@
 
     pip install "rollout-engine[examples,trl]"
     python examples/trl_grpo.py                       this engine generates, and the trainer is made exact
-    python examples/trl_grpo.py --plain               this engine generates for TRL's own log-probs
+    python examples/trl_grpo.py --plain               this engine generates in vLLM's place, for TRL's own log-probs
     python examples/trl_grpo.py --generation trl      transformers generates, as TRL does by itself
     python examples/trl_grpo.py --shuffle-rewards     the control: same run, every reward dealt to another answer
 
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
-from envs_adapters.trainers.trl import ExactLogprobs, attach
+from envs_adapters.trainers.trl import ExactLogprobs, attach, make_rollout_func
 from grpo import GROUP_SIZE, NUM_PROMPTS, NUM_UNSEEN, Entry, Task, draw, evaluate, make_items, make_policy
 from rollout_engine import RolloutPolicy, exact
 
@@ -48,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
         options.model = make_policy(options.out / "policy", training, options)
     with RolloutPolicy.from_pretrained(str(options.model), dtype="float32") as policy:
         task = Task(policy.tokenizer)
-        trainer = make_trainer(task, training, options)
-        if options.generation == "engine":
-            attach(trainer, policy)
+        trainer = make_trainer(task, training, policy, options)
         record = Record(policy, trainer, lambda: evaluate(policy, task, unseen))
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(record)
@@ -81,11 +79,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def make_trainer(task: Task, training: list[Entry], options: argparse.Namespace) -> GRPOTrainer:
-    """TRL's trainer; exact where this engine generates, unless told otherwise."""
+def make_trainer(task: Task, training: list[Entry], policy: RolloutPolicy, options: argparse.Namespace) -> GRPOTrainer:
+    """TRL's trainer, by itself (`--generation trl`) or with completions of `policy`."""
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    is_exact = options.generation == "engine" and not options.plain
-    config = GRPOConfig(
+    given: dict[str, Any] = {
+        "reward_funcs": make_reward(task, training, options),
+        "args": make_config(task, options),
+        "train_dataset": make_dataset(task, training),
+        "processing_class": AutoTokenizer.from_pretrained(options.model),
+    }
+    if options.generation == "trl":
+        return GRPOTrainer(model=model, **given)
+    if not options.plain:
+        return ExactGRPOTrainer(model=exact.enable(model), rollout_func=make_rollout_func(policy), **given)
+    trainer = GRPOTrainer(model=model, **given)
+    attach(trainer, policy)
+    return trainer
+
+
+def make_config(task: Task, options: argparse.Namespace) -> GRPOConfig:
+    """One optimizer step per batch of completions, as in examples/grpo.py."""
+    return GRPOConfig(
         output_dir=str(options.out),
         max_steps=options.steps,
         per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
@@ -100,13 +114,6 @@ def make_trainer(task: Task, training: list[Entry], options: argparse.Namespace)
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-    )
-    return (ExactGRPOTrainer if is_exact else GRPOTrainer)(
-        model=exact.enable(model) if is_exact else model,
-        reward_funcs=make_reward(task, training, options),
-        args=config,
-        train_dataset=make_dataset(task, training),
-        processing_class=AutoTokenizer.from_pretrained(options.model),
     )
 
 
@@ -157,10 +164,7 @@ class Record(TrainerCallback):
         )
 
     def _evaluate(self) -> float:
-        if self._trainer.use_vllm:
-            self._trainer.vllm_generation.sync_weights()
-        else:
-            self._policy.update_weights(self._trainer.model)
+        self._policy.update_weights(self._trainer.model)  # a second time in some steps, outside what is timed
         return float(self._accuracy())
 
 

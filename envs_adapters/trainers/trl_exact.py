@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from rollout_engine import exact
 from rollout_engine.errors import ConfigError
 
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+"""TRL's name of this metric."""
+
 
 class ExactLogprobs:
     """Makes a `GRPOTrainer` compute log-probs bit for bit as the engine does; to be named before it as a base class.
@@ -19,9 +22,33 @@ class ExactLogprobs:
     TRL pads prompts on the left and multiplies by the head in tiles, so its own log-probs differ from any engine's in
     the last bits, also of an exact model. This computes them by `exact.token_logprobs`, at the trainer's temperature.
     Logits of a micro-batch's tokens are held at once, where TRL holds tiles of them.
+
+    Where TRL does not, it also logs `sampling/sampling_logp_difference/max`, the largest difference between the log-probs
+    that came with the completions and these, before the weights changed: that needs no forward of its own.
     """
 
     temperature: float
+    _expected: tuple[Tensor, Tensor] | None = None
+    """Of the batch whose loss is computed: log-probs that came with it, and where its sampled tokens are."""
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        sampled, before = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
+        if sampled is not None and "importance_sampling_ratio" not in inputs:
+            real = inputs["completion_mask"].bool()
+            if "tool_mask" in inputs:
+                real = real & inputs["tool_mask"].bool()
+            if before is None:  # the weights are still those of the completions
+                self._expected = sampled, real
+            else:
+                self._log_difference(before, sampled, real)
+        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        return loss
+
+    def _log_difference(self, ours: Tensor, sampled: Tensor, real: Tensor) -> None:
+        trainer: Any = self
+        largest = (ours.detach() - sampled)[real].abs().max() if real.any() else ours.new_zeros(())
+        mode = "train" if trainer.model.training else "eval"
+        trainer._metrics[mode][DIFFERENCE].append(trainer.accelerator.gather(largest).max().item())
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -48,7 +75,11 @@ class ExactLogprobs:
             else:
                 values = exact.token_logprobs(*given, temperature=self.temperature)
             logprobs.append(values[:, -logits_to_keep:])
-        return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
+        result = torch.cat(logprobs)
+        if self._expected is not None:
+            self._log_difference(result, *self._expected)
+            self._expected = None
+        return result, torch.cat(entropies) if compute_entropy else None, None
 
     def _refuse(self, compute_aux_loss: bool, multimodal: dict[str, Any]) -> None:
         if given := [name for name, value in multimodal.items() if value is not None]:

@@ -100,6 +100,24 @@ def test_exact_logprobs_equal_the_engines_and_without_them_they_are_close(checkp
     assert 0 < max(differences["plain"]) < 1e-3
 
 
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "max_steps": 4}], ids=["fresh", "reused"])
+def test_exact_logprobs_log_the_difference_where_trl_does_not(options, checkpoint, policy, tmp_path):
+    trainer = grpo_trainer(
+        checkpoint,
+        tmp_path,
+        kind=ExactGRPOTrainer,
+        model=exact.enable(model_of(checkpoint)),
+        rollout_func=make_rollout_func(policy),
+        **options,
+    )
+    trainer.train()
+    steps = options.get("max_steps", 2)
+    assert len(policy.rollouts) == 2 and logged(trainer, DIFFERENCE) == [0.0] * steps
+    plain = grpo_trainer(checkpoint, tmp_path, kind=ExactGRPOTrainer, rollout_func=make_rollout_func(policy), **options)
+    plain.train()
+    assert all(0 < difference < 1e-3 for difference in logged(plain, DIFFERENCE))
+
+
 def test_an_exact_model_without_exact_log_probs_refuses_trls_left_padding(checkpoint, policy, tmp_path):
     trainer = grpo_trainer(checkpoint, tmp_path, model=exact.enable(model_of(checkpoint)))
     attach(trainer, policy)
