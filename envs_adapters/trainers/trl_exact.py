@@ -23,8 +23,8 @@ class ExactLogprobs:
     the last bits, also of an exact model. This computes them by `exact.token_logprobs`, at the trainer's temperature.
     Logits of a micro-batch's tokens are held at once, where TRL holds tiles of them.
 
-    Where TRL does not, it also logs `sampling/sampling_logp_difference/max`, the largest difference between the log-probs
-    that came with the completions and these, before the weights changed: that needs no forward of its own.
+    Where TRL does not, it also logs `sampling/sampling_logp_difference/max`: the largest difference between the
+    log-probs that came with the completions and these, before the weights changed. That needs no forward of its own.
     """
 
     temperature: float
