@@ -1,9 +1,10 @@
 """Bodies and queries of requests, read as the structs of their routes."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -12,6 +13,7 @@ from rollout_engine.errors import unknown_name
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Route
 
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _FIELD = re.compile(r"at `\$\.?([^`]*)`|field `([^`]*)`")
 
 
@@ -52,25 +54,37 @@ def _object(data: bytes) -> dict[str, Any]:
     return read
 
 
-def _converted(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:
-    assert route.body is not None
-    known = route.body.__struct_fields__
+def read_fields(
+    kind: type[_Kind],
+    fields: Mapping[str, Any],
+    where: str,
+    *,
+    ignored: Collection[str] = (),
+    neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    strict: bool = True,
+) -> _Kind:
+    """Fields of an object as a struct. `where`: what errors call the object.
+
+    `ignored` ones are left out, as are those that ask for nothing: None, or one of their values in `neutral`.
+    `strict=False` reads numbers in texts. Raises `HttpProblem` 400 for any other unknown field and for a wrong type.
+    """
+    known = kind.__struct_fields__
     kept = {}
     for name, value in fields.items():
         if name in known:
             kept[name] = value
-        elif not (name in route.ignored or value is None or value in route.neutral.get(name, ())):
-            raise _unknown(route, name, value)
+        elif not (name in ignored or value is None or value in neutral.get(name, ())):
+            is_peer = name in neutral
+            what = f"{name}={value!r:.80} is not served." if is_peer else unknown_name("field", name, known)
+            raise HttpProblem(400, f"{where}: {what}", field=name)
     try:
-        return msgspec.convert(kept, route.body, strict=strict)
+        return msgspec.convert(kept, kind, strict=strict)
     except msgspec.ValidationError as problem:
         found = _FIELD.search(str(problem))
         field = next((each for each in found.groups() if each), None) if found else None
-        raise HttpProblem(400, f"{route.path}: {problem}", field=field) from None
+        raise HttpProblem(400, f"{where}: {problem}", field=field) from None
 
 
-def _unknown(route: Route, name: str, value: Any) -> HttpProblem:
+def _converted(route: Route, fields: Mapping[str, Any], *, strict: bool) -> Any:
     assert route.body is not None
-    if name in route.neutral:
-        return HttpProblem(400, f"{route.path}: {name}={value!r:.80} is not served.", field=name)
-    return HttpProblem(400, f"{route.path}: {unknown_name('field', name, route.body.__struct_fields__)}", field=name)
+    return read_fields(route.body, fields, route.path, ignored=route.ignored, neutral=route.neutral, strict=strict)

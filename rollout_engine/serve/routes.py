@@ -9,7 +9,7 @@ from rollout_engine.serve import health
 from rollout_engine.serve.openai import chat, completions, models
 from rollout_engine.serve.route import Access, Dialect, Handler, Route
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
-from rollout_engine.serve.vllm import control, server_info, weights
+from rollout_engine.serve.vllm import control, inference, server_info, weights
 
 _WHO = {"anyone": Access.ANYONE, "client": Access.CLIENT, "admin": Access.ADMIN}
 _GENERATION: dict[str, Any] = {"ignored": IGNORED, "neutral": SAMPLING_PEERS}
@@ -33,6 +33,8 @@ ROUTES: tuple[Route, ...] = (
     _row("POST", "/v1/completions", "openai", "client", completions.create, "generate",
          body=completions.CompletionBody, **_GENERATION),
     _row("POST", "/v1/chat/completions", "openai", "client", chat.create, "generate", body=chat.ChatBody, **_CHAT),
+    _row("POST", "/inference/v1/generate", "vllm", "client", inference.generate, "generate",
+         body=inference.InferenceBody, ignored=inference.IGNORED, neutral=inference.PEERS),
     _row("POST", "/tokenize", "vllm", "client", models.tokenize, body=models.TokenizeBody),
     _row("POST", "/detokenize", "vllm", "client", models.detokenize, body=models.DetokenizeBody),
     _row("GET", "/tokenizer_info", "vllm", "client", models.tokenizer_info),

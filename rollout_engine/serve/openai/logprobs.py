@@ -4,6 +4,7 @@ Values are the engine's float32, written in full, so that reading them back give
 the log-prob of a token that cannot be sampled is written as -9999.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -67,6 +68,35 @@ def chat_logprobs(served: Served, sample: CompletionOutput, *, as_ids: bool) -> 
     return {"content": content}
 
 
+def token_logprobs(sample: CompletionOutput, asked_ids: Sequence[int] = ()) -> dict[str, Any] | None:
+    """The shape of /inference/v1/generate: a list of tokens by their ids, each with its rank and the most likely ones.
+
+    `asked_ids`: the request's `logprob_token_ids`, which stand behind the most likely ones. None without log-probs.
+    """
+    if sample.logprobs is None:
+        return None
+    count = len(sample.token_ids)
+    ranks = [None] * count if sample.sampled_ranks is None else sample.sampled_ranks.tolist()
+    rows: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    if sample.top_logprobs is not None:
+        ids, values = sample.top_logprobs
+        rows = [
+            [_ranked(i, v, rank) for rank, (i, v) in enumerate(zip(row, logprobs, strict=True), start=1) if i >= 0]
+            for row, logprobs in zip(ids.tolist(), values_of(values), strict=True)
+        ]
+    if sample.token_id_logprobs is not None:
+        for entries, logprobs in zip(rows, values_of(sample.token_id_logprobs), strict=True):
+            listed = {entry["token_id"] for entry in entries}
+            entries += [_ranked(i, v, None) for i, v in zip(asked_ids, logprobs, strict=True) if i not in listed]
+    content = [
+        {**_ranked(token_id, value, rank), "top_logprobs": entries}
+        for token_id, value, rank, entries in zip(
+            sample.token_ids, values_of(sample.logprobs), ranks, rows, strict=True
+        )
+    ]
+    return {"content": content}
+
+
 def prompt_logprob_rows(served: Served, output: RequestOutput) -> list[dict[str, Any] | None] | None:
     """vLLM's shape: for each prompt token {token id: {logprob, rank, decoded_token}}; null for the first."""
     if output.prompt_logprobs is None:
@@ -90,6 +120,10 @@ def prompt_logprob_rows(served: Served, output: RequestOutput) -> list[dict[str,
 def _entry(texts: Texts, token_id: int, value: float) -> dict[str, Any]:
     token = texts[token_id]
     return {"token": token, "token_id": token_id, "logprob": value, "bytes": list(token.encode())}
+
+
+def _ranked(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": value, "rank": rank}
 
 
 def _top_dicts(

@@ -1,0 +1,155 @@
+"""POST /inference/v1/generate: token ids in, token ids out. Nothing is tokenized, and no text is made."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.serve.bodies import read_fields
+from rollout_engine.serve.generation import Generation, failed
+from rollout_engine.serve.openai.logprobs import prompt_logprob_rows, token_logprobs
+from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
+from rollout_engine.serve.route import Asked, Events, Reply
+from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
+from rollout_engine.serve.served import Served
+
+PEERS: dict[str, tuple[Any, ...]] = {
+    "features": ({},),
+    "content_parts": ([],),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+"""Fields of vLLM's that are not served -> the values that ask for nothing."""
+IGNORED = frozenset(("assistant_tokens_mask", "token_offsets"))
+"""Fields that clients pass on from vLLM's rendering, and that change no token."""
+_SAMPLING_PEERS: dict[str, tuple[Any, ...]] = {
+    **SAMPLING_PEERS,
+    "skip_reading_prefix_cache": (False,),
+    "prompt_logprob_token_ids": (),
+}
+_SAMPLING_IGNORED = frozenset(("output_kind", "flat_logprobs", "detokenize", "skip_clone"))
+_COMPACT = "prl_compact_logprobs"
+"""Argument by which prime-rl's clients allow log-probs in a form of their own; they read this one as well."""
+
+
+class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    token_ids: list[int]
+    """The prompt."""
+    sampling_params: dict[str, Any] = {}
+    """Settings by their names in vLLM's `SamplingParams`. Without `max_tokens`, up to the longest sequence."""
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Give the prompt's ids back."""
+    cache_salt: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    session_id: str | None = None
+
+
+async def generate(served: Served, asked: Asked) -> Reply | Events:
+    """Complete a prompt of token ids by token ids."""
+    call = _Call(served, asked)
+    if asked.body.stream:
+        return Events(call.events())
+    return Reply(await call.reply())
+
+
+class _Call:
+    """One call: its settings, and how its outputs are written."""
+
+    def __init__(self, served: Served, asked: Asked) -> None:
+        body: InferenceBody = asked.body
+        served.check_model(body.model)
+        self._served, self._asked, self._body = served, asked, body
+        self._id, self._created = body.request_id or asked.request_id, now()
+        self._settings = _settings(served, body)
+        self._prompt = _prompt(body)
+
+    async def reply(self) -> dict[str, Any]:
+        with Generation(self._served, self._asked, self._body.request_id) as generation:
+            await self._start(generation)
+            [result] = await generation.results()
+        choices = self._choices(result)
+        more: dict[str, Any] = {"usage": total_usage([result]), "prompt_logprobs": None, "kv_transfer_params": None}
+        if self._settings.params.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprob_rows(self._served, result)
+        more["weight_version"] = max(choice["weight_version"] for choice in choices)
+        return self._response(choices, self._of_prompt(result) | more)
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        asks = self._body.stream_options or StreamOptions()
+        num_sampled, last = 0, None
+        with Generation(self._served, self._asked, self._body.request_id) as generation:
+            await self._start(generation)
+            async for _, output in generation.outputs():
+                more = self._first_more(output) if last is None else {}
+                num_sampled += sum(len(sample.token_ids) for sample in output.outputs)
+                usage = {"usage": total_usage([output], True, num_sampled)} if asks.continuous_usage_stats else {}
+                yield self._response(self._choices(output), more | usage)
+                last = output
+        if asks.include_usage and last is not None:
+            yield self._response([], {"usage": total_usage([last], True, num_sampled)})
+
+    async def _start(self, generation: Generation) -> None:
+        body = self._body
+        await generation.start([self._prompt], self._settings, priority=body.priority, session_id=body.session_id)
+
+    def _first_more(self, output: RequestOutput) -> dict[str, Any]:
+        more = self._of_prompt(output)
+        if self._settings.params.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprob_rows(self._served, output)
+        return more
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
+
+    def _response(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+        head = {"request_id": self._id, "model": self._served.model, "created": self._created}
+        return {**head, "choices": choices, **more}
+
+    def _choices(self, output: RequestOutput) -> list[dict[str, Any]]:
+        problem = failed(output)
+        if problem is not None:
+            raise problem
+        return [self._choice(sample) for sample in output.outputs]
+
+    def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
+        return {
+            "index": sample.index,
+            "token_ids": sample.token_ids,
+            "logprobs": token_logprobs(sample, self._settings.params.logprob_token_ids or ()),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+            "seed": sample.seed,
+            "weight_versions": [
+                {"version": str(span.policy_version), "start": span.start, "end": span.end}
+                for span in sample.version_spans
+            ],
+            **of_versions(sample, self._served.weight_version),
+        }
+
+
+def _settings(served: Served, body: InferenceBody) -> Settings:
+    given = dict(body.sampling_params)
+    logprobs = given.pop("logprobs", None)
+    fields: SamplingFields = read_fields(
+        SamplingFields, given, "sampling_params", ignored=_SAMPLING_IGNORED, neutral=_SAMPLING_PEERS
+    )
+    if isinstance(fields.extra_args, dict):
+        fields.extra_args = {k: v for k, v in fields.extra_args.items() if k != _COMPACT} or None
+    more = {} if fields.stop or fields.stop_regex else {"detokenize": False}
+    kind = "delta" if body.stream else "final_only"
+    return served.settings.read(fields, output_kind=kind, logprobs=logprobs, **more)
+
+
+def _prompt(body: InferenceBody) -> dict[str, Any]:
+    if not body.token_ids:
+        raise RequestError.for_field("token_ids", body.token_ids, "at least one id")
+    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    return {"prompt_token_ids": body.token_ids, **salt}
