@@ -1,6 +1,7 @@
 """Inspect a worker: digests and norms of its live weights, KV block tables."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ class InspectExtension(WorkerExtension):
         """Name -> Euclidean norm, summed in float64."""
         norms = torch.linalg.vector_norm
         return {n: norms(t, dtype=torch.float64).item() for n, t in self._chosen(names).items()}
+
+    @rpc
+    def get_weight_rows(self, name: str, count: int = 100) -> list[Any]:
+        """The first `count` rows of one weight as lists of numbers; of a vector, its first values."""
+        return self._chosen([name])[name][:count].tolist()
 
     @rpc
     def get_block_tables(self) -> dict[int, list[int]]:

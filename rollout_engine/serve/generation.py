@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from rollout_engine.faces.loop_waker import LoopWaker
@@ -24,8 +25,11 @@ class Generation:
     Use it as a context manager, and read `outputs`.
     """
 
-    def __init__(self, served: Served, asked: Asked, name: str | None = None) -> None:
-        """`name`: what the client calls the request, by which it may abort it; None: its X-Request-Id."""
+    def __init__(self, served: Served, asked: Asked, name: str | Sequence[str] | None = None) -> None:
+        """`name`: what the client calls the request, or each prompt's, by which it may abort it.
+
+        None: its X-Request-Id.
+        """
         self._served, self._asked, self._name = served, asked, name or asked.request_id
         self._waker, self._event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
         self._ready: deque[Stream] = deque()
@@ -56,7 +60,8 @@ class Generation:
             streams = add(list(prompts), params, self._wake, **options)
         self._streams = {stream: index for index, stream in enumerate(streams)}
         self._open = set(streams)
-        self._served.begin(self._name, [stream.request_id for stream in streams])
+        for called, stream in self._called():
+            self._served.begin(called, stream.request_id)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The outputs as they come, each with the index of its prompt. Raises what ended a request."""
@@ -81,7 +86,8 @@ class Generation:
 
     def close(self) -> None:
         """Abort what has not ended."""
-        self._served.end(self._name, {stream.request_id for stream in self._streams})
+        for called, stream in self._called():
+            self._served.end(called, stream.request_id)
         for stream in self._open:
             self._served.engine.frontend.close(stream)
         self._open.clear()
@@ -91,6 +97,10 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _called(self) -> Iterator[tuple[str, Stream]]:
+        names = repeat(self._name) if isinstance(self._name, str) else self._name
+        return zip(names, self._streams, strict=False)
 
     def _wake(self, stream: Stream) -> None:
         self._ready.append(stream)

@@ -36,6 +36,10 @@ class PendingUpdate:
         self.last: UpdateReport | None = None
         """Report of the last update that came by this door."""
         self._is_receiving = False
+        self.waits_for_end = False
+        """Whether a client has begun an update, and will say when it ends."""
+        self._version: int | None = None
+        """Version of the update whose tensors have come."""
 
     @property
     def is_begun(self) -> bool:
@@ -54,10 +58,20 @@ class PendingUpdate:
             what = f"an update of {len(self._tensors)} tensors was begun and never finished"
             logger.warning("%s: they are dropped, since another one begins", what)
         self.drop()
+        self.waits_for_end = True
 
     def drop(self) -> None:
         """Forget all that has come."""
-        self._tensors, self._num_bytes = {}, 0
+        self._tensors, self._num_bytes, self._version = {}, 0, None
+        self.waits_for_end = False
+
+    def expect(self, version: Any) -> None:
+        """Note the version of the tensors that come next. Raises `ManifestMismatchError` for parts of two updates."""
+        given = as_version(version)
+        if self._tensors and given != self._version:
+            what = f"weight_version={given}, and the {len(self._tensors)} tensors that came before have {self._version}"
+            raise ManifestMismatchError(f"{what}: they are of two updates. Begin another one.")
+        self._version = given
 
     def specs(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
         """What a sender announces. Raises `RequestError` for columns of unequal lengths."""

@@ -9,6 +9,9 @@ from rollout_engine.serve import health
 from rollout_engine.serve.openai import chat, completions, models
 from rollout_engine.serve.route import Access, Dialect, Handler, Route
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
+from rollout_engine.serve.sglang import control as sglang
+from rollout_engine.serve.sglang import generate as sglang_generate
+from rollout_engine.serve.sglang import weights as sglang_weights
 from rollout_engine.serve.vllm import control, inference, server_info, weights
 
 _WHO = {"anyone": Access.ANYONE, "client": Access.CLIENT, "admin": Access.ADMIN}
@@ -68,6 +71,51 @@ ROUTES: tuple[Route, ...] = (
     _row("POST", "/load_lora_adapter", "vllm", "admin", control.lora),
     _row("POST", "/unload_lora_adapter", "vllm", "admin", control.lora),
     _row("POST", "/init_broadcaster", "vllm", "admin", control.broadcaster),
+
+    _row("POST PUT", "/generate", "sglang", "client", sglang_generate.generate, "generate",
+         body=sglang_generate.GenerateBody, ignored=sglang_generate.IGNORED, neutral=sglang_generate.PEERS),
+    _row("GET", "/model_info", "sglang", "client", sglang.model_info),
+    _row("GET", "/get_model_info", "sglang", "client", sglang.model_info),
+    _row("GET", "/get_server_info", "sglang", "client", server_info.server_info, body=server_info.InfoBody),
+    _row("GET", "/get_weight_version", "sglang", "client", sglang.get_weight_version),
+    _row("GET", "/get_load", "sglang", "client", sglang.get_load, "get_metrics"),
+    _row("GET", "/v1/loads", "sglang", "client", sglang.loads, "get_metrics", body=sglang.LoadsBody),
+    _row("GET", "/workers", "sglang", "client", sglang.workers),
+    _row("GET", "/list_workers", "sglang", "client", sglang.workers),
+    _row("POST", "/pause_generation", "sglang", "admin", sglang.pause_generation, "pause_generation",
+         body=sglang.PauseBody),
+    _row("POST", "/continue_generation", "sglang", "admin", sglang.continue_generation, "resume_generation",
+         body=sglang.ContinueBody),
+    _row("GET POST", "/flush_cache", "sglang", "admin", sglang.flush_cache, "reset_prefix_cache",
+         body=sglang.FlushBody),
+    _row("GET POST", "/release_memory_occupation", "sglang", "admin", sglang.release_memory_occupation, "sleep",
+         body=sglang.MemoryBody),
+    _row("GET POST", "/resume_memory_occupation", "sglang", "admin", sglang.resume_memory_occupation, "wake_up",
+         body=sglang.MemoryBody),
+    _row("POST", "/abort_request", "sglang", "admin", sglang.abort_request, "abort", body=sglang.AbortBody),
+    _row("POST", "/init_weights_update_group", "sglang", "admin", sglang_weights.init_weights_update_group,
+         body=sglang_weights.InitBody),
+    _row("POST", "/destroy_weights_update_group", "sglang", "admin", sglang_weights.destroy_weights_update_group,
+         body=sglang_weights.DestroyBody),
+    _row("POST", "/begin_weight_update", "sglang", "admin", sglang_weights.begin_weight_update,
+         body=sglang_weights.BeginBody),
+    _row("POST", "/update_weights_from_distributed", "sglang", "admin",
+         sglang_weights.update_weights_from_distributed, "update_weights", body=sglang_weights.DistributedBody),
+    _row("POST", "/update_weights_from_tensor", "sglang", "admin", sglang_weights.update_weights_from_tensor,
+         "update_weights", body=sglang_weights.TensorBody, is_large=True),
+    _row("POST", "/update_weights_from_disk", "sglang", "admin", sglang_weights.update_weights_from_disk,
+         "update_weights", body=sglang_weights.DiskBody),
+    _row("POST", "/end_weight_update", "sglang", "admin", sglang_weights.end_weight_update, "update_weights",
+         body=sglang_weights.BeginBody),
+    _row("POST", "/update_weight_version", "sglang", "admin", sglang_weights.update_weight_version,
+         body=sglang_weights.VersionBody),
+    _row("POST", "/post_process_weights", "sglang", "admin", sglang_weights.post_process_weights,
+         ignored=frozenset(("restore_weights_before_load", "post_process_quantization"))),
+    _row("GET POST", "/get_weights_by_name", "sglang", "admin", sglang_weights.get_weights_by_name, "collective_rpc",
+         body=sglang_weights.NameBody),
+    _row("POST", "/weights_checker", "sglang", "admin", weights.weight_checker, "collective_rpc",
+         body=weights.CheckerBody),
+    _row("POST", "/load_lora_adapter_from_tensors", "sglang", "admin", control.lora),
 )
 # fmt: on
 

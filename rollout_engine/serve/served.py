@@ -1,7 +1,6 @@
 """The engine behind a server, and what the server itself remembers."""
 
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -29,9 +28,8 @@ class Served:
         self.updates = PendingUpdate(engine)
         self.known_digests: dict[str, str] | None = None
         """Of the weights, when a client last asked to remember them."""
-        self.token_texts: TokenTexts | None = None
-        """Texts of the tokens that were written so far."""
-        self._open: defaultdict[str, list[str]] = defaultdict(list)
+        self._token_texts: TokenTexts | None = None
+        self._open: dict[str, set[str]] = {}
 
     @property
     def weight_version(self) -> int:
@@ -55,6 +53,14 @@ class Served:
     def num_open(self) -> int:
         """Requests of clients that have not ended."""
         return len(self._open)
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        """Texts of tokens by their ids; None for each without a tokenizer."""
+        if self._token_texts is None:
+            codec = self.engine.frontend.inputs.codec
+            self._token_texts = TokenTexts(None if codec is None else codec.hf)
+        return self._token_texts
 
     def check_model(self, name: str | None) -> None:
         """Raise `HttpProblem` 404 for a model that is not served here. None and "" mean the one that is."""
@@ -83,17 +89,22 @@ class Served:
         """The problem 501 of a route that exists to say so."""
         return HttpProblem(501, message)
 
-    def begin(self, name: str, request_ids: Iterable[str]) -> None:
-        """Remember the engine's ids of a client's request."""
-        self._open[name] += request_ids
+    def begin(self, name: str, request_id: str) -> None:
+        """Remember the engine's id of a client's request; several may have the same name."""
+        self._open.setdefault(name, set()).add(request_id)
 
-    def end(self, name: str, request_ids: Iterable[str]) -> None:
-        """Forget them. Another request of that name may be open still."""
-        left = [each for each in self._open.pop(name, ()) if each not in set(request_ids)]
-        if left:
-            self._open[name] = left
+    def end(self, name: str, request_id: str) -> None:
+        """Forget it."""
+        left = self._open.get(name, set())
+        left.discard(request_id)
+        if not left:
+            self._open.pop(name, None)
 
     def ids_of(self, names: Iterable[str] | None = None) -> list[str]:
         """The engine's ids of clients' open requests; of all without `names`."""
         chosen = list(self._open) if names is None else names
         return [each for name in chosen for each in self._open.get(name, ())]
+
+    def ids_that_begin(self, prefix: str) -> list[str]:
+        """The same of requests whose names begin so."""
+        return self.ids_of([name for name in self._open if name.startswith(prefix)])

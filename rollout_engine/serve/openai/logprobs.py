@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from rollout_engine.outputs import CompletionOutput, RequestOutput, TokenTexts
+from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.served import Served
 
 Texts: TypeAlias = dict[int, str]
@@ -153,6 +153,4 @@ def _texts(served: Served, as_ids: bool) -> Texts:
     """What stands for each token: its text, or its id where those are asked for or there is no tokenizer."""
     if as_ids or served.engine.frontend.inputs.codec is None:
         return _TokenIds()
-    if served.token_texts is None:
-        served.token_texts = TokenTexts(served.codec.hf)
     return cast(Texts, served.token_texts)

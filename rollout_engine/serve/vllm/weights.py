@@ -46,13 +46,14 @@ async def init_weight_transfer_engine(served: Served, asked: Asked) -> Reply:
 async def join(
     served: Served, backend: str, address: str, port: int | str, rank: int, world_size: int, name: str, seconds: float
 ) -> None:
-    """Make the group that brings weights."""
+    """Make the group that brings weights. What an update of an earlier trainer has left is dropped."""
     if backend != "gloo":
         message = f"backend='{backend:.40}' is not served over HTTP: give 'gloo', or send a directory of weights."
         raise served.not_supported(message)
     if not str(port).isdecimal() or not 0 < int(port) < 65536:
         raise RequestError.for_field("master_port", port, "a port, 1 to 65535")
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "name": name, "seconds": seconds}
+    served.updates.drop()
     served.updates.group = await run_in_thread(PlainGroup.join, address, int(port), **options)
 
 

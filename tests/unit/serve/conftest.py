@@ -5,6 +5,8 @@ import json
 
 import httpx2
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
@@ -17,6 +19,22 @@ def policy(tmp_path_factory):
     checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("served"))
     with RolloutPolicy.from_pretrained(checkpoint, max_model_len=256, seed=3) as made:
         yield made
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory):
+    """Of engines whose weights a test changes."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("updated"))
+
+
+@pytest.fixture(scope="package")
+def other_weights(checkpoint):
+    """The weights of another version, by name."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 class Client:

@@ -2,59 +2,24 @@
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import sys
 
 import pytest
-import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 import sync
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
-from rollout_engine.testing import tiny_checkpoint
 
 from .conftest import Client
+from .torch_trainer import GROUP, torch_trainer
 
 PROMPT = {"prompt": [5, 6], "max_tokens": 8, "seed": 1, "logprobs": 0}
-SENDER = """
-import sys, torch
-from datetime import timedelta
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _new_process_group_helper, _world, Backend, PrefixStore
-port, name = int(sys.argv[1]), "group"
-store = dist.TCPStore("127.0.0.1", port, 2, is_master=True)
-store, timeout = PrefixStore(name, store), timedelta(seconds=60)
-group, _ = _new_process_group_helper(2, 0, [], Backend("gloo"), store, name, timeout=timeout)
-_world.pg_group_ranks[group] = {0: 0, 1: 1}
-weights = torch.load(sys.argv[2], weights_only=True)
-for line in sys.stdin:
-    dist.broadcast(weights[line.strip()], src=0, group=group)
-"""
-"""A trainer's end as those of SGLang's dialect make it, with nothing of ours."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("updated"))
 
 
 @pytest.fixture
 def client(checkpoint):
     with RolloutPolicy.from_pretrained(checkpoint, max_model_len=64) as made:
         yield Client(App(made))
-
-
-@pytest.fixture(scope="module")
-def other_weights(checkpoint):
-    """The weights of another version, by name."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def answer_of(client):
@@ -91,19 +56,16 @@ def test_weights_that_cannot_be_found_change_nothing(client, path, fields, said)
 
 @contextlib.contextmanager
 def trainer(client, weights, folder):
-    """A trainer in a process of its own, in a group with the server; yields a function that sends tensors by name."""
-    torch.save(weights, folder / "weights.pt")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-c", SENDER, str(port), str(folder / "weights.pt")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as at_end:
-        at_end.callback(process.kill)
-        init = {"master_address": "127.0.0.1", "master_port": str(port), "world_size": 2, "group_name": "group"}
+    """A trainer in a group with the server; yields a function that sends tensors by name."""
+
+    def join(port):
+        init = {"master_address": "127.0.0.1", "master_port": str(port), "world_size": 2, "group_name": GROUP}
         client.post("/init_weight_transfer_engine", {"init_info": init})
 
+    with torch_trainer(weights, folder, join) as broadcast:
+
         def send(names):
-            process.stdin.write("".join(f"{name}\n" for name in names))
-            process.stdin.flush()
+            broadcast(names)
             dtypes, shapes = ([str(weights[n].dtype) for n in names], [list(weights[n].shape) for n in names])
             client.post("/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}})
 

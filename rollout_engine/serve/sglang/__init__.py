@@ -1,0 +1,1 @@
+"""The routes of SGLang's own dialect."""

@@ -1,0 +1,178 @@
+"""Pauses, memory, caches, loads, and what clients ask about the model."""
+
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Asked, Reply
+from rollout_engine.serve.served import Served
+from sync.manifest import first_names
+
+_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+"""How a pause of SGLang's treats requests in flight -> ours. Retracted ones lose their KV when it is flushed."""
+
+
+async def model_info(served: Served, asked: Asked) -> Reply:
+    """The model's path, and the version of its weights."""
+    config = served.engine.frontend.client.info.config
+    return Reply(
+        {
+            "model_path": config.model,
+            "tokenizer_path": config.tokenizer or config.model,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "weight_version": str(served.weight_version),
+        }
+    )
+
+
+async def get_weight_version(served: Served, asked: Asked) -> Reply:
+    """Version of the live weights, as text."""
+    return Reply({"weight_version": str(served.weight_version)})
+
+
+class PauseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+async def pause_generation(served: Served, asked: Asked) -> Reply:
+    """Stop generating: requests in flight end with what they have ("abort"), or wait. New ones wait too."""
+    await served.engine.pause_generation(mode=_MODES[asked.body.mode])
+    return Reply({"message": "Generation paused successfully.", "status": "ok", "success": True})
+
+
+class ContinueBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    torch_empty_cache: bool | None = None
+
+
+async def continue_generation(served: Served, asked: Asked) -> Reply:
+    """Go on after a pause. Refused while an update is incomplete: the old weights would go on serving unnoticed."""
+    if served.updates.is_begun:
+        missing = await served.updates.missing()
+        what = f"{first_names(missing)} of the model's weights have not come" if missing else "an update was not ended"
+        hint = "Send them, or give the update up by /destroy_weights_update_group; the old weights are live still."
+        raise LifecycleError(f"continue_generation: {what}. {hint}")
+    await served.engine.resume_generation()
+    served.refuses = None
+    return Reply({"message": "Generation continued successfully.", "status": "ok", "success": True})
+
+
+class FlushBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    timeout: float | None = None
+
+
+async def flush_cache(served: Served, asked: Asked) -> Reply:
+    """Forget every known prefix. Not needed after an update: KV is keyed by the version that made it."""
+    engine = served.engine
+    if not await engine.reset_prefix_cache():
+        if not await engine.is_paused():
+            hint = "Pause or abort them first; after an update nothing needs to be flushed."
+            raise HttpProblem(400, f"flush_cache: requests in flight hold KV blocks. {hint}")
+        await engine.reset_prefix_cache(reset_running_requests=True)
+    return Reply({"success": True, "message": "Cache flushed."})
+
+
+class MemoryBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    tags: list[str] | None = None
+    """ "kv_cache", "weights"; None: both."""
+
+    def checked(self) -> list[str]:
+        """The tags that stand for memory here; CUDA graphs go with the KV. Raises `RequestError`."""
+        tags = self.tags or ["kv_cache", "weights"]
+        wrong = [tag for tag in tags if tag not in ("kv_cache", "weights", "cuda_graph")]
+        if wrong:
+            raise RequestError.for_field("tags", tags, "of 'kv_cache', 'weights' and 'cuda_graph'")
+        return [tag for tag in tags if tag != "cuda_graph"]
+
+
+async def release_memory_occupation(served: Served, asked: Asked) -> Reply:
+    """Give memory back: the KV pool, and the weights as well, which an update must bring again."""
+    tags = asked.body.checked()
+    if tags:
+        await served.engine.sleep(2 if "weights" in tags else 1, "keep")
+    return Reply({"success": True, "message": f"released: {', '.join(tags)}"})
+
+
+async def resume_memory_occupation(served: Served, asked: Asked) -> Reply:
+    """Take memory back."""
+    tags = asked.body.checked()
+    if await served.engine.is_sleeping():
+        await served.engine.wake_up(tags)
+    return Reply({"success": True, "message": f"resumed: {', '.join(tags)}"})
+
+
+class AbortBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    abort_message: str | None = None
+
+
+async def abort_request(served: Served, asked: Asked) -> Reply:
+    """End a request, or each whose name begins so; or all. Each answers with the tokens it has."""
+    body: AbortBody = asked.body
+    if body.rid is None and not body.abort_all:
+        raise RequestError.for_field("rid", None, "a request's name, or abort_all=true")
+    ids = served.ids_of() if body.abort_all else served.ids_that_begin(body.rid or "")
+    await served.engine.abort(ids)
+    return Reply({"success": True, "num_aborted": len(ids)})
+
+
+async def _load_of(served: Served) -> dict[str, Any]:
+    info, core = served.engine.frontend.client.info, (await served.engine.get_metrics()).core
+    num_tokens = info.num_blocks * info.block_size
+    return {
+        "dp_rank": 0,
+        "num_reqs": core.num_running + core.num_waiting,
+        "num_running_reqs": core.num_running,
+        "num_waiting_reqs": core.num_waiting,
+        "num_total_reqs": core.num_running + core.num_waiting,
+        "num_tokens": round(core.cache_usage * num_tokens),
+        "num_used_tokens": round(core.cache_usage * num_tokens),
+        "max_total_num_tokens": num_tokens,
+        "max_running_requests": info.config.max_num_seqs,
+        "token_usage": core.cache_usage,
+        "weight_version": str(served.weight_version),
+    }
+
+
+async def get_load(served: Served, asked: Asked) -> Reply:
+    """Sequences that run and wait, and how much of the KV pool they hold."""
+    return Reply([await _load_of(served)])
+
+
+class LoadsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    include: str | list[str] | None = None
+    dp_rank: int | None = None
+    format: str | None = None
+
+
+async def loads(served: Served, asked: Asked) -> Reply:
+    """The same, with their sums."""
+    load = await _load_of(served)
+    sums = {f"total_{name}_reqs": load[f"num_{name}_reqs"] for name in ("running", "waiting")}
+    sums["total_reqs"] = load["num_reqs"]
+    return Reply({"timestamp": time.time(), "dp_rank_count": 1, "loads": [load], "aggregate": sums})
+
+
+async def workers(served: Served, asked: Asked) -> Reply:
+    """This server, as a router lists it: clients of routers may be given this server's address in its place."""
+    url = f"http://{asked.headers.get('host', '')}"
+    return Reply({"workers": [{"id": "0", "url": url, "worker_type": "regular", "is_healthy": True}], "urls": [url]})

@@ -1,0 +1,186 @@
+"""POST /generate: SGLang's own route for prompts of text or token ids, alone or in batches."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.serve.generation import Generation, failed
+from rollout_engine.serve.route import Asked, Events, Reply
+from rollout_engine.serve.served import Served
+from rollout_engine.serve.sglang.sampling import Wanted, is_scoring, read_sampling
+from rollout_engine.serve.sglang.shapes import answer, without_tokens
+
+PEERS: dict[str, tuple[Any, ...]] = {
+    "input_embeds": (),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "lora_path": ("",),
+    "custom_logit_processor": ("",),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "return_entropy": (False,),
+    "return_indexer_topk": (False,),
+    "return_flat_raw_top_logprobs": (False,),
+    "session_params": ({},),
+    "background": (False,),
+    "require_reasoning": (False,),
+    "max_thinking_tokens": (),
+}
+"""Fields of SGLang's that are not served -> the values that ask for nothing."""
+IGNORED = frozenset(("log_metrics", "no_logs", "custom_labels", "modalities", "conversation_id", "bootstrap_room"))
+"""Fields that change no token."""
+
+
+class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request. Those that may be lists have one value for each prompt then."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    """Token ids of a prompt, or of each; in place of `text`."""
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int]] | None = None
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    stream: bool = False
+    rid: str | list[str] | None = None
+    """What the client calls the request, or each prompt's; /abort_request takes it."""
+    session_id: str | None = None
+    routing_key: str | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+    priority: int | None = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+
+
+async def generate(served: Served, asked: Asked) -> Reply | Events:
+    """Complete prompts of text or token ids; while generation is paused, they wait."""
+    call = _Call(served, asked)
+    if asked.body.stream:
+        return Events(call.events())
+    return Reply(await call.reply())
+
+
+class _Call:
+    """One call: its prompts and settings, and how its outputs are written."""
+
+    def __init__(self, served: Served, asked: Asked) -> None:
+        body: GenerateBody = asked.body
+        self._served, self._asked, self._body = served, asked, body
+        given = _given_prompts(body)
+        self._is_batch = _is_batch(body)
+        self._num_prompts = len(given)
+        self._wanted = [self._wanted_of(index) for index in range(self._num_prompts)]
+        kind = "cumulative" if body.stream else "final_only"
+        sampling = [self._one("sampling_params", index) or {} for index in range(self._num_prompts)]
+        self._settings = [
+            read_sampling(served.settings, each, wanted, kind)
+            for each, wanted in zip(sampling, self._wanted, strict=True)
+        ]
+        self._is_scoring = [is_scoring(each) for each in sampling]
+        self._num_samples = [settings.params.n for settings in self._settings]
+        self._prompts = [self._with_salt(prompt, index) for index, prompt in enumerate(given)]
+        self._names = self._request_names()
+
+    async def reply(self) -> Any:
+        with Generation(self._served, self._asked, self._names) as generation:
+            await self._start(generation)
+            results = await generation.results()
+        answers = [each for index, output in enumerate(results) for each in self._answers(index, output)]
+        return answers if self._gives_list else answers[0]
+
+    async def events(self) -> AsyncIterator[Any]:
+        with Generation(self._served, self._asked, self._names) as generation:
+            await self._start(generation)
+            async for index, output in generation.outputs():
+                for each in self._answers(index, output):
+                    yield each
+
+    async def _start(self, generation: Generation) -> None:
+        body = self._body
+        rank = body.routed_dp_rank if body.data_parallel_rank is None else body.data_parallel_rank
+        key = body.session_id or body.routing_key or (None if rank is None else f"data-parallel-rank-{rank}")
+        await generation.start(self._prompts, self._settings, priority=body.priority or 0, session_id=key)
+
+    @property
+    def _gives_list(self) -> bool:
+        return self._is_batch or self._num_samples != [1]
+
+    def _answers(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        problem = failed(output)
+        if problem is not None:
+            raise problem
+        first = sum(self._num_samples[:index])
+        made = []
+        for sample in output.outputs:
+            several = self._num_samples[index] > 1
+            name = f"{self._names[index]}-{sample.index}" if several else self._names[index]
+            wanted, texts = self._wanted[index], self._body.return_text_in_logprobs
+            counted = without_tokens(sample) if self._is_scoring[index] else sample
+            each = answer(self._served, name, output, counted, wanted, texts=texts)
+            if self._body.return_prompt_token_ids:
+                each["prompt_token_ids"] = output.prompt_token_ids
+            if self._body.stream and self._gives_list:
+                each["index"] = first + sample.index
+            made.append(each)
+        return made
+
+    def _one(self, field: str, index: int) -> Any:
+        """The value of a field for one prompt. Raises `RequestError` for a list of another length."""
+        value = getattr(self._body, field)
+        if not isinstance(value, list):
+            return value
+        if not self._is_batch and len(value) == 1:
+            return value[0]
+        if len(value) != self._num_prompts:
+            bound = f"one value for all prompts, or a list of {self._num_prompts}"
+            raise RequestError.for_field(field, value[:8], bound)
+        return value[index]
+
+    def _wanted_of(self, index: int) -> Wanted:
+        start = self._one("logprob_start_len", index)
+        ids = self._body.token_ids_logprob
+        if ids is not None and ids and isinstance(ids[0], list):
+            ids = self._one("token_ids_logprob", index)
+        return Wanted(
+            logprobs=bool(self._one("return_logprob", index)),
+            logprob_start=-1 if start is None else start,
+            num_top=self._one("top_logprobs_num", index) or 0,
+            token_ids=tuple(ids or ()),  # type: ignore[arg-type]
+        )
+
+    def _with_salt(self, prompt: dict[str, Any], index: int) -> dict[str, Any]:
+        salts = [salt for field in ("cache_salt", "extra_key") if (salt := self._one(field, index))]
+        return {**prompt, "cache_salt": "/".join(salts)} if salts else prompt
+
+    def _request_names(self) -> list[str]:
+        rid = self._body.rid
+        if isinstance(rid, list):
+            return [self._one("rid", index) for index in range(self._num_prompts)]
+        name = rid or self._asked.request_id
+        return [f"{name}_{index}" for index in range(self._num_prompts)] if self._is_batch else [name]
+
+
+def _is_batch(body: GenerateBody) -> bool:
+    if body.text is not None:
+        return isinstance(body.text, list)
+    return bool(body.input_ids) and isinstance(body.input_ids[0], list)  # type: ignore[index]
+
+
+def _given_prompts(body: GenerateBody) -> list[dict[str, Any]]:
+    """The prompts of a body, in our own form. Raises `RequestError`."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError.for_field("text", body.text, "given, or input_ids in its place: one of them")
+    name, key = ("text", "prompt") if body.text is not None else ("input_ids", "prompt_token_ids")
+    value: Any = getattr(body, name)
+    if not value:
+        raise RequestError.for_field(name, value, "not empty")
+    return [{key: each} for each in (value if _is_batch(body) else [value])]

@@ -1,0 +1,110 @@
+"""Outputs in the shapes that SGLang's clients read."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.serve.openai.logprobs import values_of
+from rollout_engine.serve.openai.shapes import of_versions
+from rollout_engine.serve.served import Served
+from rollout_engine.serve.sglang.sampling import Wanted
+
+Entry: TypeAlias = list[Any]
+"""[log-prob or null, token id, text or null]."""
+
+
+def answer(
+    served: Served, name: str, output: RequestOutput, sample: CompletionOutput, wanted: Wanted, *, texts: bool
+) -> dict[str, Any]:
+    """One sample so far: `text`, `output_ids` and `meta_info`. `texts`: whether log-probs come with tokens' texts."""
+    versions = of_versions(sample, served.weight_version)
+    meta: dict[str, Any] = {
+        "id": name,
+        "finish_reason": _finish_reason(sample),
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": len(sample.token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "weight_version": str(versions["weight_version"]),
+        "weight_versions": [
+            {"version": str(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
+        ],
+        "seed": sample.seed,
+    }
+    if output.metrics is not None and output.metrics.finished_time is not None:
+        meta["e2e_latency"] = output.metrics.finished_time - output.metrics.arrival_time
+    if wanted.logprobs:
+        meta |= _Logprobs(served, wanted, texts).fields(output, sample)
+    return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": meta, **versions}
+
+
+def without_tokens(sample: CompletionOutput) -> CompletionOutput:
+    """A sample of a request that asked for none: its token is left out."""
+    top, by_id = sample.top_logprobs, sample.token_id_logprobs
+    return msgspec.structs.replace(
+        sample,
+        text="",
+        token_ids=[],
+        logprobs=None if sample.logprobs is None else sample.logprobs[:0],
+        top_logprobs=None if top is None else (top[0][:0], top[1][:0]),
+        token_id_logprobs=None if by_id is None else by_id[:0],
+        finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason,
+        version_spans=[],
+    )
+
+
+class _Logprobs:
+    """The log-probs of one sample."""
+
+    def __init__(self, served: Served, wanted: Wanted, texts: bool) -> None:
+        self._served, self._wanted, self._texts = served, wanted, texts
+
+    def fields(self, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        assert sample.logprobs is not None
+        start, wanted = self._wanted.logprob_start, self._wanted
+        made: dict[str, Any] = {
+            "output_token_logprobs": self._entries(values_of(sample.logprobs), sample.token_ids),
+            "input_token_logprobs": [],
+        }
+        if wanted.prompt and output.prompt_logprobs is not None:
+            values: list[Any] = values_of(output.prompt_logprobs[start:])
+            if start == 0:
+                values[0] = None
+            made["input_token_logprobs"] = self._entries(values, output.prompt_token_ids[start:])
+        if wanted.num_top:
+            made["output_top_logprobs"] = self._rows(sample.top_logprobs, 0)
+            if wanted.prompt:
+                made["input_top_logprobs"] = self._rows(output.prompt_top_logprobs, start)
+        if wanted.token_ids and sample.token_id_logprobs is not None:
+            rows = values_of(sample.token_id_logprobs)
+            made["output_token_ids_logprobs"] = [self._entries(row, wanted.token_ids) for row in rows]
+        return made
+
+    def _entries(self, values: Sequence[Any], token_ids: Sequence[int]) -> list[Entry]:
+        return [[value, i, self._text(i)] for value, i in zip(values, token_ids, strict=True)]
+
+    def _rows(self, top: tuple[np.ndarray, np.ndarray] | None, start: int) -> list[list[Entry] | None]:
+        if top is None:
+            return []
+        ids, values = top[0][start:].tolist(), values_of(top[1][start:])
+        return [
+            self._entries(row, row_ids) if row_ids[0] >= 0 else None for row, row_ids in zip(values, ids, strict=True)
+        ]
+
+    def _text(self, token_id: int) -> str | None:
+        return self._served.token_texts[token_id] if self._texts else None
+
+
+def _finish_reason(sample: CompletionOutput) -> dict[str, Any] | None:
+    match sample.finish_reason:
+        case None:
+            return None
+        case "stop":
+            matched = sample.token_ids[-1] if sample.stop_reason is None else sample.stop_reason
+            return {"type": "stop", "matched": matched}
+        case "length":
+            return {"type": "length", "length": len(sample.token_ids)}
+        case _:
+            return {"type": "abort", "message": sample.error or "Aborted: send the tokens so far again to go on."}

@@ -1,0 +1,224 @@
+"""Weight updates: by a torch group of trainer and server, from a directory, or in a body."""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_engine.errors import LifecycleError, RequestError, RPCError
+from rollout_engine.serve.pending_update import as_version, report_fields
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Asked, Reply
+from rollout_engine.serve.served import Served
+from rollout_engine.serve.vllm.weights import join
+from rollout_engine.threads import run_in_thread
+
+_GROUP_SECONDS = 300.0
+
+
+class InitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    master_address: str
+    master_port: int | str
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+    timeout: float = _GROUP_SECONDS
+
+
+async def init_weights_update_group(served: Served, asked: Asked) -> Reply:
+    """Form a torch group with a trainer, which is rank 0 of it and must call at the same time."""
+    body: InitBody = asked.body
+    await join(served, body.backend, body.master_address, body.master_port, body.rank_offset, body.world_size,
+               body.group_name, body.timeout)  # fmt: skip
+    return Reply({"success": True, "message": f"rank {body.rank_offset} of {body.world_size} is ready"})
+
+
+class DestroyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    group_name: str | None = None
+
+
+async def destroy_weights_update_group(served: Served, asked: Asked) -> Reply:
+    """Leave the group, and drop tensors of an update that was not finished."""
+    served.updates.drop()
+    served.updates.group = None
+    return Reply({"success": True, "message": "The group is gone."})
+
+
+class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every request that brings weights."""
+
+    weight_version: int | str | None = None
+    flush_cache: bool | None = None
+    """Changes nothing: KV is keyed by the version that made it."""
+    abort_all_requests: bool = False
+    """End requests in flight with the tokens they have; they need not end for an update."""
+    abort_all_request: bool = False
+    """The same, as some clients write it."""
+    torch_empty_cache: bool | None = None
+    load_format: str | None = None
+    partial: bool = False
+    """Commit the tensors that came: the model's others keep their values."""
+
+
+class DistributedBody(CommonBody, kw_only=True):
+    """Fields of a request."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str | None = None
+
+
+async def update_weights_from_distributed(served: Served, asked: Asked) -> Reply:
+    """Take tensors from the group; once all of the model's have come, the engine changes over to them."""
+    body: DistributedBody = asked.body
+    _check_format(body, ())
+    specs = served.updates.specs(body.names, body.dtypes, body.shapes)
+    served.updates.expect(body.weight_version)
+    await _abort(served, body)
+    await served.updates.receive(specs)
+    return await _commit_if_complete(served, body)
+
+
+class TensorBody(CommonBody, kw_only=True):
+    """Fields of a request."""
+
+    serialized_named_tensors: list[str]
+    """Base64 of safetensors files, one for each rank: this server has one."""
+
+
+async def update_weights_from_tensor(served: Served, asked: Asked) -> Reply:
+    """Take the tensors of a body: the bytes of a safetensors file in base64. Pickles are refused."""
+    body: TensorBody = asked.body
+    _check_format(body, ("safetensors",))
+    pairs = await run_in_thread(_tensors_of, body.serialized_named_tensors)
+    served.updates.expect(body.weight_version)
+    await _abort(served, body)
+    await served.updates.add(pairs)
+    return await _commit_if_complete(served, body)
+
+
+class DiskBody(CommonBody, kw_only=True):
+    """Fields of a request."""
+
+    model_path: str
+    is_async: bool | None = None
+    keep_pause: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    token_step: int | None = None
+    files: None = None
+    manifest: None = None
+
+
+async def update_weights_from_disk(served: Served, asked: Asked) -> Reply:
+    """Take a whole update from a published store or a safetensors checkpoint of this machine."""
+    body: DiskBody = asked.body
+    _check_format(body, ("auto", "safetensors"))
+    as_version(body.weight_version)
+    await _abort(served, body)
+    report = await served.updates.load(body.model_path, body.weight_version, partial=body.partial)
+    return Reply({**report_fields(report), "num_paused_requests": 0})
+
+
+class BeginBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    weight_version: int | str | None = None
+
+
+async def begin_weight_update(served: Served, asked: Asked) -> Reply:
+    """Begin an update. What an earlier one left is dropped."""
+    served.updates.begin()
+    return Reply({"success": True, "message": "Send the tensors."})
+
+
+async def end_weight_update(served: Served, asked: Asked) -> Reply:
+    """Commit the update that was begun, whole or not at all. Asked again, it reports the same."""
+    if served.updates.is_begun:
+        return Reply(report_fields(await served.updates.commit(asked.body.weight_version)))
+    if served.updates.last is not None:
+        return Reply(report_fields(served.updates.last))
+    raise LifecycleError("end_weight_update: no tensors have come: send them first.")
+
+
+class VersionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    new_version: int | str
+    abort_all_requests: bool = False
+
+
+async def update_weight_version(served: Served, asked: Asked) -> Reply:
+    """Confirm the live version. A version belongs to its weights: no other can be given to weights that serve."""
+    new, live = as_version(asked.body.new_version), served.weight_version
+    if new != live:
+        what = f"the live weights have version {live}, and a version belongs to its weights"
+        raise HttpProblem(409, f"update_weight_version: {what}. Send weight_version={new} with the update itself.")
+    return Reply({"success": True, "message": f"The version is {live}.", "new_version": str(live)})
+
+
+class NameBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    name: str
+    truncate_size: int = 100
+
+
+async def get_weights_by_name(served: Served, asked: Asked) -> Reply:
+    """The first rows of one weight, by the module's name for it."""
+    body: NameBody = asked.body
+    try:
+        [rows, *_] = await served.engine.collective_rpc("get_weight_rows", args=(body.name, body.truncate_size))
+    except RPCError as problem:
+        raise HttpProblem(400, str(problem), field="name") from problem
+    return Reply(rows)
+
+
+async def post_process_weights(served: Served, asked: Asked) -> Reply:
+    """Nothing is left to do after an update here; clients of patched servers ask for it."""
+    return Reply({"success": True, "message": "Nothing to do."})
+
+
+def _check_format(body: CommonBody, known: tuple[str, ...]) -> None:
+    if body.load_format not in (None, "", *known):
+        one_by_one = "left out: tensors come one by one, under their own names"
+        raise RequestError.for_field("load_format", body.load_format, one_by_one)
+
+
+async def _abort(served: Served, body: CommonBody) -> None:
+    if body.abort_all_requests or body.abort_all_request:
+        await served.engine.abort(served.ids_of())
+
+
+async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
+    missing = [] if body.partial else await served.updates.missing()
+    if missing or served.updates.waits_for_end:
+        message = (
+            f"{len(missing)} of the model's weights have not come; until the update is complete the old ones serve"
+        )
+        live = str(served.weight_version)
+        return Reply({"success": True, "message": message, "num_missing": len(missing), "weight_version": live})
+    report = await served.updates.commit(body.weight_version, partial=body.partial)
+    return Reply({**report_fields(report), "weight_version": str(report.version)})
+
+
+def _tensors_of(texts: Sequence[str]) -> list[tuple[str, Any]]:
+    """The tensors of safetensors files in base64. Raises `RequestError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_safetensors
+
+    if len(texts) != 1:
+        raise RequestError.for_field("serialized_named_tensors", f"{len(texts)} files", "one: this server is one rank")
+    bound = "the bytes of a safetensors file in base64: base64.b64encode(safetensors.torch.save({name: tensor, ...}))"
+    try:
+        return list(load_safetensors(base64.b64decode(texts[0], validate=True)).items())
+    except (binascii.Error, ValueError, SafetensorError) as problem:
+        what = "Pickles are never read. " if texts[0].startswith(("gA", "UEs")) else f"({problem}) "
+        raise RequestError.for_field("serialized_named_tensors", texts[0][:24] + "...", bound, what) from None

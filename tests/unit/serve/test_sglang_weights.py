@@ -1,0 +1,168 @@
+"""Weight updates in SGLang's dialect, as slime's and AReaL's trainers make them: whole or not at all."""
+
+import base64
+import contextlib
+
+import pytest
+from safetensors.torch import save, save_file
+
+import sync
+from rollout_engine import RolloutPolicy
+from rollout_engine.serve.app import App
+
+from .conftest import Client
+from .torch_trainer import GROUP, torch_trainer
+
+PROMPT = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 8, "sampling_seed": 1}, "return_logprob": True}
+
+
+@pytest.fixture
+def client(checkpoint):
+    with RolloutPolicy.from_pretrained(checkpoint, max_model_len=64) as made:
+        yield Client(App(made))
+
+
+def answer_of(client):
+    """Log-probs of one completion, and the version that sampled it."""
+    meta = client.post("/generate", PROMPT)["meta_info"]
+    return [each[0] for each in meta["output_token_logprobs"]], meta["weight_version"]
+
+
+def get(client, path):
+    response = client.send("GET", path)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@contextlib.contextmanager
+def trainer(client, weights, folder):
+    """A trainer in a group with the server; yields a function that sends tensors by name."""
+
+    def join(port):
+        where = {"master_address": "127.0.0.1", "master_port": str(port), "rank_offset": 1, "world_size": 2}
+        client.post("/init_weights_update_group", {**where, "group_name": GROUP, "backend": "gloo"})
+
+    with torch_trainer(weights, folder, join) as broadcast:
+
+        def send(names, **fields):
+            broadcast(names)
+            return client.post("/update_weights_from_distributed", columns_of(weights, names) | fields)
+
+        yield send
+
+
+def columns_of(weights, names):
+    return {
+        "names": names,
+        "dtypes": [str(weights[name].dtype).removeprefix("torch.") for name in names],
+        "shapes": [list(weights[name].shape) for name in names],
+        "group_name": GROUP,
+    }
+
+
+def encoded(weights):
+    return [base64.b64encode(save(weights)).decode()]
+
+
+def test_slimes_sequence_of_calls_changes_over_once_every_chunk_has_come(client, other_weights, tmp_path):
+    before, _ = answer_of(client)
+    names = list(other_weights)
+    assert client.send("GET", "/health_generate").status_code == 200
+    assert get(client, "/get_server_info")["tp_size"] == 1
+    client.post("/destroy_weights_update_group", {"group_name": GROUP})
+    with trainer(client, other_weights, tmp_path) as send:
+        client.post("/pause_generation", {})
+        get(client, "/flush_cache")
+        half = send(names[:3], weight_version="4", flush_cache=False)
+        assert half["success"] and half["num_missing"] == len(names) - 3 and half["weight_version"] == "0"
+        refused = client.problem("/continue_generation", {}, status=409)
+        assert names[3] in refused["message"]
+        assert send(names[3:], weight_version="4", flush_cache=False)["weight_version"] == "4"
+        client.post("/continue_generation", {})
+    assert get(client, "/get_weight_version") == {"weight_version": "4"}
+    after, version = answer_of(client)
+    assert after != before and version == "4"
+    client.post("/destroy_weights_update_group", {"group_name": GROUP})
+    client.post("/release_memory_occupation", {})
+    client.post("/resume_memory_occupation", {"tags": ["weights"]})
+    client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(other_weights)})
+    client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert answer_of(client) == (after, "5")
+
+
+def test_areals_sequence_of_calls_loads_a_directory(client, other_weights, tmp_path):
+    before, _ = answer_of(client)
+    save_file(other_weights, tmp_path / "model.safetensors")
+    assert client.send("POST", "/pause_generation").status_code == 200
+    fields = {"model_path": str(tmp_path), "abort_all_request": True}
+    assert client.post("/update_weights_from_disk", fields)["num_paused_requests"] == 0
+    assert client.send("POST", "/continue_generation").status_code == 200
+    after, version = answer_of(client)
+    assert after != before and version == "1"
+    sync.publish(tmp_path / "store", other_weights, 9)
+    assert client.post("/update_weights_from_disk", {"model_path": str(tmp_path / "store")})["weight_version"] == 9
+    assert answer_of(client) == (after, "9")
+
+
+def test_tensors_of_a_body_and_an_update_that_is_begun_and_ended(client, other_weights):
+    before, _ = answer_of(client)
+    client.post("/begin_weight_update", {})
+    told = client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(other_weights)})
+    assert told["num_missing"] == 0 and answer_of(client) == (before, "0")
+    assert "was not ended" in client.problem("/continue_generation", {}, status=409)["message"]
+    assert client.post("/end_weight_update", {"weight_version": 3})["weight_version"] == 3
+    assert client.post("/end_weight_update", {"weight_version": 3})["weight_version"] == 3
+    assert answer_of(client)[1] == "3"
+
+
+def test_a_part_is_committed_alone_only_where_that_is_asked_for(client, other_weights):
+    name = next(iter(other_weights))
+    body = {"serialized_named_tensors": encoded({name: other_weights[name]})}
+    assert client.post("/update_weights_from_tensor", body)["weight_version"] == "0"
+    client.post("/destroy_weights_update_group", {})
+    assert client.post("/update_weights_from_tensor", {**body, "partial": True})["weight_version"] == "1"
+    rows = client.post("/get_weights_by_name", {"name": name, "truncate_size": 2})
+    assert rows == other_weights[name][:2].tolist()
+
+
+def test_parts_of_two_updates_are_never_mixed(client, other_weights):
+    first, *rest = other_weights
+    body = {"serialized_named_tensors": encoded({first: other_weights[first]}), "weight_version": 1}
+    client.post("/update_weights_from_tensor", body)
+    others = encoded({name: other_weights[name] for name in rest})
+    problem = client.problem("/update_weights_from_tensor", {"serialized_named_tensors": others, "weight_version": "2"})
+    assert "they are of two updates" in problem["message"] and answer_of(client)[1] == "0"
+
+
+@pytest.mark.parametrize(
+    "path, fields, status, said",
+    [
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASVAAA="]}, 400, "Pickles are never read"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["%"]}, 400, "safetensors file in base64"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["", ""]}, 400, "this server is one rank"),
+        (
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": [""], "load_format": "flattened_bucket"},
+            400,
+            "one by one",
+        ),
+        ("/update_weights_from_disk", {"model_path": "/nowhere"}, 400, "/nowhere"),
+        ("/update_weight_version", {"new_version": "8"}, 409, "belongs to its weights"),
+        ("/get_weights_by_name", {"name": "none"}, 400, "none"),
+        (
+            "/init_weights_update_group",
+            {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2},
+            501,
+            "give 'gloo'",
+        ),
+        ("/load_lora_adapter_from_tensors", {}, 501, "merge"),
+    ],
+)
+def test_what_cannot_be_done_says_so_and_changes_nothing(client, path, fields, status, said):
+    problem = client.problem(path, fields, status=status)
+    assert said in problem["message"]
+    assert answer_of(client)[1] == "0"
+
+
+def test_the_live_version_may_be_confirmed(client):
+    assert client.post("/update_weight_version", {"new_version": "0"})["new_version"] == "0"
