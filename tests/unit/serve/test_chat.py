@@ -43,7 +43,7 @@ def test_a_stream_gives_the_same_as_a_whole_answer(client):
     events = client.events("/v1/chat/completions", body)
     for choice in whole:
         parts = [each for event in events for each in event["choices"] if each["index"] == choice["index"]]
-        assert parts[0]["delta"]["role"] == "assistant" and "role" not in parts[1]["delta"]
+        assert ["role" in part["delta"] for part in parts] == [True] + [False] * (len(parts) - 1)
         assert "".join(part["delta"]["content"] for part in parts) == choice["message"]["content"]
         assert sum((part["token_ids"] for part in parts), []) == choice["token_ids"]
         assert sum((part["logprobs"]["content"] for part in parts), []) == choice["logprobs"]["content"]
