@@ -18,7 +18,7 @@ _START_SECONDS = 60.0
 
 
 class HttpServer:
-    """Serves one engine over HTTP, here (`run`) or on a thread of its own (as a context manager).
+    """Serves one engine over HTTP, here (`run`) or on a thread of its own (`start`, or as a context manager).
 
     >>> with HttpServer(policy, ServeOptions(port=0)) as server:
     ...     openai.OpenAI(base_url=f"{server.url}/v1", api_key="-").models.list()
@@ -44,12 +44,8 @@ class HttpServer:
         """Serve until SIGTERM or Ctrl-C, which let open requests end first, or until `stop`."""
         self._server.run(sockets=[self._socket])
 
-    def stop(self) -> None:
-        """Take no new requests, let the open ones end for `ServeOptions.drain_seconds`, and end. Returns at once."""
-        self.app.served.is_ending = True
-        self._server.should_exit = True
-
-    def __enter__(self) -> "HttpServer":
+    def start(self) -> "HttpServer":
+        """Serve on a thread, until `stop` or the end of this process. Returns this server once it answers."""
         self._thread = start_thread(self.run, name="http server")
         deadline = threading.Event()
         for _ in range(int(_START_SECONDS / 0.01)):
@@ -57,6 +53,14 @@ class HttpServer:
                 break
             deadline.wait(0.01)
         return self
+
+    def stop(self) -> None:
+        """Take no new requests, let the open ones end for `ServeOptions.drain_seconds`, and end. Returns at once."""
+        self.app.served.is_ending = True
+        self._server.should_exit = True
+
+    def __enter__(self) -> "HttpServer":
+        return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
         self.stop()
