@@ -1,6 +1,7 @@
 """One engine for each kind of client, over the same tiny model; each test runs over all and has to find the same."""
 
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -44,9 +45,18 @@ def possible(request):
 
 
 @pytest.fixture(scope="session")
-def shared(kind, config):
-    with CLIENTS[kind](config) as client:
-        yield LLMEngine.from_client(client)
+def engines():
+    """Engines that were started, by kind, for the tests of all files: starting a process takes longer than most."""
+    with ExitStack() as at_end:
+        yield {}, at_end
+
+
+@pytest.fixture(scope="session")
+def shared(kind, config, engines):
+    started, at_end = engines
+    if kind not in started:
+        started[kind] = LLMEngine.from_client(at_end.enter_context(CLIENTS[kind](config)))
+    return started[kind]
 
 
 @pytest.fixture
