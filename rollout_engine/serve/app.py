@@ -188,9 +188,7 @@ class _Exchange:
         try:
             async for event in reply.events:
                 if not self._has_begun:
-                    await self._begin(
-                        200, "text/event-stream; charset=utf-8", {**reply.headers, "cache-control": "no-cache"}
-                    )
+                    await self._begin(200, _EVENTS_TYPE, {**reply.headers, "cache-control": "no-cache"})
                 await self._send_event(_encode(event))
         except Exception as problem:
             if not self._has_begun:

@@ -44,3 +44,10 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     """
     spans = sample.version_spans
     return {"version_spans": spans, "weight_version": spans[-1].policy_version if spans else live_version}
+
+
+def weight_versions(sample: CompletionOutput) -> list[dict[str, Any]]:
+    """The spans as vLLM and SGLang write them."""
+    return [
+        {"version": str(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
+    ]

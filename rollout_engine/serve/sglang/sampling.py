@@ -4,22 +4,30 @@ from typing import Any
 
 import msgspec
 
-from rollout_engine.errors import RequestError, unknown_name
+from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.sampling import SamplingFields, Settings, SettingsReader
 
-_DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's own."""
 _EVERY_TOKEN = 1 << 30
 """How SGLang's clients write a top_k that keeps all tokens."""
-_RENAMED = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-    "no_stop_trim": "include_stop_str_in_output",
+_PEERS: dict[str, tuple[Any, ...]] = {
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+    "custom_params": ({},),
 }
-_NOT_SERVED = ("json_schema", "regex", "ebnf", "structural_tag", "custom_params", "custom_logit_processor")
+"""Fields of SGLang's that are not served -> the values that ask for nothing."""
 _IGNORED = frozenset(("stream_interval",))
-_OURS = frozenset(SamplingFields.__struct_fields__)
+
+
+class SglangFields(SamplingFields, kw_only=True):
+    """Settings of one prompt: SGLang's names, and our own."""
+
+    max_new_tokens: Any = 128
+    """SGLang's default; None: up to the longest sequence; 0: only the prompt's log-probs are wanted."""
+    min_new_tokens: Any = None
+    sampling_seed: Any = None
+    no_stop_trim: Any = None
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,14 +48,20 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted, kind: str) -> Settings:
-    """The settings of one prompt. Raises `RequestError`."""
-    fields = {_RENAMED.get(name, name): value for name, value in given.items() if _is_set(name, value)}
-    if fields.get("top_k") == _EVERY_TOKEN:
-        fields["top_k"] = -1
-    if "max_new_tokens" not in given:
-        fields.setdefault("max_tokens", _DEFAULT_MAX_NEW_TOKENS)
+    """The settings of one prompt. Raises `RequestError`, and `HttpProblem` 400 for fields that are not known."""
+    fields = read_fields(SglangFields, given, "sampling_params", ignored=_IGNORED, neutral=_PEERS)
+    for ours, theirs in (
+        ("max_tokens", fields.max_new_tokens),
+        ("min_tokens", fields.min_new_tokens),
+        ("seed", fields.sampling_seed),
+        ("include_stop_str_in_output", fields.no_stop_trim),
+    ):
+        if getattr(fields, ours) is None:
+            setattr(fields, ours, theirs)
+    if fields.top_k == _EVERY_TOKEN:
+        fields.top_k = -1
     if is_scoring(given):
-        fields["max_tokens"] = 1  # it is left out of the answer
+        fields.max_tokens = 1  # it is left out of the answer
     more: dict[str, Any] = {"output_kind": kind}
     if wanted.logprobs:
         more["logprobs"] = wanted.num_top
@@ -55,24 +69,9 @@ def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted,
             more["logprob_token_ids"] = list(wanted.token_ids)
         if wanted.prompt:
             more["prompt_logprobs"] = wanted.num_top
-    return reader.read(SamplingFields(**fields), **more)
+    return reader.read(fields, **more)
 
 
 def is_scoring(given: dict[str, Any]) -> bool:
     """Whether only the prompt's log-probs are wanted."""
     return given.get("max_new_tokens") == 0
-
-
-def _is_set(name: str, value: Any) -> bool:
-    """Whether a field is to be read. Raises `RequestError` for one that is not known, or asks for what is not served.
-
-    None, and nothing in place of something, are what clients send for "not set".
-    """
-    if name in _NOT_SERVED:
-        if value:
-            raise RequestError(f"sampling_params: {name}={value!r:.80} is not served.", field=f"sampling_params.{name}")
-        return False
-    if name not in _RENAMED and name not in _OURS and name not in _IGNORED:
-        known = [*_RENAMED, *sorted(_OURS)]
-        raise RequestError(f"sampling_params: {unknown_name('field', name, known)}", field=f"sampling_params.{name}")
-    return value is not None and name not in _IGNORED

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.openai.logprobs import values_of
-from rollout_engine.serve.openai.shapes import of_versions
+from rollout_engine.serve.openai.shapes import of_versions, weight_versions
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.sampling import Wanted
 
@@ -28,9 +28,7 @@ def answer(
         "completion_tokens": len(sample.token_ids),
         "cached_tokens": output.num_cached_tokens,
         "weight_version": str(versions["weight_version"]),
-        "weight_versions": [
-            {"version": str(span.policy_version), "start": span.start, "end": span.end} for span in sample.version_spans
-        ],
+        "weight_versions": weight_versions(sample),
         "seed": sample.seed,
     }
     if output.metrics is not None and output.metrics.finished_time is not None:

@@ -10,7 +10,7 @@ from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.logprobs import prompt_logprob_rows, token_logprobs
-from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
+from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage, weight_versions
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
 from rollout_engine.serve.served import Served
@@ -127,10 +127,7 @@ class _Call:
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
-            "weight_versions": [
-                {"version": str(span.policy_version), "start": span.start, "end": span.end}
-                for span in sample.version_spans
-            ],
+            "weight_versions": weight_versions(sample),
             **of_versions(sample, self._served.weight_version),
         }
 

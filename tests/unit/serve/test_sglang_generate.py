@@ -92,7 +92,7 @@ def test_a_stop_token_is_named(client):
         ({}, "input_ids in its place"),
         ({"text": "a", "input_ids": [1]}, "input_ids in its place"),
         ({"text": ""}, "not empty"),
-        ({"text": "a", "sampling_params": {"max_tokns": 1}}, "Did you mean 'max_tokens'"),
+        ({"text": "a", "sampling_params": {"max_new_tokns": 1}}, "Did you mean 'max_new_tokens'"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature=-1"),
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema='{}' is not served"),
         ({"text": "a", "return_routed_experts": True}, "return_routed_experts=True is not served"),
