@@ -29,7 +29,7 @@ def read_body(route: Route, data: bytes, query: str) -> Any:
         if not query:
             return _decoder(route.body).decode(data or b"{}")
         return _converted(route, {**_fields(query), **_object(data)}, strict=False)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _converted(route, {**_fields(query), **_object(data)}, strict=not query)
 
 

@@ -1,7 +1,15 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what comes before a request is known: size and time of its header."""
+"""uvicorn's HTTP/1.1 protocol with bounds on what comes before a request is known: size and time of its header.
+
+What is no request is refused in the shape of every other error. Once a client has left, all of its requests know it.
+"""
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
+
+import msgspec
+
+from rollout_engine.serve.problems import HttpProblem, problem_body
 
 _MAX_HEADER_BYTES = 64 << 10
 _HEADER_SECONDS = 30.0
@@ -18,6 +26,8 @@ def limited_protocol() -> type[Any]:
         """Received since the last header was complete, while none is."""
         _has_header = False
         _header_timer: asyncio.TimerHandle | None = None
+        _answering: Any = None
+        """The request that is being answered: `cycle` is the last one that has come, behind which others may wait."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -27,7 +37,7 @@ def limited_protocol() -> type[Any]:
             if not self._has_header:
                 self._num_bytes += len(data)
                 if self._num_bytes > _MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
-                    self._refuse(b"431 Request Header Fields Too Large")
+                    self._refuse(431, f"The header is longer than {_MAX_HEADER_BYTES} bytes.")
                     return
             super().data_received(data)
 
@@ -49,19 +59,49 @@ def limited_protocol() -> type[Any]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
             super().connection_lost(exc)
+            self._leave()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, msg)
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._answering = cycle
+            super()._start_asgi_task(cycle, app)
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """The client asked for another protocol, and what follows its request is not parsed: answer, and close."""
+            self.cycle.keep_alive = False
+
+        def _leave(self) -> None:
+            self.pipeline.clear()
+            if self._answering is not None and not self._answering.response_complete:
+                self._answering.disconnected = True
+                self._answering.message_event.set()
 
         def _wait_for_header(self) -> None:
-            self._header_timer = self.loop.call_later(_HEADER_SECONDS, self._refuse, b"408 Request Timeout")
+            message = f"The header did not come within {_HEADER_SECONDS:g} seconds."
+            self._header_timer = self.loop.call_later(_HEADER_SECONDS, self._refuse, 408, message)
 
         def _stop_waiting(self) -> None:
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
 
-        def _refuse(self, status: bytes) -> None:
-            self._header_timer = None
+        def _refuse(self, status: int, message: str) -> None:
+            """Close the connection, with an error unless an answer is half written."""
+            self._stop_waiting()
+            current = self._answering
+            is_between = current is None or current.response_complete or not current.response_started
             if not self.transport.is_closing():
-                self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+                if is_between:
+                    self.transport.write(_refusal(status, message))
                 self.transport.close()
+            self._leave()
 
     return LimitedProtocol
+
+
+def _refusal(status: int, message: str) -> bytes:
+    body = msgspec.json.encode(problem_body(HttpProblem(status, message), "openai"))
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body

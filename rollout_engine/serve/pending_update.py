@@ -1,6 +1,7 @@
 """The next weights, as they come over HTTP: gathered beside the engine, and committed whole or not at all."""
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -115,9 +116,12 @@ class PendingUpdate:
         return self.last
 
     async def load(self, path: str, version: Any = None, **options: Any) -> UpdateReport:
-        """Have the engine take a published store or a safetensors checkpoint."""
+        """Have the engine take a published store or a safetensors checkpoint. Raises as `commit`."""
+        number = as_version(version)
+        if not os.path.exists(path):  # False too for what is no path
+            raise RequestError.for_field("weight_dir", path, "a directory that this server can read")
         self.drop()
-        self.last = await self._engine.update_weights(path, version=as_version(version), **options)
+        self.last = await self._engine.update_weights(path, version=number, **options)
         return self.last
 
     async def _check(self, specs: Sequence[TensorSpec]) -> None:

@@ -1,5 +1,6 @@
 """The server on a socket: what only a connection can do wrong."""
 
+import json
 import socket
 
 import httpx2
@@ -59,16 +60,29 @@ def test_a_header_that_is_too_long_is_refused(server):
     assert b" 431 " in say(server, endless, then_closes=False).partition(b"\r\n")[0]
 
 
-def test_what_is_no_http_is_refused(server):
-    assert b" 400 " in say(server, b"\x16\x03\x01 hello\r\n\r\n", then_closes=False).partition(b"\r\n")[0]
+def test_what_is_no_http_is_refused_as_any_other_error(server):
+    first, _, rest = say(server, b"\x16\x03\x01 hello\r\n\r\n", then_closes=False).partition(b"\r\n")
+    error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
+    assert b" 400 " in first and error["code"] == 400 and error["message"]
 
 
-def test_a_client_that_leaves_aborts_its_request(server, policy):
+def test_text_that_is_not_utf_8_is_no_json(server):
+    response = httpx2.post(f"{server.url}/v1/completions", content=b'{"prompt": "\xff"}')
+    assert response.status_code == 400 and "not JSON" in response.json()["error"]["message"]
+
+
+def test_a_client_that_asks_for_another_protocol_is_answered_and_left(server):
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
+    assert say(server, request * 2, then_closes=False).count(b"HTTP/1.1 200") == 1
+
+
+@pytest.mark.parametrize("behind", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+def test_a_client_that_leaves_aborts_its_request(server, policy, behind):
     body = b'{"prompt": "x", "max_tokens": 250, "ignore_eos": true, "n": 64}'
     say(server, head(len(body), b"connection: close") + body)
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head(len(body)) + body)
+        connection.sendall(head(len(body)) + body + behind)
     httpx2.get(f"{server.url}/health")
     deadline = 1000
     while policy.get_num_unfinished_requests() and deadline:
