@@ -38,6 +38,7 @@ from tests.faults.peers import RawCore
 from tests.faults.replica_deaths import PROMPTS, ReplicaDeaths, read
 from tests.faults.schedules import Schedule, make_menu
 from tests.faults.updates import UpdatesUnderLoad, spelling
+from tests.fuzz import http_fuzz
 from tests.simulation.run import BrainRun, FleetRun, Run
 from tests.simulation.scheduler import Carriers
 
@@ -312,6 +313,7 @@ PARTS: dict[str, tuple[Callable[[Path, float, int], Figure], int]] = {
     "aborts": (aborts, 100_000),
     "honest": (honest, 600),
     "attacks": (attacks, 1_000_000),
+    "http": (http_fuzz.soak, 100_000),
     "frames": (frames, 1_000_000),
     "nonsense": (nonsense, 5000),
     "cores": (cores, 1000),
@@ -385,14 +387,12 @@ def main(arguments: Iterable[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = tiny_checkpoint(directory, max_position_embeddings=32_768)
         for name in options.parts or PARTS:
-            part, count = PARTS[name]
-            start = time.perf_counter()
+            (part, count), start = PARTS[name], time.perf_counter()
             figure = part(checkpoint, options.seconds, options.count or count)
             figure["seconds"] = round(time.perf_counter() - start, 1)
             print(json.dumps({name: figure}), flush=True)
             limits = f"--seconds {options.seconds:g}" + (f" --count {options.count}" if options.count else "")
-            command = f"python -m tests.faults.soak {limits} {name}"
-            save(options.results, name, figure, {}, command)
+            save(options.results, name, figure, {}, f"python -m tests.faults.soak {limits} {name}")
 
 
 if __name__ == "__main__":
