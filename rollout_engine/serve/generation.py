@@ -121,5 +121,5 @@ def _num_characters(prompt: Any) -> int:
     if isinstance(prompt, dict):
         if isinstance(prompt.get("prompt"), str):
             return len(prompt["prompt"])
-        return sum(len(str(message.get("content", ""))) for message in prompt.get("messages", ()))
+        return sum(len(str(message)) for message in prompt.get("messages", ()))
     return 0

@@ -5,7 +5,7 @@ What is no request is refused in the shape of every other error. Once a client h
 
 import asyncio
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,90 +15,97 @@ _MAX_HEADER_BYTES = 64 << 10
 _HEADER_SECONDS = 30.0
 
 
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Protocol
+else:
+    _Protocol = object  # uvicorn is optional
+
+
 def limited_protocol() -> type[Any]:
     """The protocol's class. Raises `ImportError` without the extra `server`."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class LimitedProtocol(HttpToolsProtocol):
-        """Closes connections whose header is too long, or does not come."""
+    return type("LimitedProtocol", (_Limits, HttpToolsProtocol), {})
 
-        _num_bytes = 0
-        """Received since the last header was complete, while none is."""
-        _has_header = False
-        _header_timer: asyncio.TimerHandle | None = None
-        _answering: Any = None
-        """The request that is being answered: `cycle` is the last one that has come, behind which others may wait."""
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
+class _Limits(_Protocol):
+    """Closes connections whose header is too long, or does not come."""
+
+    _num_bytes = 0
+    """Received since the last header was complete, while none is."""
+    _has_header = False
+    _header_timer: asyncio.TimerHandle | None = None
+    _answering: Any = None
+    """The request that is being answered: `cycle` is the last one that has come, behind which others may wait."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_header()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._has_header:
+            self._num_bytes += len(data)
+            if self._num_bytes > _MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
+                self._refuse(431, f"The header is longer than {_MAX_HEADER_BYTES} bytes.")
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_header = False
+        if self._header_timer is None:
             self._wait_for_header()
 
-        def data_received(self, data: bytes) -> None:
-            if not self._has_header:
-                self._num_bytes += len(data)
-                if self._num_bytes > _MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
-                    self._refuse(431, f"The header is longer than {_MAX_HEADER_BYTES} bytes.")
-                    return
-            super().data_received(data)
+    def on_headers_complete(self) -> None:
+        self._has_header, self._num_bytes = True, 0
+        self._stop_waiting()
+        super().on_headers_complete()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._has_header = False
-            if self._header_timer is None:
-                self._wait_for_header()
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._has_header = False
 
-        def on_headers_complete(self) -> None:
-            self._has_header, self._num_bytes = True, 0
-            self._stop_waiting()
-            super().on_headers_complete()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+        self._leave()
 
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            self._has_header = False
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
-            self._leave()
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(400, msg)
+    def _unsupported_upgrade_warning(self) -> None:
+        """The client asked for another protocol, and what follows its request is not parsed: answer, and close."""
+        self.cycle.keep_alive = False
 
-        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            self._answering = cycle
-            super()._start_asgi_task(cycle, app)
+    def _leave(self) -> None:
+        self.pipeline.clear()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
-        def _unsupported_upgrade_warning(self) -> None:
-            """The client asked for another protocol, and what follows its request is not parsed: answer, and close."""
-            self.cycle.keep_alive = False
+    def _wait_for_header(self) -> None:
+        message = f"The header did not come within {_HEADER_SECONDS:g} seconds."
+        self._header_timer = self.loop.call_later(_HEADER_SECONDS, self._refuse, 408, message)
 
-        def _leave(self) -> None:
-            self.pipeline.clear()
-            if self._answering is not None and not self._answering.response_complete:
-                self._answering.disconnected = True
-                self._answering.message_event.set()
+    def _stop_waiting(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-        def _wait_for_header(self) -> None:
-            message = f"The header did not come within {_HEADER_SECONDS:g} seconds."
-            self._header_timer = self.loop.call_later(_HEADER_SECONDS, self._refuse, 408, message)
-
-        def _stop_waiting(self) -> None:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
-
-        def _refuse(self, status: int, message: str) -> None:
-            """Close the connection, with an error unless an answer is half written."""
-            self._stop_waiting()
-            current = self._answering
-            is_between = current is None or current.response_complete or not current.response_started
-            if not self.transport.is_closing():
-                if is_between:
-                    self.transport.write(_refusal(status, message))
-                self.transport.close()
-            self._leave()
-
-    return LimitedProtocol
+    def _refuse(self, status: int, message: str) -> None:
+        """Close the connection, with an error unless an answer is half written."""
+        self._stop_waiting()
+        current = self._answering
+        is_between = current is None or current.response_complete or not current.response_started
+        if not self.transport.is_closing():
+            if is_between:
+                self.transport.write(_refusal(status, message))
+            self.transport.close()
+        self._leave()
 
 
 def _refusal(status: int, message: str) -> bytes:

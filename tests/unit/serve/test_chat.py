@@ -113,6 +113,7 @@ def test_a_broken_call_stays_text(says):
 @pytest.mark.parametrize(
     "fields, said",
     [
+        ({"messages": [1, "x"]}, "messages[0]"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": HELLO, "tools": [ADD]}, "teaches no form of calls"),
