@@ -5,7 +5,7 @@ What is no request is refused in the shape of every other error. Once a client h
 
 import asyncio
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -13,12 +13,8 @@ from rollout_engine.serve.problems import HttpProblem, problem_body
 
 _MAX_HEADER_BYTES = 64 << 10
 _HEADER_SECONDS = 30.0
-
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Protocol
-else:
-    _Protocol = object  # uvicorn is optional
+_Protocol: Any = object
+"""uvicorn's, which is optional: `limited_protocol` puts it there."""
 
 
 def limited_protocol() -> type[Any]:
@@ -28,7 +24,7 @@ def limited_protocol() -> type[Any]:
     return type("LimitedProtocol", (_Limits, HttpToolsProtocol), {})
 
 
-class _Limits(_Protocol):
+class _Limits(_Protocol):  # type: ignore[misc]
     """Closes connections whose header is too long, or does not come."""
 
     _num_bytes = 0
@@ -38,7 +34,7 @@ class _Limits(_Protocol):
     _answering: Any = None
     """The request that is being answered: `cycle` is the last one that has come, behind which others may wait."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._wait_for_header()
 
