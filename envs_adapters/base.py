@@ -59,6 +59,10 @@ class Action(msgspec.Struct, frozen=True):
     is_cut: bool = False
     """Whether the answer was cut off by `max_tokens` or the length of the context."""
 
+    def __getattr__(self, name: str) -> Any:
+        hint = ": an action is no str, its text is `action.text`" if hasattr(str, name) else ""
+        raise AttributeError(f"'Action' object has no attribute '{name}'{hint}")
+
 
 class Observation(msgspec.Struct):
     """What an environment says to an action, or at the start."""

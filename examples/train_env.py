@@ -17,6 +17,7 @@ learning_curve.png, and prints three episodes.
 import argparse
 import functools
 import importlib
+import inspect
 import json
 import os
 import random
@@ -72,12 +73,18 @@ def environment(target: str, pairs: Sequence[str]) -> EnvSpec:
         except ValueError:
             options[name] = text
     file, _, attribute = target.rpartition(":")
+    if target.endswith(".py"):
+        sys.exit(f"{target}: name the class in it, too: {target}:MyClass.")
     if not file.endswith(".py"):
         return make_env(target, **options)
     if not Path(file).is_file():
         sys.exit(f"{file}: there is no such file.")
     sys.path.insert(0, str(Path(file).resolve().parent))
-    return make_env(getattr(importlib.import_module(Path(file).stem), attribute, None), **options)
+    module = importlib.import_module(Path(file).stem)
+    if not hasattr(module, attribute):
+        classes = [name for name, each in vars(module).items() if inspect.isclass(each) and hasattr(each, "step")]
+        sys.exit(f"{file} has no '{attribute}'. Classes with a step in it: {', '.join(classes) or 'none'}.")
+    return make_env(getattr(module, attribute), **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -85,8 +85,9 @@ def _counts(batch: RolloutBatch) -> str:
 def _facts(batch: RolloutBatch) -> Iterator[str]:
     """Lines on finish reasons, rewards and the first sample, as far as the batch has them."""
     keys = batch.keys(include_nested=True)
-    if "finish_reason" in keys:
-        ends = Counter(map(str, batch["finish_reason"]))
+    column = "ended_by" if "ended_by" in keys else "finish_reason"  # of an episode, or of one answer
+    if column in keys:
+        ends = Counter(map(str, batch[column]))
         yield "ended by: " + ", ".join(f"{reason} {times}" for reason, times in ends.most_common())
     if ("next", "reward") in keys and batch["next", "reward"].numel():
         rewards = batch["next", "reward"].float()

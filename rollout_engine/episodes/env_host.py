@@ -14,6 +14,8 @@ T = TypeVar("T")
 Observed: TypeAlias = Observation | Awaitable[Observation]
 
 _MAX_REASON_CHARACTERS = 500
+_ARGUMENTS = {"reset": "the seed", "step": "the action"}
+"""Methods of every environment -> what they are called with."""
 
 
 class Began(msgspec.Struct):
@@ -52,10 +54,12 @@ class EnvHost:
     def reset(self, seed: int) -> Began | Awaitable[Began]:
         """Make the environment and start its episode."""
         env = self._env = self._spec()
-        for method in ("reset", "step"):
-            if not callable(getattr(env, method, None)):
-                raise ObservationError(f"{type(env).__name__} has no method '{method}': it is no environment.")
-            if inspect.iscoroutinefunction(getattr(env, method)):
+        for name, argument in _ARGUMENTS.items():
+            method = getattr(env, name, None)
+            if not callable(method):
+                raise ObservationError(f"{type(env).__name__} has no method '{name}': it is no environment.")
+            _check_takes_one(method, f"{type(env).__name__}.{name}", argument)
+            if inspect.iscoroutinefunction(method):
                 self.is_async = True
         return self._then(env.reset(seed), self._begin)
 
@@ -108,6 +112,19 @@ class EnvHost:
             return go_on(value)
         self.is_async = True
         return _await_both(value, go_on)
+
+
+def _check_takes_one(method: Callable[..., Any], name: str, argument: str) -> None:
+    try:
+        signature = inspect.signature(method)
+    except ValueError:  # of a builtin: it will say so itself
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise ObservationError(
+            f"{name}{signature} is not allowed: it is called with one argument, {argument}."
+        ) from None
 
 
 def failure_of(what: str, problem: BaseException) -> EnvFailure:

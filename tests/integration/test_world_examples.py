@@ -181,6 +181,13 @@ def test_an_environment_of_which_nothing_is_known_needs_answers(tmp_path):
         load("train_env").main([readme_environment(tmp_path), "--conversations", "2", "--out", str(tmp_path / "out")])
 
 
+@pytest.mark.parametrize("name, said", [(":GuessNumbr", "Classes with a step in it: GuessNumber"), ("", ":MyClass")])
+def test_a_class_that_is_not_in_the_file_is_told_at_once(tmp_path, name, said):
+    file, _ = readme_environment(tmp_path).rsplit(":", 1)
+    with pytest.raises(SystemExit, match=said):
+        load("train_env").main([file + name, "--answers", "1", "--out", str(tmp_path / "out")])
+
+
 def test_words_to_measure_with_are_not_trained_on_and_only_the_right_answer_pays():
     example = load("short_to_long")
     training, unseen = example.split_words()

@@ -31,11 +31,31 @@ def test_a_limit_of_the_environments_own_truncates(policy):
             return Observation("", 2.0, truncated=True)
 
     batch = play(policy, Limited)
+    assert "ended by: truncated 1" in str(batch)
     assert (list(batch["ended_by"]), batch["truncated"].item(), batch["next", "done"].item()) == (
         ["truncated"],
         True,
         False,
     )
+
+
+class WithoutSeed(Counting):
+    def reset(self):
+        return "Go."
+
+
+class ReadsText(Counting):
+    def step(self, action):
+        return Observation(action.strip())
+
+
+@pytest.mark.parametrize(
+    "env, said",
+    [(WithoutSeed, "one argument, the seed"), (ReadsText, "an action is no str, its text is `action.text`")],
+)
+def test_a_method_that_takes_something_else_is_told_what_it_gets(policy, env, said):
+    with pytest.raises(EpisodeError, match=said):
+        play(policy, env)
 
 
 def test_an_episode_ends_when_its_time_is_up(policy):
