@@ -4,6 +4,7 @@ python tests/benchmarks/run.py                                       everything,
 python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes against two peers
 python tests/benchmarks/run.py costs updates memory startup host balancer capacity fleet attention training   ours alone
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
+python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -26,6 +27,7 @@ import costs
 import episodes
 import fleet
 import host
+import http_server
 import memory
 import own_process
 import psutil
@@ -196,6 +198,19 @@ def measure_episodes(run: Run) -> None:
             run.keep(name, lambda e=environment: episodes.measure(policy, e, run.rounds))
 
 
+def measure_http(run: Run) -> None:
+    prompts = FreshPrompts(SHAPES["S"]["vocab_size"])
+    with run.only("S", ["http", "http_load"]) as workers:
+        served, clients = workers["http"], workers["http_load"]
+        name = "HTTP / direct, S, 64 clients, 512+256"
+        run.keep(name, lambda: http_server.throughput(served, clients, prompts, run.rounds))
+        run.keep("HTTP first byte, S", lambda: http_server.first_byte(served, clients, prompts, run.rounds))
+    with run.only("S", ["http_instant", "http_load"]) as workers:
+        instant, clients = workers["http_instant"], workers["http_load"]
+        run.keep("HTTP requests, instant engine", lambda: http_server.requests(instant, clients, prompts, run.rounds))
+        run.keep("HTTP, 10,000 idle streams", lambda: http_server.idle_streams(instant, clients, prompts))
+
+
 def measure_arrivals(run: Run) -> None:
     prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
     peers = ["vllm_async"] if "vllm" in run.peers else []
@@ -223,6 +238,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "fleet": measure_fleet,
     "episodes": measure_episodes,
     "arrivals": measure_arrivals,
+    "http": measure_http,
 }
 
 
