@@ -68,6 +68,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     readings = {
         "model": _read_path,
         "tokenizer": _read_path,
+        "profiler_dir": _read_path,
         "dtype": _read_dtype,
         "device": _read_device,
         "logits_processors": _read_classes("logits_processors"),
@@ -153,6 +154,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     otlp_traces_endpoint: Text | None = None
     """Where spans of requests, pauses and weight updates go: the URL of an OTLP/HTTP collector, for example
     "http://localhost:4318/v1/traces". Needs the extra `otel`. See `telemetry.spans`."""
+    profiler_dir: Text | None = None
+    """Directory of the traces that `start_profile` records, where the model runs; made when it is missing. None: each
+    call of `start_profile` names one."""
 
     @property
     def schedules_ahead(self) -> bool:

@@ -35,9 +35,11 @@ from rollout_engine.errors import (
     CallTimeoutError,
     DrainTimeoutError,
     LifecycleError,
+    RequestError,
     RolloutEngineError,
     RPCError,
     RPCTimeoutError,
+    refused,
 )
 from rollout_engine.metrics import CoreMetrics, CoreStats
 
@@ -320,6 +322,55 @@ def check_health(driver: EngineDriver, *, timeout: float | None = None) -> Healt
 def check_integrity(driver: EngineDriver, *, timeout: float | None = None) -> None:
     """Recount requests, blocks and references from scratch; AssertionError says what is off."""
     driver.core.check_integrity()
+
+
+def _prepare_profile(directory: object, **options: Any) -> Arguments:
+    is_path = isinstance(directory, str | os.PathLike) and directory
+    return {"directory": os.path.abspath(directory) if is_path else directory, **options}
+
+
+@VERBS.add(prepare=_prepare_profile, combine=combine.nothing, needs_all=True)
+def start_profile(
+    driver: EngineDriver,
+    directory: str | None = None,
+    *,
+    num_steps: int | None = None,
+    with_stack: bool = False,
+    record_shapes: bool = False,
+    profile_memory: bool = False,
+    timeout: float | None = None,
+) -> None:
+    """Begin to record what the process that runs the model does, by torch's profiler; `stop_profile` ends it.
+
+    Steps are slower meanwhile, and what is recorded stays in memory: profile seconds, not hours. The trace of an engine
+    in this process has all that this process does.
+
+    Args:
+        directory: where the trace goes; made when it is missing. None: `EngineConfig.profiler_dir`.
+        num_steps: end by itself after so many steps, from 1. None: `stop_profile` ends it.
+        with_stack: record the Python frames around each operation; slower.
+        record_shapes: record the shapes of the operations' inputs.
+        profile_memory: record allocations.
+
+    Raises `LifecycleError` while a profile is running in the engine's process, and `RequestError` for a directory that
+    cannot be written to, or none.
+    """
+    if num_steps is not None and num_steps < 1:
+        raise RequestError(f"start_profile: {refused('num_steps', num_steps, 'at least 1')}", field="num_steps")
+    last_step = None if num_steps is None else driver.core.stats.num_steps + num_steps
+    options = {"with_stack": with_stack, "record_shapes": record_shapes, "profile_memory": profile_memory}
+    driver.executor.start_profile(directory, last_step, **options)
+
+
+@VERBS.add(combine=combine.end_to_end)
+def stop_profile(driver: EngineDriver, *, timeout: float | None = None) -> list[str]:
+    """End the profile that `start_profile` began, and return the paths of its traces: one per replica.
+
+    They are on the disk of the machine where the model runs, for Perfetto (ui.perfetto.dev) or chrome://tracing. Raises
+    `LifecycleError` where no profile was begun; of a fleet, where one of the replicas has none, since it was started
+    again meanwhile: the others have written theirs, and log where.
+    """
+    return driver.executor.stop_profile()
 
 
 @VERBS.add(when="any time", after_shutdown=True, public=False, combine=combine.metrics)

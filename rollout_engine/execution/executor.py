@@ -11,6 +11,7 @@ from torch import nn
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.model_info import ModelInfo
+from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
@@ -24,15 +25,20 @@ class InlineExecutor:
     With `async_scheduling` steps run on a thread of their own; all other calls wait until it is idle.
     """
 
-    def __init__(self, worker: Worker, *, async_scheduling: bool = False) -> None:
+    def __init__(self, worker: Worker, *, async_scheduling: bool = False, profiler: Profiler | None = None) -> None:
         self._worker: Worker | None = worker
+        self.profiler = profiler or Profiler()
         self._thread = StepThread() if async_scheduling else None
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
         worker = Worker(config)
-        return cls(worker, async_scheduling=config.schedules_ahead and not worker.backend.runs_ahead)
+        return cls(
+            worker,
+            async_scheduling=config.schedules_ahead and not worker.backend.runs_ahead,
+            profiler=Profiler(config.profiler_dir),
+        )
 
     @property
     def worker(self) -> Worker:
@@ -59,7 +65,10 @@ class InlineExecutor:
         While `dirty`, a step fails that computes something; one that only releases finished sequences does not.
         """
         if self.worker.backend.runs_ahead:
-            return partial(self._refuse, work) if self.dirty and work.scheduled else self.worker.runner.submit(work)
+            if self.dirty and work.scheduled:
+                return partial(self._refuse, work)
+            with self.profiler.mark(work):
+                return self.worker.runner.submit(work)
         run = partial(self._execute, work)
         return run if self._thread is None else self._thread.submit(run)
 
@@ -104,6 +113,16 @@ class InlineExecutor:
         self._wait_until_idle()
         return [self.worker.apply_model(fn)]
 
+    def start_profile(self, directory: str | None, last_step: int | None, **options: bool) -> None:
+        """Begin a profile between two steps. Raises as `Profiler.start`."""
+        self._wait_until_idle()
+        self.profiler.start(directory, last_step, **options)
+
+    def stop_profile(self) -> list[str]:
+        """End the profile between two steps: the paths of its traces, one per rank. Raises as `Profiler.stop`."""
+        self._wait_until_idle()
+        return [self.profiler.stop()]
+
     def release_kv(self) -> None:
         self.worker.runner.model.kv.release()
 
@@ -136,13 +155,17 @@ class InlineExecutor:
         """Drop the model and the KV pool."""
         if self._thread is not None:
             self._thread.close()
+        self.profiler.close()
         if self._worker is not None:
             self._worker.extensions.close()
             self._worker.update.close()
         self._worker = None
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        return self._refuse(work) if self.dirty and work.scheduled else self.worker.runner.execute(work)
+        if self.dirty and work.scheduled:
+            self._refuse(work)
+        with self.profiler.mark(work):
+            return self.worker.runner.execute(work)
 
     def _refuse(self, work: SchedulerOutput) -> NoReturn:
         raise DirtyWeightsError.for_verb(f"step {work.step}", forgotten=self.updater.forgotten)

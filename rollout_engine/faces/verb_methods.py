@@ -146,6 +146,8 @@ class BlockingVerbs(Face):
     get_num_unfinished_requests = blocking(verbs.get_num_unfinished_requests)
     check_health = blocking(verbs.check_health)
     check_integrity = blocking(verbs.check_integrity)
+    start_profile = blocking(verbs.start_profile)
+    stop_profile = blocking(verbs.stop_profile)
 
     update_weights = of_frontend(Frontend.update_weights)
     get_sequence_ids = of_frontend(Frontend.get_sequence_ids)
@@ -174,6 +176,8 @@ class AsyncVerbs(Face):
     get_num_unfinished_requests = awaitable(verbs.get_num_unfinished_requests)
     check_health = awaitable(verbs.check_health)
     check_integrity = awaitable(verbs.check_integrity)
+    start_profile = awaitable(verbs.start_profile)
+    stop_profile = awaitable(verbs.stop_profile)
 
     update_weights = of_frontend_async(Frontend.update_weights)
     get_sequence_ids = of_frontend_async(Frontend.get_sequence_ids)

@@ -1,12 +1,13 @@
 """Requests on any client: to the end, or in flight for as long as a block lasts; and results as plain values."""
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from rollout_engine import SamplingParams
+from rollout_engine.errors import LifecycleError
 from rollout_engine.testing import tiny_model
 
 ENDLESS = SamplingParams(max_tokens=30_000, ignore_eos=True, seed=3, logprobs=0, detokenize=False)
@@ -83,6 +84,8 @@ def bring_back(engine):
     if engine.get_metrics().core.state == "DIRTY":
         engine.update_weights(weights(0))
     engine.resume_generation()
+    with suppress(LifecycleError):
+        engine.stop_profile()
 
 
 def plain(value):

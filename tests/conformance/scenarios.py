@@ -8,7 +8,10 @@ function of its name here:
         return engine.get_block_size()
 """
 
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +32,7 @@ class Scenario(NamedTuple):
     """Those that a call needs."""
 
 
+TRACES = tempfile.TemporaryDirectory()
 SCENARIOS: dict[str, Scenario] = {}
 """By the name of the verb."""
 
@@ -225,6 +229,44 @@ def check_health(engine):
 def check_integrity(engine):
     with in_flight(engine):
         return engine.check_integrity()
+
+
+@scenario(directory=TRACES.name)
+def start_profile(engine):
+    with tempfile.TemporaryDirectory() as directory:
+        for wrong, match in (
+            (dict(), "start_profile: directory=None .*EngineConfig.profiler_dir=...."),
+            (dict(directory=__file__), "start_profile: directory='.*scenarios.py' is not allowed: .* can write to"),
+            (dict(directory=directory, num_steps=0), "start_profile: num_steps=0"),
+        ):
+            with pytest.raises(RequestError, match=match):
+                engine.start_profile(**wrong)
+        engine.start_profile(directory, num_steps=3)
+        with pytest.raises(LifecycleError, match="start_profile: a profile is running .*call stop_profile"):
+            engine.start_profile(directory)
+        last_of(engine, "hello", SHORT)
+        paths = engine.stop_profile()
+        assert sorted(map(Path, paths)) == sorted(Path(directory).iterdir())
+        return max(steps_in(path) for path in paths)
+
+
+@scenario()
+def stop_profile(engine):
+    with pytest.raises(LifecycleError, match="stop_profile: no profile is running"):
+        engine.stop_profile()
+    with tempfile.TemporaryDirectory() as directory:
+        engine.start_profile(Path(directory) / "made", with_stack=True, record_shapes=True, profile_memory=True)
+        last_of(engine, "hello", SHORT)
+        found = max(steps_in(path) for path in engine.stop_profile())
+    with pytest.raises(LifecycleError, match="stop_profile: no profile is running"):
+        engine.stop_profile()
+    return found >= 12
+
+
+def steps_in(path):
+    """Steps that a trace shows."""
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    return sum(event["name"].startswith("step ") for event in events if event.get("cat") == "user_annotation")
 
 
 @scenario()

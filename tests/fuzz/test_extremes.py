@@ -76,6 +76,7 @@ CONFIG_EXTREMES = {
     "stream_interval": [1, 7, 2**40, 0],
     "log_stats": [True, False],
     "otlp_traces_endpoint": ["", "grpc://nowhere", 7],
+    "profiler_dir": ["", "/nowhere", 7],
     "log_interval": [1e-9, 1e9, 0.0, math.nan],
     "step_deadline": [None, 600.0, 1e12, math.inf, 0.0, math.nan],
     "tokenizer": ["/nowhere", ""],

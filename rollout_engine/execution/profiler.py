@@ -1,0 +1,137 @@
+"""Profiles of the process that runs the model: torch's profiler, and a Chrome trace on disk."""
+
+import itertools
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from torch.profiler import profile, record_function, supported_activities
+
+from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError, refused
+from rollout_engine.messages import SchedulerOutput
+
+logger = logging.getLogger("rollout_engine")
+
+_NOTHING = nullcontext()
+_NUMBERS = itertools.count(1)
+_TURN = threading.Lock()
+"""Held while a profile runs: a process has one profiler."""
+
+
+class Profiler:
+    """Profiles one engine, once at a time. `directory`: where traces go that name no other.
+
+    A trace has every thread of the process, the device's work where there is a device, and a mark around each step.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self._directory = directory
+        self._profile: profile | None = None
+        self._path = Path()
+        self._last_step: int | None = None
+        self._ended: str | RolloutEngineError | None = None
+        """Path of the trace, or why there is none, of a profile that ended by itself."""
+
+    def start(self, directory: str | None, last_step: int | None = None, **options: bool) -> None:
+        """Begin a profile, to end after the step of number `last_step`. Raises as the verb `start_profile`.
+
+        `options`: with_stack, record_shapes and profile_memory, as torch's profiler takes them.
+        """
+        if self._profile is not None:
+            raise LifecycleError(f"start_profile: a profile is running ({self._path}): call stop_profile() first.")
+        path = self._new_file(directory)
+        if not _TURN.acquire(blocking=False):
+            path.unlink()
+            what = "start_profile: another engine of this process is being profiled"
+            raise LifecycleError(f"{what}, and a process has one profiler: call its stop_profile() first.")
+        try:
+            self._profile = _started(options)
+        except BaseException as problem:
+            _TURN.release()
+            path.unlink()
+            if isinstance(problem, RuntimeError):
+                what = f"start_profile: torch's profiler does not start ({problem})"
+                raise LifecycleError(f"{what}: if your own code profiles this process, end that first.") from problem
+            raise
+        self._path, self._last_step, self._ended = path, last_step, None
+
+    def stop(self) -> str:
+        """End the profile and return the path of its trace. Raises as the verb `stop_profile`."""
+        if self._profile is None:
+            ended, self._ended = self._ended, None
+            if ended is None:
+                raise LifecycleError("stop_profile: no profile is running: call start_profile() first.")
+            if isinstance(ended, RolloutEngineError):
+                raise ended
+            return ended
+        running, self._profile = self._profile, None
+        try:
+            running.stop()
+            running.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as problem:
+            raise RolloutEngineError(f"stop_profile: {self._path} cannot be written: {problem}.") from problem
+        finally:
+            _TURN.release()
+        logger.info("trace of a profile: %s", self._path)
+        return str(self._path)
+
+    def mark(self, work: SchedulerOutput) -> AbstractContextManager[object]:
+        """Show in the trace, while there is one, that a step runs inside this block."""
+        if self._profile is None:
+            return _NOTHING
+        num_tokens = sum(row.num_scheduled_tokens for row in work.scheduled)
+        return record_function(f"step {work.step}: {len(work.scheduled)} sequences, {num_tokens} tokens")
+
+    def after_step(self, num_steps: int) -> None:
+        """End the profile if so many steps were what it waited for; `stop` returns its path still."""
+        if self._profile is None or self._last_step is None or num_steps < self._last_step:
+            return
+        try:
+            self._ended = self.stop()
+        except RolloutEngineError as problem:
+            self._ended = problem
+            logger.error("%s", problem)
+
+    def close(self) -> None:
+        """End the profile of an engine that is shut down; its trace is kept."""
+        self._last_step = 0
+        self.after_step(0)
+
+    def _new_file(self, directory: str | None) -> Path:
+        """An empty file of a new name: host, process and time, so that those of many replicas do not clash."""
+        chosen = self._directory if directory is None else directory
+        if not chosen:
+            bound = "a directory that the engine can write to"
+            hint = "Give start_profile(directory), or the engine EngineConfig(profiler_dir=...)."
+            raise _refused(chosen, bound, hint)
+        now = time.strftime("%Y%m%dT%H%M%S")
+        name = f"rollout_engine-{platform.node()}-{os.getpid()}-{now}-{next(_NUMBERS)}.pt.trace.json"
+        path = Path(os.path.abspath(chosen), name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(exist_ok=False)
+        except (OSError, ValueError) as problem:
+            raise _refused(chosen, "a directory that the engine can write to", f"({problem})") from problem
+        return path
+
+
+def _started(options: Mapping[str, bool]) -> profile:
+    from torch._C._profiler import _ExperimentalConfig
+
+    made = profile(
+        **options,
+        activities=supported_activities(),
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),  # any thread may run the next step
+    )
+    made.start()
+    return made
+
+
+def _refused(directory: str | None, bound: str, hint: str) -> RequestError:
+    message = f"start_profile: {refused('directory', directory, bound, hint)}"
+    return RequestError(message, field="directory", value=directory, bound=bound)
