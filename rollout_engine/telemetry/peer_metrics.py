@@ -1,0 +1,73 @@
+"""An engine's metrics under the names that dashboards of vLLM and SGLang read.
+
+Buckets are ours, values are what the name says there; a name whose value an engine does not have is absent.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import Metric
+
+from rollout_engine.metrics import EngineMetrics
+from rollout_engine.telemetry.prometheus import counter, counters, gauge, histogram
+
+
+def vllm_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
+    """Metrics by the names of vLLM's V1 engine, labelled `model_name` and `engine`."""
+    core, requests, labels = metrics.core, metrics.requests, {"model_name": model, "engine": "0"}
+    counts = core.counters
+    for name, text, value in (
+        ("num_requests_running", "Sequences with a place in the batch.", core.num_running),
+        ("num_requests_waiting", "Sequences that wait for a place.", core.num_waiting),
+        ("kv_cache_usage_perc", "KV cache usage, from 0 to 1.", core.cache_usage),
+    ):
+        yield gauge(f"vllm:{name}", text, value, labels)
+    for name, text, value in (
+        ("num_preemptions", "Running sequences that lost their blocks.", counts.num_preemptions),
+        ("prompt_tokens", "Prompt tokens of requests that ended, cached ones too.", requests.prompt_tokens.sum),
+        ("generation_tokens", "Tokens sampled.", counts.num_tokens_sampled),
+        ("prefix_cache_queries", "Tokens looked up in the prefix cache.", counts.num_looked_up_tokens),
+        ("prefix_cache_hits", "Those of them found there.", counts.num_cached_tokens),
+    ):
+        yield counter(f"vllm:{name}", text, value, labels)
+    yield counters("vllm:request_success", "Samples that ended.", "finished_reason", requests.finished, labels)
+    for name, text, values in (
+        ("time_to_first_token_seconds", "From arrival.", requests.time_to_first_token_seconds),
+        ("inter_token_latency_seconds", "Between two tokens of a sample.", requests.inter_token_seconds),
+        ("e2e_request_latency_seconds", "From arrival to the end.", requests.request_seconds),
+        ("request_queue_time_seconds", "From arrival to the first step.", requests.queue_seconds),
+        ("request_prompt_tokens", "Prompt tokens of a request.", requests.prompt_tokens),
+        ("request_generation_tokens", "Sampled tokens of a request.", requests.generation_tokens),
+    ):
+        yield histogram(f"vllm:{name}", text, values, labels)
+
+
+def sglang_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
+    """Metrics by SGLang's names, labelled `model_name` and `engine_type`."""
+    core, requests, labels = metrics.core, metrics.requests, {"model_name": model, "engine_type": "unified"}
+    counts = core.counters
+    for name, text, value in (
+        ("num_running_reqs", "Sequences with a place in the batch.", core.num_running),
+        ("num_queue_reqs", "Sequences that wait for a place.", core.num_waiting),
+        ("token_usage", "KV cache usage, from 0 to 1.", core.cache_usage),
+        (
+            "cache_hit_rate",
+            "Tokens found in the prefix cache / tokens looked up, since start.",
+            counts.num_cached_tokens / max(counts.num_looked_up_tokens, 1),
+        ),
+    ):
+        yield gauge(f"sglang:{name}", text, value, labels)
+    for name, text, value in (
+        ("prompt_tokens", "Prompt tokens of requests that ended, cached ones too.", requests.prompt_tokens.sum),
+        ("generation_tokens", "Tokens sampled.", counts.num_tokens_sampled),
+        ("cached_tokens", "Tokens found in the prefix cache.", counts.num_cached_tokens),
+        ("num_requests", "Requests that ended.", requests.request_seconds.count),
+        ("num_aborted_requests", "Samples that were aborted.", requests.finished["abort"]),
+    ):
+        yield counter(f"sglang:{name}", text, value, labels)
+    for name, text, values in (
+        ("time_to_first_token_seconds", "From arrival.", requests.time_to_first_token_seconds),
+        ("inter_token_latency_seconds", "Between two tokens of a sample.", requests.inter_token_seconds),
+        ("e2e_request_latency_seconds", "From arrival to the end.", requests.request_seconds),
+        ("queue_time_seconds", "From arrival to the first step.", requests.queue_seconds),
+    ):
+        yield histogram(f"sglang:{name}", text, values, labels)

@@ -1,0 +1,129 @@
+"""An engine's metrics as families of Prometheus."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from rollout_engine.metrics import EngineMetrics, Histogram
+
+Labels = Mapping[str, str]
+
+
+class MetricsCollector(Collector):
+    """Gives a registry the families of the moment of a scrape."""
+
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
+
+    def describe(self) -> list[Metric]:
+        return []  # several engines may register the same names, under labels of their own
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families()
+
+
+def as_text(families: Iterable[Metric]) -> bytes:
+    """Families in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(lambda: families))
+    return generate_latest(registry)
+
+
+def own_families(metrics: EngineMetrics, labels: Labels) -> Iterator[Metric]:
+    """The metrics under this library's names, `rollout_engine_*`."""
+    for name, text, value in _gauges(metrics):
+        yield gauge(f"rollout_engine_{name}", text, value, labels)
+    for name, text, value in _counters(metrics):
+        yield counter(f"rollout_engine_{name}", text, value, labels)
+    finished = metrics.requests.finished
+    yield counters("rollout_engine_samples_finished", "Samples that ended.", "finish_reason", finished, labels)
+    for name, text, values in _histograms(metrics):
+        yield histogram(f"rollout_engine_{name}", text, values, labels)
+    failures = metrics.core.counters.updates.failures
+    yield counters("rollout_engine_update_failures", "Weight updates that raised an error.", "error", failures, labels)
+
+
+def gauge(name: str, text: str, value: float, labels: Labels) -> Metric:
+    """A family of one value that goes up and down."""
+    family = GaugeMetricFamily(name, text, labels=[*labels])
+    family.add_metric([*labels.values()], value)
+    return family
+
+
+def counter(name: str, text: str, value: float, labels: Labels) -> Metric:
+    """A family of one value that only grows; `_total` is added to its name."""
+    family = CounterMetricFamily(name, text, labels=[*labels])
+    family.add_metric([*labels.values()], value)
+    return family
+
+
+def counters(name: str, text: str, key: str, values: Mapping[str, float], labels: Labels) -> Metric:
+    """A family of values that only grow, told apart by the label `key`; `_total` is added to its name."""
+    family = CounterMetricFamily(name, text, labels=[*labels, key])
+    for each, value in values.items():
+        family.add_metric([*labels.values(), each], value)
+    return family
+
+
+def histogram(name: str, text: str, values: Histogram, labels: Labels) -> Metric:
+    """A family of one histogram."""
+    family = HistogramMetricFamily(name, text, labels=[*labels])
+    family.add_metric([*labels.values()], _buckets(values), values.sum)
+    return family
+
+
+def _gauges(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
+    core = metrics.core
+    return [
+        ("requests_unfinished", "Requests that have not ended.", core.num_requests),
+        ("sequences_running", "Sequences with a place in the batch.", core.num_running),
+        ("sequences_waiting", "Sequences that wait for a place.", core.num_waiting),
+        ("kv_cache_usage_ratio", "KV blocks referenced by live requests / all blocks.", core.cache_usage),
+        ("policy_version", "Version of the live weights.", core.policy_version),
+        ("running", "1 where requests may compute, 0 while paused, asleep or dirty.", core.state == "RUNNING"),
+    ]
+
+
+def _counters(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
+    core, requests = metrics.core.counters, metrics.requests
+    return [
+        ("steps", "Steps of the engine.", core.num_steps),
+        ("steps_failed", "Steps in which the executor raised.", core.num_failed_steps),
+        ("tokens_computed", "Tokens put through the model.", core.num_tokens_computed),
+        ("prompt_tokens_computed", "Prompt tokens put through the model.", core.num_prompt_tokens_computed),
+        ("tokens_sampled", "Tokens sampled.", core.num_tokens_sampled),
+        ("tokens_recomputed", "Tokens computed again, after their KV was given up.", core.num_recomputed_tokens),
+        ("tokens_looked_up", "Tokens of sequences looked up in the prefix cache.", core.num_looked_up_tokens),
+        ("tokens_cached", "Those of them found there, under the live version.", core.num_cached_tokens),
+        ("tokens_surplus", "Tokens computed past an end that was not known yet.", core.num_surplus_tokens),
+        ("preemptions", "Running sequences that lost their blocks.", core.num_preemptions),
+        ("update_bytes", "Bytes of the weights that complete updates brought.", core.updates.num_bytes),
+        ("samples_dropped", "Samples not returned because enough others had ended.", requests.dropped_samples),
+        ("groups_regenerated", "Groups that a collector started again.", requests.regenerated_groups),
+    ]
+
+
+def _histograms(metrics: EngineMetrics) -> list[tuple[str, str, Histogram]]:
+    requests, core = metrics.requests, metrics.core.counters
+    return [
+        ("queue_seconds", "From arrival to the first step.", requests.queue_seconds),
+        ("time_to_first_token_seconds", "From arrival.", requests.time_to_first_token_seconds),
+        ("inter_token_seconds", "Between steps that brought a request tokens.", requests.inter_token_seconds),
+        ("request_seconds", "From arrival to the end of the last sample.", requests.request_seconds),
+        ("request_prompt_tokens", "Prompt tokens of a request.", requests.prompt_tokens),
+        ("request_generation_tokens", "Sampled tokens of a request.", requests.generation_tokens),
+        ("staleness_versions", "Live version - oldest of a sample, at its end.", requests.staleness),
+        ("rollout_staleness_versions", "The same when a rollout is handed out.", requests.rollout_staleness),
+        ("pause_seconds", "From a pause's call until it was complete.", core.pause_seconds),
+        ("update_seconds", "Complete weight updates.", core.updates.seconds),
+        ("update_stall_seconds", "How long steps stood still for one.", core.updates.stall_seconds),
+    ]
+
+
+def _buckets(values: Histogram) -> list[tuple[str, float]]:
+    names = [str(bound) for bound in values.bounds] + ["+Inf"]
+    return list(zip(names, accumulate(values.counts), strict=True))
