@@ -113,7 +113,6 @@ class EngineDriver:
             self.work = None
         outputs.start_time = start
         self.deliver(outputs)
-        self.executor.profiler.after_step(self.core.stats.num_steps)
         if self._pieces:
             self._run_piece(self._pieces.pop())
         if self._waiting:

@@ -325,8 +325,9 @@ def check_integrity(driver: EngineDriver, *, timeout: float | None = None) -> No
 
 
 def _prepare_profile(directory: object, **options: Any) -> Arguments:
-    is_path = isinstance(directory, str | os.PathLike) and directory
-    return {"directory": os.path.abspath(directory) if is_path else directory, **options}
+    if directory and isinstance(directory, str | os.PathLike):
+        directory = os.path.abspath(directory)  # here: the engine's process may be in another directory
+    return {"directory": directory, **options}
 
 
 @VERBS.add(prepare=_prepare_profile, combine=combine.nothing, needs_all=True)
@@ -357,9 +358,8 @@ def start_profile(
     """
     if num_steps is not None and num_steps < 1:
         raise RequestError(f"start_profile: {refused('num_steps', num_steps, 'at least 1')}", field="num_steps")
-    last_step = None if num_steps is None else driver.core.stats.num_steps + num_steps
     options = {"with_stack": with_stack, "record_shapes": record_shapes, "profile_memory": profile_memory}
-    driver.executor.start_profile(directory, last_step, **options)
+    driver.executor.start_profile(directory, num_steps, **options)
 
 
 @VERBS.add(combine=combine.end_to_end)

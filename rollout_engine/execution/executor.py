@@ -113,10 +113,10 @@ class InlineExecutor:
         self._wait_until_idle()
         return [self.worker.apply_model(fn)]
 
-    def start_profile(self, directory: str | None, last_step: int | None, **options: bool) -> None:
+    def start_profile(self, directory: str | None, num_steps: int | None, **options: bool) -> None:
         """Begin a profile between two steps. Raises as `Profiler.start`."""
         self._wait_until_idle()
-        self.profiler.start(directory, last_step, **options)
+        self.profiler.start(directory, num_steps, **options)
 
     def stop_profile(self) -> list[str]:
         """End the profile between two steps: the paths of its traces, one per rank. Raises as `Profiler.stop`."""

@@ -6,8 +6,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from torch.profiler import profile, record_function, supported_activities
@@ -33,12 +33,12 @@ class Profiler:
         self._directory = directory
         self._profile: profile | None = None
         self._path = Path()
-        self._last_step: int | None = None
+        self._num_left: int | None = None
         self._ended: str | RolloutEngineError | None = None
         """Path of the trace, or why there is none, of a profile that ended by itself."""
 
-    def start(self, directory: str | None, last_step: int | None = None, **options: bool) -> None:
-        """Begin a profile, to end after the step of number `last_step`. Raises as the verb `start_profile`.
+    def start(self, directory: str | None, num_steps: int | None = None, **options: bool) -> None:
+        """Begin a profile, to end by itself after `num_steps`. Raises as the verb `start_profile`.
 
         `options`: with_stack, record_shapes and profile_memory, as torch's profiler takes them.
         """
@@ -58,7 +58,7 @@ class Profiler:
                 what = f"start_profile: torch's profiler does not start ({problem})"
                 raise LifecycleError(f"{what}: if your own code profiles this process, end that first.") from problem
             raise
-        self._path, self._last_step, self._ended = path, last_step, None
+        self._path, self._num_left, self._ended = path, num_steps, None
 
     def stop(self) -> str:
         """End the profile and return the path of its trace. Raises as the verb `stop_profile`."""
@@ -82,25 +82,30 @@ class Profiler:
 
     def mark(self, work: SchedulerOutput) -> AbstractContextManager[object]:
         """Show in the trace, while there is one, that a step runs inside this block."""
-        if self._profile is None:
-            return _NOTHING
-        num_tokens = sum(row.num_scheduled_tokens for row in work.scheduled)
-        return record_function(f"step {work.step}: {len(work.scheduled)} sequences, {num_tokens} tokens")
+        return _NOTHING if self._profile is None or not work.scheduled else self._marked(work)
 
-    def after_step(self, num_steps: int) -> None:
-        """End the profile if so many steps were what it waited for; `stop` returns its path still."""
-        if self._profile is None or self._last_step is None or num_steps < self._last_step:
-            return
+    def close(self) -> None:
+        """End the profile of an engine that is shut down; its trace is kept."""
+        if self._profile is not None:
+            self._end()
+
+    @contextmanager
+    def _marked(self, work: SchedulerOutput) -> Iterator[None]:
+        num_tokens = sum(row.num_scheduled_tokens for row in work.scheduled)
+        with record_function(f"step {work.step}: {len(work.scheduled)} sequences, {num_tokens} tokens"):
+            yield
+        if self._num_left is not None:
+            self._num_left -= 1
+            if self._num_left == 0:
+                self._end()
+
+    def _end(self) -> None:
+        """End the profile unasked; `stop` returns its path still, or raises why there is none."""
         try:
             self._ended = self.stop()
         except RolloutEngineError as problem:
             self._ended = problem
             logger.error("%s", problem)
-
-    def close(self) -> None:
-        """End the profile of an engine that is shut down; its trace is kept."""
-        self._last_step = 0
-        self.after_step(0)
 
     def _new_file(self, directory: str | None) -> Path:
         """An empty file of a new name: host, process and time, so that those of many replicas do not clash."""
