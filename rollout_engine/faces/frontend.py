@@ -82,7 +82,10 @@ class Frontend:
 
         Raises `ConfigError` when they cannot be served.
         """
-        loggers, spans = all_loggers(stat_loggers, log_line=config.log_stats), spans_to(config.otlp_traces_endpoint)
+        loggers, spans = (
+            all_loggers(stat_loggers, log_line=config.log_stats),
+            spans_to(config.otlp_traces_endpoint, config.model),
+        )
         codecs: list[TextCodec | None] = []
         try:
             client = start(config, lambda: codecs.append(TextCodec.from_config(config)))
@@ -100,7 +103,7 @@ class Frontend:
         """Stand on a client that exists, of any engine. Ends the client where its tokenizer cannot be loaded."""
         config = client.info.config
         try:
-            return cls(client, TextCodec.from_config(config), spans=spans_to(config.otlp_traces_endpoint))
+            return cls(client, TextCodec.from_config(config), spans=spans_to(config.otlp_traces_endpoint, config.model))
         except BaseException:
             client.shutdown()
             raise

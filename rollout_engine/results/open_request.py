@@ -35,6 +35,7 @@ class OpenRequest:
         """Indexes of samples that changed since the last `render`."""
         self.seed = request.seed
         """Sequence seed of sample 0."""
+        self.params = params
         self._num_kept = num_kept
         self._kept: set[int] = set()
         """Indexes of the samples to return, where not all are."""

@@ -66,9 +66,12 @@ class Spans:
 
 
 class OpenTelemetrySpans(Spans):
-    """Records spans with a `TracerProvider` of the OpenTelemetry SDK, which `close` shuts down."""
+    """Records spans with a `TracerProvider` of the OpenTelemetry SDK, which `close` shuts down.
 
-    def __init__(self, provider: Any) -> None:
+    Those of requests have the attributes of OpenTelemetry's conventions for generative AI. `model`: name of the model.
+    """
+
+    def __init__(self, provider: Any, model: str = "") -> None:
         from opentelemetry.context import Context
         from opentelemetry.trace import StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -76,7 +79,7 @@ class OpenTelemetrySpans(Spans):
         super().__init__()
         self._provider, self._tracer = provider, provider.get_tracer("rollout_engine")
         self._extract, self._no_context = TraceContextTextMapPropagator().extract, Context()
-        self._failed = StatusCode.ERROR
+        self._failed, self._model = StatusCode.ERROR, model
         self._has_failed = False
 
     def request(self, request: OpenRequest, error: BaseException | None) -> None:
@@ -95,7 +98,7 @@ class OpenTelemetrySpans(Spans):
             "rollout_engine.request",
             context=self._extract(headers, self._no_context),
             start_time=_nanoseconds(metrics.arrival_time + to_epoch),
-            attributes=_attributes(request),
+            attributes=_attributes(request, self._model),
         )
         for event, at in (("scheduled", metrics.scheduled_time), ("first_token", metrics.first_token_time)):
             if at is not None:
@@ -118,7 +121,7 @@ class OpenTelemetrySpans(Spans):
         """Do nothing: trace headers are used."""
 
 
-def spans_to(endpoint: str | None) -> Spans:
+def spans_to(endpoint: str | None, model: str = "") -> Spans:
     """Send spans to an OTLP/HTTP collector in batches, from a thread. Raises `ConfigError` without the extra.
 
     The service is called OTEL_SERVICE_NAME, or "rollout-engine".
@@ -136,15 +139,34 @@ def spans_to(endpoint: str | None) -> Spans:
     service = os.environ.get("OTEL_SERVICE_NAME", "rollout-engine")
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS)))
-    return OpenTelemetrySpans(provider)
+    return OpenTelemetrySpans(provider, model)
 
 
-def _attributes(request: OpenRequest) -> dict[str, Any]:
+def _attributes(request: OpenRequest, model: str) -> dict[str, Any]:
     versions: set[int] = set().union(*(sample.policy_versions for sample in request.samples))
+    params = request.params
+    asked: dict[str, Any] = {
+        "model": model or None,
+        "choice.count": params.n,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or None,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "seed": params.seed if (params.seed or 0) < 2**63 else None,  # an attribute has 64 bits, one for the sign
+        "stop_sequences": params.stop or None,
+    }
     return {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "rollout_engine",
+        **{f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None},
+        "gen_ai.response.id": request.request_id,
+        **({"gen_ai.response.model": model} if model else {}),
         "gen_ai.usage.input_tokens": request.num_prompt_tokens,
         "gen_ai.usage.output_tokens": sum(sample.num_tokens for sample in request.samples),
         "gen_ai.response.finish_reasons": [sample.finish_reason or "abort" for sample in request.samples],
+        "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
         "rollout_engine.request_id": request.request_id,
         "rollout_engine.num_cached_tokens": request.num_cached_tokens,
         "rollout_engine.policy_versions": sorted(versions),

@@ -34,7 +34,7 @@ def provider(exporter):
 
 @pytest.fixture
 def engine(make_engine, provider):
-    return make_engine(spans=OpenTelemetrySpans(provider))
+    return make_engine(spans=OpenTelemetrySpans(provider, "org/model"))
 
 
 def greedy(max_tokens, **changes):
@@ -50,6 +50,18 @@ def test_a_request_is_one_span_from_arrival_to_its_end(engine, exporter, drain):
     (span,) = exporter.get_finished_spans()
     assert span.name == "rollout_engine.request" and span.parent is None
     assert dict(span.attributes) == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "rollout_engine",
+        "gen_ai.request.model": "org/model",
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.temperature": 1.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.response.id": "a",
+        "gen_ai.response.model": "org/model",
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.input_tokens": 3,
         "gen_ai.usage.output_tokens": 8,
         "gen_ai.response.finish_reasons": ("length", "length"),
@@ -62,6 +74,19 @@ def test_a_request_is_one_span_from_arrival_to_its_end(engine, exporter, drain):
     times = (timings.scheduled_time, timings.first_token_time, timings.finished_time)
     assert since == pytest.approx([(at - timings.arrival_time) * 1e9 for at in times], abs=2_000)
     assert span.status.status_code is StatusCode.UNSET
+
+
+def test_a_span_has_the_settings_that_its_request_gave(engine, exporter, drain):
+    for seed in (7, 2**64 - 1):
+        engine.add_request(f"{seed}", [7], SamplingParams(max_tokens=1, top_k=5, seed=seed, temperature=0.5))
+    drain(engine)
+    small, large = ({k.removeprefix("gen_ai.request."): v for k, v in s.attributes.items()} for s in finished(exporter))
+    assert (small["top_k"], small["seed"], small["temperature"]) == (5, 7, 0.5)
+    assert "seed" not in large  # attributes of integers have 63 bits
+
+
+def finished(exporter):
+    return sorted(exporter.get_finished_spans(), key=lambda span: len(span.attributes["rollout_engine.request_id"]))
 
 
 def test_trace_headers_make_it_part_of_the_callers_trace(engine, exporter, drain):
