@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -16,11 +15,10 @@ from rollout_engine.serve.access import Guard
 from rollout_engine.serve.bodies import read_body
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
+from rollout_engine.serve.request_log import REQUEST_ID, logger
 from rollout_engine.serve.route import Asked, Dialect, Events, Reply, Route
 from rollout_engine.serve.routes import ROUTES
 from rollout_engine.serve.served import Served
-
-logger = logging.getLogger("rollout_engine.serve")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -94,14 +92,17 @@ class _Exchange:
         self._watcher: asyncio.Task[None] | None = None
 
     async def answer(self) -> None:
+        token = REQUEST_ID.set(self._request_id)
         try:
             reply = await self._reply()
         except asyncio.CancelledError:
             if not self._is_gone:
                 raise
-            return
+            reply = None
         except Exception as problem:
             reply = self._problem(problem)
+        finally:
+            REQUEST_ID.reset(token)
         if isinstance(reply, Reply):
             await self._write(reply)
 

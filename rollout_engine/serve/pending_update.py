@@ -1,6 +1,5 @@
 """The next weights, as they come over HTTP: gathered beside the engine, and committed whole or not at all."""
 
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -13,10 +12,9 @@ from rollout_engine.errors import LifecycleError, ManifestMismatchError, Request
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.serve.plain_group import PlainGroup
+from rollout_engine.serve.request_log import logger
 from rollout_engine.threads import run_in_thread
 from sync.manifest import TensorSpec, check_distinct, first_names
-
-logger = logging.getLogger("rollout_engine.serve")
 
 _MOST_TIMES = 2
 """Bytes that may gather, in times of the live weights: a float32 trainer of a bfloat16 engine sends twice as many."""

@@ -5,7 +5,7 @@ The application, the test of who may call what, and docs/server.md come from it.
 
 from typing import Any
 
-from rollout_engine.serve import health
+from rollout_engine.serve import health, telemetry
 from rollout_engine.serve.openai import chat, completions, models
 from rollout_engine.serve.route import Access, Dialect, Handler, Route
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
@@ -31,6 +31,11 @@ ROUTES: tuple[Route, ...] = (
     _row("GET POST", "/ping", "vllm", "anyone", health.health),
     _row("GET", "/liveness", "vllm", "anyone", health.health),
     _row("GET", "/health_generate", "sglang", "client", health.health_generate, "check_health"),
+
+    _row("GET", "/metrics", "openai", "client", telemetry.metrics, "get_metrics"),
+    _row("POST", "/start_profile", "sglang", "admin", telemetry.start_profile, "start_profile",
+         body=telemetry.ProfileBody),
+    _row("POST", "/stop_profile", "sglang", "admin", telemetry.stop_profile, "stop_profile"),
 
     _row("GET", "/v1/models", "openai", "client", models.list_models),
     _row("POST", "/v1/completions", "openai", "client", completions.create, "generate",

@@ -29,7 +29,7 @@ def vllm_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
         ("prefix_cache_hits", "Those of them found there.", counts.num_cached_tokens),
     ):
         yield counter(f"vllm:{name}", text, value, labels)
-    yield counters("vllm:request_success", "Samples that ended.", "finished_reason", requests.finished, labels)
+    yield counters("vllm:request_success", "Samples that ended.", "finished_reason", requests.finished.items(), labels)
     for name, text, values in (
         ("time_to_first_token_seconds", "From arrival.", requests.time_to_first_token_seconds),
         ("inter_token_latency_seconds", "Between two tokens of a sample.", requests.inter_token_seconds),

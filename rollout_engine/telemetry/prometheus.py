@@ -39,11 +39,11 @@ def own_families(metrics: EngineMetrics, labels: Labels) -> Iterator[Metric]:
         yield gauge(f"rollout_engine_{name}", text, value, labels)
     for name, text, value in _counters(metrics):
         yield counter(f"rollout_engine_{name}", text, value, labels)
-    finished = metrics.requests.finished
+    finished = metrics.requests.finished.items()
     yield counters("rollout_engine_samples_finished", "Samples that ended.", "finish_reason", finished, labels)
     for name, text, values in _histograms(metrics):
         yield histogram(f"rollout_engine_{name}", text, values, labels)
-    failures = metrics.core.counters.updates.failures
+    failures = metrics.core.counters.updates.failures.items()
     yield counters("rollout_engine_update_failures", "Weight updates that raised an error.", "error", failures, labels)
 
 
@@ -61,10 +61,10 @@ def counter(name: str, text: str, value: float, labels: Labels) -> Metric:
     return family
 
 
-def counters(name: str, text: str, key: str, values: Mapping[str, float], labels: Labels) -> Metric:
+def counters(name: str, text: str, key: str, values: Iterable[tuple[str, float]], labels: Labels) -> Metric:
     """A family of values that only grow, told apart by the label `key`; `_total` is added to its name."""
     family = CounterMetricFamily(name, text, labels=[*labels, key])
-    for each, value in values.items():
+    for each, value in values:
         family.add_metric([*labels.values(), each], value)
     return family
 

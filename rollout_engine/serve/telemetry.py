@@ -1,0 +1,96 @@
+"""Metrics for Prometheus, and profiles of the engine."""
+
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from rollout_engine.errors import RequestError
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Asked, Reply
+from rollout_engine.serve.served import Served
+from rollout_engine.telemetry.peer_metrics import sglang_families, vllm_families
+from rollout_engine.telemetry.prometheus import as_text, own_families
+
+_ACTIVITIES = {"CPU", "GPU", "CUDA"}
+
+
+async def metrics(served: Served, asked: Asked) -> Reply:
+    """Metrics for Prometheus: `rollout_engine_*`, and those of `vllm:*` and `sglang:*` that dashboards read."""
+    found, model = await served.engine.get_metrics(), served.model
+    families = [
+        *own_families(found, {"engine": "0"}),
+        *vllm_families(found, model),
+        *sglang_families(found, model),
+    ]
+    return Reply(as_text(families), content_type=CONTENT_TYPE_LATEST)
+
+
+class ProfileBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    output_dir: str | None = None
+    """None: `EngineConfig.profiler_dir`."""
+    num_steps: int | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+    profile_memory: bool | None = None
+    activities: list[str] | None = None
+    start_step: int | None = None
+    profile_by_stage: bool = False
+    profile_stages: list[str] | None = None
+    merge_profiles: bool = False
+    profile_prefix: str | None = None
+    profile_id: str | None = None
+
+
+_REFUSED: dict[str, str] = {
+    "start_step": "a profile begins at once: call when the steps to skip are over",
+    "profile_by_stage": "a step computes prompts and samples together",
+    "profile_stages": "a step computes prompts and samples together",
+    "merge_profiles": "each replica has one trace, and they stay apart",
+    "profile_prefix": "traces are named by host, process and time: give another output_dir",
+    "profile_id": "traces are named by host, process and time: give another output_dir",
+}
+"""Fields that ask for what a profile here does not have, and why."""
+
+
+async def start_profile(served: Served, asked: Asked) -> Reply:
+    """Begin a profile by torch's profiler; with `num_steps` it ends by itself."""
+    body: ProfileBody = asked.body
+    _check(body, on_device=served.engine.frontend.client.info.config.device == "cuda")
+    try:
+        await served.engine.start_profile(
+            body.output_dir,
+            num_steps=body.num_steps,
+            with_stack=bool(body.with_stack),
+            record_shapes=bool(body.record_shapes),
+            profile_memory=bool(body.profile_memory),
+        )
+    except RequestError as problem:
+        if problem.field != "directory":
+            raise
+        message = f"{problem} Over HTTP it is output_dir."
+        raise HttpProblem(400, message, field="output_dir") from problem
+    return Reply({"success": True, "message": "Start profiling."})
+
+
+async def stop_profile(served: Served, asked: Asked) -> Reply:
+    """End the profile and tell where its Chrome traces are, one per replica, on the disk of the engine's machine."""
+    paths = await served.engine.stop_profile()
+    return Reply({"success": True, "message": "Stop profiling.", "traces": paths})
+
+
+def _check(body: ProfileBody, *, on_device: bool) -> None:
+    for name, reason in _REFUSED.items():
+        value: Any = getattr(body, name)
+        if value:
+            raise HttpProblem(400, f"/start_profile: {name}={value!r:.80} cannot be had: {reason}.", field=name)
+    if body.activities is None:
+        return
+    asked = {each.upper() for each in body.activities}
+    missing = {"CPU"} - asked or ({"GPU"} if on_device and not asked & {"GPU", "CUDA"} else set())
+    if missing or not asked <= _ACTIVITIES:
+        has = "the host's work (CPU) and the device's (GPU), both always"
+        message = f"/start_profile: activities={body.activities!r:.80} cannot be had: a trace has {has}. Leave it out."
+        raise HttpProblem(400, message, field="activities")
