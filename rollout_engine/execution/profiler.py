@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from torch.autograd import profiler as autograd_profiler
 from torch.profiler import profile, record_function, supported_activities
 
 from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError, refused
@@ -34,6 +35,7 @@ class Profiler:
         self._profile: profile | None = None
         self._path = Path()
         self._num_left: int | None = None
+        self._started_ns = 0
         self._ended: str | RolloutEngineError | None = None
         """Path of the trace, or why there is none, of a profile that ended by itself."""
 
@@ -51,13 +53,11 @@ class Profiler:
             raise LifecycleError(f"{what}, and a process has one profiler: call its stop_profile() first.")
         try:
             self._profile = _started(options)
-        except BaseException as problem:
+        except BaseException:
             _TURN.release()
             path.unlink()
-            if isinstance(problem, RuntimeError):
-                what = f"start_profile: torch's profiler does not start ({problem})"
-                raise LifecycleError(f"{what}: if your own code profiles this process, end that first.") from problem
             raise
+        self._started_ns = time.time_ns()
         self._path, self._num_left, self._ended = path, num_steps, None
 
     def stop(self) -> str:
@@ -72,6 +72,7 @@ class Profiler:
         running, self._profile = self._profile, None
         try:
             running.stop()
+            self._require_whole(running)
             running.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as problem:
             raise RolloutEngineError(f"stop_profile: {self._path} cannot be written: {problem}.") from problem
@@ -98,6 +99,15 @@ class Profiler:
             self._num_left -= 1
             if self._num_left == 0:
                 self._end()
+
+    def _require_whole(self, ended: profile) -> None:
+        """Raise where another profile of this process began meanwhile: torch ends the first then, without a word."""
+        results = ended.profiler and ended.profiler.kineto_results
+        if results and 0 < results.trace_start_ns() <= self._started_ns:
+            return
+        self._path.unlink()
+        what = "stop_profile: another profile of this process began meanwhile, and took this one's place"
+        raise RolloutEngineError(f"{what}: there is no trace of it. Profile one at a time.")
 
     def _end(self) -> None:
         """End the profile unasked; `stop` returns its path still, or raises why there is none."""
@@ -128,6 +138,9 @@ class Profiler:
 def _started(options: Mapping[str, bool]) -> profile:
     from torch._C._profiler import _ExperimentalConfig
 
+    if autograd_profiler._is_profiler_enabled:  # torch would end that one without a word
+        what = "start_profile: your own code profiles this process by torch's profiler, of which there is one"
+        raise LifecycleError(f"{what}: end that first, or have the engine in a process of its own (AsyncLLM).")
     made = profile(
         **options,
         activities=supported_activities(),
