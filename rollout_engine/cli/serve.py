@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help=f"key of clients that generate; also from ${_KEYS['api_key']}")
     parser.add_argument("--admin-key", help=f"key for control and weights; also from ${_KEYS['admin_key']}")
     parser.add_argument("--served-model-name", help="name that clients give (the model's path or id)")
+    parser.add_argument("--return-tokens-as-token-ids", action="store_true", help='log-probs name tokens "token_id:7"')
     parser.add_argument("--logprobs-mode", default="tempered", help="tempered, processed or raw (tempered)")
     parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
     add_overrides(parser)
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         served_model_name=arguments.served_model_name,
         allowed_origins=arguments.allowed_origins,
         logprobs_mode=arguments.logprobs_mode,
+        return_tokens_as_token_ids=arguments.return_tokens_as_token_ids,
         **keys,
     )
     engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)

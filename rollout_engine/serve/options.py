@@ -37,6 +37,9 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     logprobs_mode: LogprobsMode = "tempered"
     """Of requests that name none (`SamplingParams.logprobs_mode`). Trainers that read vLLM's expect "processed", which
     is the same as long as nothing truncates or penalises the distribution."""
+    return_tokens_as_token_ids: bool = False
+    """Whether log-probs name tokens as "token_id:7" in requests that do not say. Clients that rebuild ids from
+    log-probs want it, since texts of tokens are not unique."""
     max_body_bytes: Positive = 32 << 20
     """Longest body of a request, but for those that bring weights."""
     max_weight_bytes: Positive = 64 << 30

@@ -49,6 +49,10 @@ class Served:
             raise HttpProblem(400, "This engine has no tokenizer (skip_tokenizer_init=True): use token ids.")
         return codec
 
+    def names_token_ids(self, asked: bool | None) -> bool:
+        """Whether log-probs name tokens by their ids. None: the server's own way."""
+        return self.options.return_tokens_as_token_ids if asked is None else asked
+
     @property
     def num_open(self) -> int:
         """Requests of clients that have not ended."""

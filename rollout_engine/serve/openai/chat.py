@@ -140,7 +140,7 @@ class _Call:
         return choice
 
     def _common(self, sample: CompletionOutput, has_calls: bool) -> dict[str, Any]:
-        as_ids = bool(self._body.return_tokens_as_token_ids)
+        as_ids = self._served.names_token_ids(self._body.return_tokens_as_token_ids)
         return {
             "index": sample.index,
             "logprobs": chat_logprobs(self._served, sample, as_ids=as_ids) if self._body.logprobs else None,

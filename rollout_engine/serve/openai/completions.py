@@ -143,7 +143,10 @@ class _Call:
             prompt = output if echoes else None
             counted = None if self._is_scoring else sample
             choice["logprobs"] = text_logprobs(
-                served, prompt, counted, as_ids=bool(body.return_tokens_as_token_ids), width=body.logprobs
+                served,
+                prompt,
+                counted,
+                as_ids=served.names_token_ids(body.return_tokens_as_token_ids),
             )
         if body.return_token_ids:
             choice["token_ids"] = token_ids

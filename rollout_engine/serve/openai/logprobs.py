@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from rollout_engine.outputs import CompletionOutput, RequestOutput
+from rollout_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rollout_engine.serve.served import Served
 
 Texts: TypeAlias = dict[int, str]
@@ -24,11 +24,11 @@ def values_of(logprobs: np.ndarray) -> Any:
 
 
 def text_logprobs(
-    served: Served, prompt: RequestOutput | None, sample: CompletionOutput | None, *, as_ids: bool, width: int
+    served: Served, prompt: RequestOutput | None, sample: CompletionOutput | None, *, as_ids: bool
 ) -> dict[str, Any]:
     """The legacy shape of /v1/completions: columns of tokens, their log-probs, the most likely ones, and offsets.
 
-    `prompt`: its tokens come first; its first one has no log-prob. `width`: how many of the most likely ones.
+    `prompt`: its tokens come first; its first one has no log-prob.
     """
     texts = _texts(served, as_ids)
     tokens: list[str] = []
@@ -37,17 +37,17 @@ def text_logprobs(
     if prompt is not None and prompt.prompt_logprobs is not None:
         tokens += [texts[each] for each in prompt.prompt_token_ids]
         values += [None, *values_of(prompt.prompt_logprobs[1:])]
-        top += [None, *_top_dicts(texts, prompt.prompt_token_ids, values, prompt.prompt_top_logprobs, width)[1:]]
+        top += [None, *_top_dicts(texts, prompt.prompt_token_ids, values, prompt.prompt_top_logprobs)[1:]]
     if sample is not None and sample.logprobs is not None:
         own = values_of(sample.logprobs)
         tokens += [texts[each] for each in sample.token_ids]
         values += own
-        top += _top_dicts(texts, sample.token_ids, own, sample.top_logprobs, width)
+        top += _top_dicts(texts, sample.token_ids, own, sample.top_logprobs)
     offsets, length = [], 0
     for token in tokens:
         offsets.append(length)
         length += len(token)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top if width else [], "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 def chat_logprobs(served: Served, sample: CompletionOutput, *, as_ids: bool) -> dict[str, Any]:
@@ -98,23 +98,26 @@ def token_logprobs(sample: CompletionOutput, asked_ids: Sequence[int] = ()) -> d
 
 
 def prompt_logprob_rows(served: Served, output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """vLLM's shape: for each prompt token {token id: {logprob, rank, decoded_token}}; null for the first."""
+    """vLLM's shape: for each prompt token {token id: {logprob, rank, decoded_token}}; null for the first.
+
+    Clients sort by rank. That of a token that is not among the k most likely ones is not known: k + 1 stands for it,
+    and `rank_is_at_least` says so.
+    """
     if output.prompt_logprobs is None:
         return None
     tokenizer = None if served.engine.frontend.inputs.codec is None else served.codec.hf
-    return [
-        None
-        if row is None
-        else {
-            str(token_id): {
-                "logprob": max(each.logprob, _IMPOSSIBLE),
-                "rank": each.rank,
-                "decoded_token": each.decoded_token,
-            }
-            for token_id, each in row.items()
-        }
-        for row in output.prompt_logprob_dicts(tokenizer)
-    ]
+    return [None if row is None else _prompt_row(row) for row in output.prompt_logprob_dicts(tokenizer)]
+
+
+def _prompt_row(row: dict[int, Logprob]) -> dict[str, Any]:
+    beyond = sum(each.rank is not None for each in row.values()) + 1
+    made = {}
+    for token_id, each in row.items():
+        logprob = max(each.logprob, _IMPOSSIBLE)
+        made[str(token_id)] = {"logprob": logprob, "rank": each.rank or beyond, "decoded_token": each.decoded_token}
+        if each.rank is None:
+            made[str(token_id)]["rank_is_at_least"] = beyond
+    return made
 
 
 def _entry(texts: Texts, token_id: int, value: float) -> dict[str, Any]:
@@ -131,11 +134,10 @@ def _top_dicts(
     token_ids: list[int],
     values: list[Any],
     top: tuple[np.ndarray, np.ndarray] | None,
-    width: int,
 ) -> list[dict[str, float] | None]:
     """For each token the most likely ones by their texts, itself included."""
     if top is None:
-        return [{texts[token_id]: value} for token_id, value in zip(token_ids, values, strict=True)] if width else []
+        return [{texts[token_id]: value} for token_id, value in zip(token_ids, values, strict=True)]
     rows: list[dict[str, float] | None] = []
     for token_id, value, ids, logprobs in zip(token_ids, values, top[0].tolist(), values_of(top[1]), strict=True):
         row = {texts[i]: v for i, v in zip(ids, logprobs, strict=True) if i >= 0}

@@ -4,6 +4,10 @@ import numpy as np
 import pytest
 
 from rollout_engine import SamplingParams
+from rollout_engine.serve.app import App
+from rollout_engine.serve.options import ServeOptions
+
+from .conftest import Client
 
 PROMPT = [5, 6, 7]
 
@@ -59,7 +63,7 @@ def test_log_probs_of_the_prompt_have_vllms_shape(client):
     assert first is None
     for token_id, row in zip(PROMPT[1:], rows, strict=True):
         assert str(token_id) in row and len(row) in (2, 3)
-        assert {"logprob", "rank", "decoded_token"} == set(row[str(token_id)])
+        assert {"logprob", "rank", "decoded_token"} == set(row[str(token_id)]) - {"rank_is_at_least"}
 
 
 @pytest.mark.parametrize(
@@ -85,3 +89,20 @@ def test_fields_that_ask_for_nothing_are_taken(client):
 
 def test_another_model_is_not_here(client):
     assert "'other'" in client.problem("/v1/completions", {"prompt": "x", "model": "other"}, status=404)["message"]
+
+
+def test_a_token_that_is_not_among_the_likely_ones_has_a_rank_behind_them(client):
+    [choice] = client.post("/v1/completions", {"prompt": [5, 250, 7], "max_tokens": 1, "prompt_logprobs": 1})["choices"]
+    for token_id, row in zip((250, 7), choice["prompt_logprobs"][1:], strict=True):
+        actual = row[str(token_id)]
+        assert sorted(each["rank"] for each in row.values()) == [1, 2][: len(row)]
+        assert actual.get("rank_is_at_least") == (2 if len(row) == 2 else None)
+
+
+def test_without_likely_tokens_each_position_has_its_own(policy):
+    client = Client(App(policy, ServeOptions(return_tokens_as_token_ids=True)))
+    body = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
+    [choice] = client.post("/v1/completions", body)["choices"]
+    found, names = choice["logprobs"], [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert found["tokens"] == names
+    assert found["top_logprobs"] == [{k: v} for k, v in zip(names, found["token_logprobs"], strict=True)]
