@@ -4,9 +4,17 @@ import asyncio
 import itertools
 import threading
 import weakref
+from typing import Protocol
 
 _WAKES = 32
 """Coroutines wakened in one iteration of a loop, so that its other callbacks wait for no more than these."""
+
+
+class Wakeable(Protocol):
+    """Something that a coroutine waits for, such as an `asyncio.Event`."""
+
+    def set(self) -> None:
+        """Let the coroutine go on; called on its loop."""
 
 
 class LoopWaker:
@@ -16,7 +24,7 @@ class LoopWaker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
-        self._waiting: dict[asyncio.Event, None] = {}
+        self._waiting: dict[Wakeable, None] = {}
         self._lock = threading.Lock()
         self._scheduled = False
 
@@ -26,7 +34,7 @@ class LoopWaker:
         waker = cls._of.get(loop)
         return cls._of.setdefault(loop, cls(loop)) if waker is None else waker
 
-    def wake(self, event: asyncio.Event) -> bool:
+    def wake(self, event: Wakeable) -> bool:
         """Set an event of the loop soon. False: the loop is closed, and nobody waits for its events any more."""
         loop = self._loop()
         if loop is None or loop.is_closed():

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.access import Guard
 from rollout_engine.serve.bodies import read_body
+from rollout_engine.serve.http_protocol import TRANSPORT
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
 from rollout_engine.serve.request_log import REQUEST_ID, logger
@@ -27,8 +29,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _MAX_ID_CHARS = 200
 _ID_ROOT, _IDS = uuid.uuid4().hex[:16], itertools.count(1)
-_QUICK_SECONDS = 0.02
-"""For what takes less, nobody watches whether the client is there still."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -89,7 +89,6 @@ class _Exchange:
         self._request_id = given if is_usable else f"{_ID_ROOT}{next(_IDS):x}"
         self._has_begun = self._is_gone = False
         """Whether the response has begun; whether the client has left."""
-        self._watcher: asyncio.Task[None] | None = None
 
     async def answer(self) -> None:
         token = REQUEST_ID.set(self._request_id)
@@ -117,25 +116,39 @@ class _Exchange:
         asked = Asked(
             read_body(route, data, self._scope["query_string"].decode("latin-1")), self._headers, self._request_id
         )
-        watch = asyncio.get_running_loop().call_later(_QUICK_SECONDS, self._watch, asyncio.current_task())
-        try:
+        del data  # a stream may be open for long
+        with self._cancelled_when_gone():
             reply = await route.handler(self._served, asked)
             if isinstance(reply, Events):
                 await self._write_events(reply)
                 return None
-        finally:
-            watch.cancel()
-            if self._watcher is not None:
-                self._watcher.cancel()
         return reply
 
-    def _watch(self, task: "asyncio.Task[Any] | None") -> None:
+    @contextmanager
+    def _cancelled_when_gone(self) -> Iterator[None]:
+        """Cancel this task once the client has left: as our own server tells it, or by asking another one."""
+        task = asyncio.current_task()
         assert task is not None, "a request is answered by a task"
-        self._watcher = asyncio.ensure_future(self._cancel_when_gone(task))
+        transport = self._scope.get("extensions", {}).get(TRANSPORT)
+        if transport is not None:
+            transport.on_leave = lambda: self._leave(task)
+            try:
+                yield
+            finally:
+                transport.on_leave = None
+            return
+        watcher = asyncio.ensure_future(self._watch(task))
+        try:
+            yield
+        finally:
+            watcher.cancel()
 
-    async def _cancel_when_gone(self, task: "asyncio.Task[Any]") -> None:
+    async def _watch(self, task: "asyncio.Task[Any]") -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._leave(task)
+
+    def _leave(self, task: "asyncio.Task[Any]") -> None:
         self._is_gone = True
         task.cancel()
 
@@ -196,11 +209,10 @@ class _Exchange:
                 raise
             self._problem(problem)
             await self._send_event(_encode(problem_body(problem, self._dialect)))
-        await self._send_event(b"[DONE]")
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._send_event(b"[DONE]", is_last=True)
 
-    async def _send_event(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": True})
+    async def _send_event(self, data: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": not is_last})
 
     async def _begin(self, status: int, content_type: str, headers: dict[str, str]) -> None:
         self._has_begun = True

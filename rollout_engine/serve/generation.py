@@ -1,7 +1,6 @@
 """Requests of one HTTP call, read on the event loop."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import repeat
 from typing import Any
@@ -31,8 +30,10 @@ class Generation:
         None: its X-Request-Id.
         """
         self._served, self._asked, self._name = served, asked, name or asked.request_id
-        self._waker, self._event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
-        self._ready: deque[Stream] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._waker = LoopWaker.of(self._loop)
+        self._ready: list[Stream] = []
+        self._waiter: asyncio.Future[None] | None = None
         self._streams: dict[Stream, int] = {}
         self._open: set[Stream] = set()
 
@@ -67,9 +68,8 @@ class Generation:
         """The outputs as they come, each with the index of its prompt. Raises what ended a request."""
         frontend = self._served.engine.frontend
         while self._open:
-            self._event.clear()
             while self._ready:
-                stream = self._ready.popleft()
+                stream = self._ready.pop(0)
                 output = frontend.take(stream) if stream in self._open else None
                 if output is None:
                     continue
@@ -77,12 +77,18 @@ class Generation:
                     self._open.discard(stream)
                 yield self._streams[stream], output
             if self._open:
-                await self._event.wait()
+                self._waiter = self._loop.create_future()
+                await self._waiter
 
     async def results(self) -> list[RequestOutput]:
         """The finished outputs, in the order of the prompts."""
         found = {index: output async for index, output in self.outputs() if output.finished}
         return [found[index] for index in range(len(self._streams))]
+
+    def set(self) -> None:
+        """Go on reading: the loop's waker calls this where streams have become ready."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """Abort what has not ended."""
@@ -104,7 +110,7 @@ class Generation:
 
     def _wake(self, stream: Stream) -> None:
         self._ready.append(stream)
-        self._waker.wake(self._event)
+        self._waker.wake(self)
 
 
 def failed(output: RequestOutput) -> HttpProblem | None:

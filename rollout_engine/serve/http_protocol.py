@@ -4,6 +4,7 @@ What is no request is refused in the shape of every other error. Once a client h
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +14,9 @@ from rollout_engine.serve.problems import HttpProblem, problem_body
 
 _MAX_HEADER_BYTES = 64 << 10
 _HEADER_SECONDS = 30.0
+_CONTINUE = b"HTTP/1.1 100 "
+TRANSPORT = "rollout_engine.transport"
+"""Name of the ASGI extension by which an application finds the `CycleTransport` of a request."""
 _Protocol: Any = object
 """uvicorn's, which is optional: `limited_protocol` puts it there."""
 
@@ -71,6 +75,8 @@ class _Limits(_Protocol):  # type: ignore[misc]
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answering = cycle
+        cycle.transport = CycleTransport(self.transport, cycle.scope["method"])
+        cycle.scope["extensions"] = {TRANSPORT: cycle.transport}
         super()._start_asgi_task(cycle, app)
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -82,6 +88,8 @@ class _Limits(_Protocol):  # type: ignore[misc]
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
+            if self._answering.transport.on_leave is not None:
+                self._answering.transport.on_leave()
 
     def _wait_for_header(self) -> None:
         message = f"The header did not come within {_HEADER_SECONDS:g} seconds."
@@ -102,6 +110,28 @@ class _Limits(_Protocol):  # type: ignore[misc]
                 self.transport.write(_refusal(status, message))
             self.transport.close()
         self._leave()
+
+
+class CycleTransport:
+    """The transport of one request. It sends the head of a response together with the first part of its body."""
+
+    __slots__ = ("_has_head", "_head", "_transport", "close", "is_closing", "on_leave")
+
+    def __init__(self, transport: asyncio.Transport, method: str) -> None:
+        self._transport, self._head = transport, b""
+        self._has_head = method == "HEAD"  # which has no body
+        self.close, self.is_closing = transport.close, transport.is_closing
+        self.on_leave: Callable[[], object] | None = None
+        """Called once the client has left before its answer was complete."""
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep what is a head."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif not self._has_head and not data.startswith(_CONTINUE):
+            self._head, self._has_head = data, True
+            return
+        self._transport.write(data)
 
 
 def _refusal(status: int, message: str) -> bytes:

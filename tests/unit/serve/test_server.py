@@ -2,11 +2,14 @@
 
 import json
 import socket
+import threading
+import time
 
 import httpx2
 import pytest
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.serve import generation
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer
 
@@ -89,6 +92,35 @@ def test_a_client_that_leaves_aborts_its_request(server, policy, behind):
         deadline -= 1
         httpx2.get(f"{server.url}/health")
     assert deadline and server.app.served.num_open == 0
+
+
+def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server, policy, monkeypatch):
+    frontend = server.app.served.engine.frontend
+    add, has_come, may_add, added = frontend.add_requests, *(threading.Event() for _ in range(3))
+
+    def add_late(*arguments, **options):
+        has_come.set()
+        may_add.wait(30)
+        streams = add(*arguments, **options)
+        added.set()
+        return streams
+
+    monkeypatch.setattr(frontend, "add_requests", add_late)
+    monkeypatch.setattr(generation, "_LONG_BYTES", 0)  # from here on prompts are encoded on a thread
+    policy.pause_generation(mode="keep")
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head(len(body)) + body)
+        assert has_come.wait(30)
+    state = server._server.server_state
+    while state.tasks:
+        time.sleep(0.001)
+    may_add.set()
+    assert added.wait(30)
+    while policy.get_num_unfinished_requests():
+        time.sleep(0.001)
+    policy.resume_generation()
 
 
 def test_an_address_in_use_is_named(server, policy):
