@@ -55,6 +55,7 @@ ENGINE_PEERS: Peers = {
         "override_generation_config": "give these settings in SamplingParams",
         "pipeline_parallel_size": _NO_PARALLEL,
         "preemption_mode": "preempted requests are always recomputed; leave it out",
+        "profiler_config": "give profiler_dir, and the rest to start_profile",
         "quantization": _NO_QUANTIZATION,
         "revision": _NO_REVISION,
         "rope_scaling": "edit config.json in a copy of the checkpoint",

@@ -121,9 +121,9 @@ class Profiler:
         """An empty file of a new name: host, process and time, so that those of many replicas do not clash."""
         chosen = self._directory if directory is None else directory
         if not chosen:
-            bound = "a directory that the engine can write to"
-            hint = "Give start_profile(directory), or the engine EngineConfig(profiler_dir=...)."
-            raise _refused(chosen, bound, hint)
+            raise _refused(chosen, "Give start_profile(directory), or the engine EngineConfig(profiler_dir=...).")
+        if directory and not os.path.isabs(directory):  # faces make it so: only a message of another's making is not
+            raise _refused(directory, "Its path must be absolute.")
         now = time.strftime("%Y%m%dT%H%M%S")
         name = f"rollout_engine-{platform.node()}-{os.getpid()}-{now}-{next(_NUMBERS)}.pt.trace.json"
         path = Path(os.path.abspath(chosen), name)
@@ -131,7 +131,7 @@ class Profiler:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(exist_ok=False)
         except (OSError, ValueError) as problem:
-            raise _refused(chosen, "a directory that the engine can write to", f"({problem})") from problem
+            raise _refused(chosen, f"({problem})") from problem
         return path
 
 
@@ -150,6 +150,7 @@ def _started(options: Mapping[str, bool]) -> profile:
     return made
 
 
-def _refused(directory: str | None, bound: str, hint: str) -> RequestError:
+def _refused(directory: str | None, hint: str) -> RequestError:
+    bound = "a directory that the engine can write to"
     message = f"start_profile: {refused('directory', directory, bound, hint)}"
     return RequestError(message, field="directory", value=directory, bound=bound)

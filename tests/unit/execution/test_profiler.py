@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_engine.errors import LifecycleError, RolloutEngineError
+from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.execution.profiler import Profiler
 
 
@@ -33,6 +33,15 @@ def test_traces_of_one_second_have_names_of_their_own(profiler, tmp_path):
         profiler.start(None)
         profiler.stop()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("directory", ["", "relative", "/proc/nowhere", "/" + "x" * 5000, "/a\0b"])
+def test_a_directory_that_cannot_be_written_to_is_refused(profiler, tmp_path, monkeypatch, directory):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match="start_profile: directory=.* must be a directory that the engine can write"):
+        profiler.start(directory)
+    assert not list(tmp_path.iterdir())
+    profiler.start(None)
 
 
 def test_a_second_engine_of_the_process_is_refused_until_the_first_has_ended(profiler, tmp_path):
