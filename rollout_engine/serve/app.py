@@ -28,6 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _MAX_ID_CHARS = 200
+_STOPPED = "The server has stopped before this request had ended: send it elsewhere."
 _ID_ROOT, _IDS = uuid.uuid4().hex[:16], itertools.count(1)
 _encode = msgspec.json.Encoder().encode
 
@@ -95,9 +96,9 @@ class _Exchange:
         try:
             reply = await self._reply()
         except asyncio.CancelledError:
-            if not self._is_gone:
+            if not self._is_gone and not self._served.is_ending:
                 raise
-            reply = None
+            reply = None if self._is_gone or self._has_begun else self._problem(HttpProblem(503, _STOPPED))
         except Exception as problem:
             reply = self._problem(problem)
         finally:
@@ -186,7 +187,7 @@ class _Exchange:
     def _too_long(self, limit: int) -> HttpProblem:
         return HttpProblem(413, f"The body is longer than {limit} bytes.", headers={"connection": "close"})
 
-    def _problem(self, problem: Exception) -> Reply:
+    def _problem(self, problem: BaseException) -> Reply:
         if not isinstance(problem, RolloutEngineError | HttpProblem):
             logger.error("%s %s failed", self._scope["method"], self._scope["path"], exc_info=problem)
         return problem_reply(problem, self._dialect)
@@ -204,9 +205,11 @@ class _Exchange:
                 if not self._has_begun:
                     await self._begin(200, _EVENTS_TYPE, {**reply.headers, "cache-control": "no-cache"})
                 await self._send_event(_encode(event))
-        except Exception as problem:
-            if not self._has_begun:
+        except (Exception, asyncio.CancelledError) as caught:
+            is_cancelled = isinstance(caught, asyncio.CancelledError)
+            if not self._has_begun or (is_cancelled and (self._is_gone or not self._served.is_ending)):
                 raise
+            problem = HttpProblem(503, _STOPPED) if is_cancelled else caught
             self._problem(problem)
             await self._send_event(_encode(problem_body(problem, self._dialect)))
         await self._send_event(b"[DONE]", is_last=True)

@@ -123,6 +123,35 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server,
     policy.resume_generation()
 
 
+def test_requests_that_outlast_a_stopped_server_are_told(policy, caplog):
+    policy.pause_generation(mode="keep")
+    with HttpServer(policy, ServeOptions(port=0, drain_seconds=0.5)) as server, httpx2.Client(timeout=60) as client:
+        url, found = f"{server.url}/v1/completions", []
+        thread = threading.Thread(target=lambda: found.append(client.post(url, json={"prompt": "x"})))
+        thread.start()
+        while not server.app.served.num_open:
+            time.sleep(0.001)
+        server.stop()
+        thread.join()
+    policy.resume_generation()
+    assert found[0].status_code == 503 and "has stopped" in found[0].json()["error"]["message"]
+    assert "Exception in ASGI" not in caplog.text
+
+
+def test_streams_that_outlast_a_stopped_server_end_with_its_error(policy, caplog):
+    body = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "n": 16, "stream": True}
+    with HttpServer(policy, ServeOptions(port=0, drain_seconds=0.5)) as server, httpx2.Client(timeout=60) as client:
+        with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            policy.pause_generation(mode="keep")
+            server.stop()
+            *_, error, done = [line.removeprefix("data: ") for line in lines if line]
+    policy.resume_generation()
+    assert "has stopped" in json.loads(error)["error"]["message"] and done == "[DONE]"
+    assert "Exception in ASGI" not in caplog.text
+
+
 def test_an_address_in_use_is_named(server, policy):
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"port={port} cannot be listened on"):
