@@ -16,7 +16,7 @@ _PATH = "/v1/completions"
 _NUM_CLIENTS, _NUM_PROMPT_TOKENS, _NUM_SAMPLED = 64, 512, 256
 _REQUESTS_EACH = 2
 _NUM_FIRST, _FIRST_PROMPT_TOKENS, _FIRST_SAMPLED = 100, 32, 8
-_NUM_QUICK, _QUICK_PROMPT_TOKENS, _QUICK_SAMPLED = 20_000, 16, 8
+_NUM_QUICK, _QUICK_PROMPT_TOKENS = 20_000, 16
 _NUM_STREAMS = 10_000
 
 
@@ -68,14 +68,15 @@ def first_byte(served: Worker, clients: Worker, prompts: FreshPrompts, rounds: i
 
 
 def requests(instant: Worker, clients: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
-    """Requests a second of 64 clients, whole answers and streams, the median of rounds."""
+    """Requests a second of 64 clients, whole answers of one token and streams of eight, the median of rounds."""
     address = instant.ask("address", answers=True)["answer"]
     found = {}
-    for name, more in {"requests_per_second": {}, "streams_per_second": {"stream": True}}.items():
+    kinds = {"requests_per_second": (1, {}), "streams_per_second": (8, {"stream": True})}
+    for name, (num_sampled, more) in kinds.items():
         rates = []
         for i in range(rounds + 1):
             drawn = prompts.draw(_NUM_QUICK if i else _NUM_QUICK // 10, _QUICK_PROMPT_TOKENS)
-            bodies = [_body(prompt, _QUICK_SAMPLED, **more) for prompt in drawn]
+            bodies = [_body(prompt, num_sampled, **more) for prompt in drawn]
             answer = clients.ask("send", address=address, path=_PATH, bodies=bodies, num_connections=_NUM_CLIENTS)
             rates.append(len(bodies) / answer["answer"]["seconds"])
         found[name] = round(statistics.median(rates[1:]))
