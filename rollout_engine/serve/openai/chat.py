@@ -29,6 +29,7 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tool_choice: Any = None
+    """ "none": the prompt describes the tools all the same, and calls in the answer stay text."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -165,8 +166,6 @@ def _settings(served: Served, body: ChatBody) -> Settings:
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     options = chat_options(body)
-    if body.tool_choice == "none":
-        options.pop("tools", None)
     if body.required_prefix_token_ids is None:
         return {"messages": body.messages, **options, **salt}
     token_ids = prompt_after(served, body.required_prefix_token_ids, body.messages, options)

@@ -135,12 +135,15 @@ def _top_dicts(
     values: list[Any],
     top: tuple[np.ndarray, np.ndarray] | None,
 ) -> list[dict[str, float] | None]:
-    """For each token the most likely ones by their texts, itself included."""
+    """For each token the most likely ones by their texts, itself included. Of tokens with one text, the likeliest."""
     if top is None:
         return [{texts[token_id]: value} for token_id, value in zip(token_ids, values, strict=True)]
     rows: list[dict[str, float] | None] = []
     for token_id, value, ids, logprobs in zip(token_ids, values, top[0].tolist(), values_of(top[1]), strict=True):
-        row = {texts[i]: v for i, v in zip(ids, logprobs, strict=True) if i >= 0}
+        row: dict[str, float] = {}
+        for i, v in zip(ids, logprobs, strict=True):
+            if i >= 0:
+                row.setdefault(texts[i], v)
         row.setdefault(texts[token_id], value)
         rows.append(row)
     return rows

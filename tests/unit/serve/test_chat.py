@@ -10,7 +10,7 @@ from .conftest import Client
 
 HELLO = [{"role": "user", "content": "hello"}]
 TEMPLATE = (
-    "{% for tool in tools %}{{ tool | tojson }} by <tool_call>{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool | tojson }} by <tool_call>{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}<assistant>"
 )
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -136,3 +136,12 @@ def test_text_and_ids_convert_both_ways(client):
     answer = client.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, "return_token_ids": True})
     assert answer["prompt_token_ids"] == chat
     assert "token ids from 0 to" in client.problem("/detokenize", {"tokens": [10**6]})["message"]
+
+
+def test_tools_stand_in_the_prompt_of_a_client_that_finds_calls_by_itself(client):
+    body = {"messages": HELLO, "chat_template": TEMPLATE, "max_tokens": 1, "return_token_ids": True}
+    lengths = [
+        len(client.post("/v1/chat/completions", {**body, **more})["prompt_token_ids"])
+        for more in ({}, {"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"})
+    ]
+    assert lengths[0] < lengths[1] == lengths[2]
