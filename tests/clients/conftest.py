@@ -7,25 +7,43 @@ import os
 import numpy as np
 import pytest
 
-from rollout_engine import RolloutPolicy
+from rollout_engine import RolloutPolicy, SamplingParams
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer
-from rollout_engine.testing import tiny_checkpoint
-from tests.transcripts import recording, save
+from tests.transcripts import recording, save, served_checkpoint
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return served_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")
 def policy(checkpoint):
     with RolloutPolicy.from_pretrained(checkpoint, max_model_len=2048, seed=3) as made:
         yield made
+
+
+@pytest.fixture
+def ids_of(policy):
+    """The token ids of a text, without special tokens."""
+    return lambda text: policy.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+def text_of(policy):
+    """The policy's own answer to a prompt; the most likely one, unless settings say otherwise."""
+
+    async def ask(prompt, settings):
+        engine = AsyncLLM.from_engine(policy)
+        async for output in engine.generate(prompt, SamplingParams(**{"temperature": 0, **settings})):
+            if output.finished:
+                return output.outputs[0].text
+
+    return lambda prompt, **settings: asyncio.run(ask(prompt, settings))
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
 from rollout_engine.serve.options import ServeOptions
-from rollout_engine.testing import tiny_checkpoint
-from tests.transcripts import FOLDER, missing, response_shape, shape_of
+from tests.transcripts import FOLDER, missing, response_shape, served_checkpoint, shape_of
 from tests.unit.serve.conftest import Client
 
 FILES = sorted(FOLDER.glob("*.json"))
@@ -16,7 +15,7 @@ FILES = sorted(FOLDER.glob("*.json"))
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("recorded"))
+    return served_checkpoint(tmp_path_factory.mktemp("recorded"))
 
 
 @pytest.fixture
@@ -46,6 +45,7 @@ def test_a_field_that_is_gone_or_of_another_type_is_found():
         "$.choices[].text: number, not string"
     ]
     assert missing(recorded, shape_of({"choices": 3, "top": []})) != []
+    assert missing(recorded, shape_of({"choices": [], "top": []})) == ["$.choices is empty"]
 
 
 def test_the_first_event_of_a_stream_is_missed_too():

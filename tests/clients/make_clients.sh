@@ -1,0 +1,8 @@
+#!/bin/sh
+# Makes the environments that the tests of clients of the HTTP server run in: make_clients.sh DIR. Takes minutes.
+# A client has one of its own where its versions exclude another's; each has its constraints file here.
+set -eu
+dir=${1:?the directory to make}
+tests/make_environment.sh "$dir/openai" tests/clients/constraints-openai.txt server \
+    inspect-ai "lm-eval[api]" openai openenv requests trl
+touch "$dir/installed"
