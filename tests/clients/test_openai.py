@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-openai = pytest.importorskip("openai")
+openai = pytest.importorskip("openai", minversion="3")
 
 CLIENT = "openai"
 HELLO = [{"role": "user", "content": "hello"}]
