@@ -9,6 +9,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import httpx2
+import openai
 import pytest
 
 from envs_adapters.families import FAMILIES
@@ -24,11 +26,16 @@ def run(page, package=None):
     """Run the blocks that need nothing more, then those of the package."""
     namespace = {"__name__": page.stem}
     text = page.read_text()
-    for needed in dict.fromkeys([None, package]):
-        for match in BLOCK.finditer(text):
-            if match.group(1) == needed:
-                line = text[: match.start(2)].count("\n")
-                exec(compile("\n" * line + match.group(2), str(page), "exec"), namespace)
+    try:
+        for needed in dict.fromkeys([None, package]):
+            for match in BLOCK.finditer(text):
+                if match.group(1) == needed:
+                    line = text[: match.start(2)].count("\n")
+                    exec(compile("\n" * line + match.group(2), str(page), "exec"), namespace)
+    finally:
+        for value in namespace.values():
+            if isinstance(value, httpx2.Client | openai.OpenAI):
+                value.close()
 
 
 def test_code_comes_early():

@@ -52,8 +52,9 @@ def test_errors_are_the_clients_own(synchronous, url):
         synchronous.completions.create(model="default", prompt="x", max_tokens=100_000)
     with pytest.raises(openai.NotFoundError, match="'gpt'"):
         synchronous.completions.create(model="gpt", prompt="x")
-    with pytest.raises(openai.AuthenticationError, match="API key"):
-        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
+    with openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            stranger.models.list()
 
 
 def test_many_at_once_on_one_loop(url):
