@@ -12,6 +12,7 @@ and imports the package that it adapts only inside these functions.
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
@@ -56,6 +57,13 @@ FAMILIES: dict[str, Family] = {
     "torchrl": Family(torchrl, "torchrl", "torchrl"),
     "verifiers": Family(verifiers, "verifiers", "verifiers"),
 }
+
+
+def import_package(factory: Any) -> None:
+    """Import the package of a family's `make`, which may take longer than a step may. No-op for anything else."""
+    for family in FAMILIES.values():
+        if family.package and getattr(factory, "__module__", None) == family.module.__name__:
+            import_module(family.package)
 
 
 def make_env(

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from envs_adapters.base import EnvSpec
+from envs_adapters.families import import_package
 from rollout_engine.episodes.env_host import EnvHost, failure_of, name_of_env, one_line
 from rollout_engine.episodes.env_wire import (
     Close,
@@ -63,6 +64,7 @@ class Worker:
                     what = f"{order.reference.name or order.reference.factory}: import"
                     self._load_time = time.time()
                     self._spec = find(order.reference)
+                    import_package(self._spec.factory)
                     return encode_reply(Reply())
                 case Reset():
                     what += ": reset"

@@ -1,8 +1,11 @@
 """Environments by name and of the user's own."""
 
+import sys
+
 import pytest
 
 from envs_adapters import make_env
+from envs_adapters.families import FAMILIES, import_package
 from rollout_engine.errors import ConfigError
 
 
@@ -37,3 +40,14 @@ def test_where_it_runs_is_chosen_by_the_caller():
 def test_what_does_not_fit_is_refused(target, options, message):
     with pytest.raises(ConfigError, match=message):
         make_env(target, **options)
+
+
+def test_the_package_of_a_family_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "needed_package.py").write_text("WAS_IMPORTED = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    family = FAMILIES["reasoning_gym"]
+    monkeypatch.setitem(FAMILIES, "reasoning_gym", family._replace(package="needed_package"))
+    import_package(family.module.make)
+    assert "needed_package" in sys.modules
+    import_package(tmp_path)  # no family's
+    monkeypatch.delitem(sys.modules, "needed_package")
