@@ -10,6 +10,7 @@ from rollout_engine._structs import UserStruct
 from rollout_engine.class_names import name_of
 from rollout_engine.errors import ConfigError, refused
 from rollout_engine.peer_options import ENGINE_PEERS
+from rollout_engine.speculation_config import SpeculationConfig
 
 KV_TILE = 64
 """Tokens of context that attention reads at a time; `block_size` divides it."""
@@ -45,6 +46,10 @@ def _read_device(value: Any) -> Any:
     return name.removesuffix(":0") if isinstance(name, str) else name
 
 
+def _read_speculation(value: Any) -> Any:
+    return SpeculationConfig(**value) if isinstance(value, dict) else value
+
+
 def _read_classes(field: str) -> Callable[[Any], Any]:
     """Make the reader of `field`, which turns classes or their names, one or several, into names."""
 
@@ -71,6 +76,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         "profiler_dir": _read_path,
         "dtype": _read_dtype,
         "device": _read_device,
+        "speculation": _read_speculation,
         "logits_processors": _read_classes("logits_processors"),
         "worker_extensions": _read_classes("worker_extensions"),
     }
@@ -111,6 +117,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     computes on the cores that would prepare (decisions/0004)."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes computed under the same policy version."""
+    speculation: Literal["off", "auto"] | SpeculationConfig = "off"
+    """Draft tokens from earlier rollouts and from the sample itself, and compute several in one step: same tokens, same
+    log-probs, to the bit. "auto": where measurements at load say that it pays, by the defaults of `SpeculationConfig`.
+    On a CPU, with `deterministic` and without `async_scheduling`."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Root of the sequence seeds of requests that name none."""
     deterministic: bool | Literal["auto"] = "auto"
@@ -163,7 +173,16 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether steps are scheduled ahead: `async_scheduling` with "auto" resolved."""
         return self.async_scheduling is True or (self.async_scheduling == "auto" and self.device == "cuda")
 
+    @property
+    def speculates(self) -> SpeculationConfig | None:
+        """`speculation` with "auto" resolved; None: no token is drafted."""
+        if isinstance(self.speculation, SpeculationConfig):
+            return self.speculation
+        return SpeculationConfig() if self.speculation == "auto" else None
+
     def check(self) -> None:
+        if self.speculates is not None:
+            self._check_speculation()
         if KV_TILE % self.block_size:
             bound = f"a divisor of {KV_TILE} (1, 2, 4, 8, 16, 32 or 64)"
             raise ConfigError(refused("block_size", self.block_size, bound))
@@ -185,6 +204,17 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
         if not self.model:
             raise ConfigError(refused("model", self.model, "a checkpoint directory or a hub id"))
+
+    def _check_speculation(self) -> None:
+        found = {'device="cuda"': self.device == "cuda", "deterministic=False": self.deterministic is False}
+        found["async_scheduling=True"] = self.async_scheduling is True
+        for other, is_set in found.items():
+            if is_set:
+                raise ConfigError(
+                    f"speculation={self.speculation!r} and {other} are both set: drafted tokens are computed several "
+                    "in one step, so far only on a CPU, by its row-independent products, and no step is scheduled "
+                    f"before it is known which were right. Leave {other} out, or set speculation='off'."
+                )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

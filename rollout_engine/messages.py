@@ -186,6 +186,9 @@ class ScheduledSequence(msgspec.Struct):
     block_ids: list[int]
     """Block table entries from `first_block` on: those that the runner does not have yet, or that have changed."""
     first_block: int = 0
+    draft_token_ids: list[int] = []
+    """Guesses at the next tokens, the last of the scheduled ones: a token is drawn behind each, and those up to the
+    first that differs from its guess are kept."""
 
 
 class SampleTask(msgspec.Struct):
@@ -218,7 +221,7 @@ class SchedulerOutput(msgspec.Struct):
 
 
 class ModelRunnerOutput(msgspec.Struct):
-    """One token per `SchedulerOutput.samples` entry, same order, as columns."""
+    """The tokens of each `SchedulerOutput.samples` entry, in order, as columns: one each, more behind right drafts."""
 
     token_ids: list[int]
     logprobs: list[float] | None
@@ -235,6 +238,8 @@ class ModelRunnerOutput(msgspec.Struct):
     """int32 [N], 1 for the most likely token, 0 for requests that did not ask; None when nobody asked."""
     id_logprobs: dict[int, np.ndarray] = {}
     """Sample index -> float32 log-probs of the ids that its request asked for, all of the vocabulary's included."""
+    num_drawn: list[int] | None = None
+    """Tokens of each sample: they stand end to end in all columns, and a "sample index" counts them. None: one each."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

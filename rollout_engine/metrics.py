@@ -85,6 +85,23 @@ class UpdateStats(msgspec.Struct):
         self.failures = {**self.failures, kind: self.failures.get(kind, 0) + 1}
 
 
+class DraftStats(msgspec.Struct):
+    """Drafted tokens since start, by their place in the draft: the first is entry 0."""
+
+    num_drafted: list[int] = []
+    num_accepted: list[int] = []
+    """Of these, those that were the tokens drawn. Each saved its sequence a step."""
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one draft of so many tokens, of which the first so many were right."""
+        missing = [0] * (num_drafted - len(self.num_drafted))
+        self.num_drafted += missing
+        self.num_accepted += missing
+        for place in range(num_drafted):
+            self.num_drafted[place] += 1
+            self.num_accepted[place] += place < num_accepted
+
+
 class CoreStats(msgspec.Struct):
     """Counters of the engine core since start."""
 
@@ -112,6 +129,7 @@ class CoreStats(msgspec.Struct):
     updates: UpdateStats = msgspec.field(default_factory=UpdateStats)
     num_surplus_tokens: int = 0
     """Computed tokens of sequences that had ended while the step was in flight; what they sampled is dropped."""
+    drafts: DraftStats = msgspec.field(default_factory=DraftStats)
 
     def add_pause(self, seconds: float) -> None:
         """Count a pause that took `seconds` to complete."""

@@ -128,6 +128,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Arguments for the engine's logits processors: numbers, strings, None, lists and dicts of them."""
     output_kind: OutputKind = "cumulative"
     """What streamed outputs carry: all so far, only the new part, or nothing before the end."""
+    speculation: bool = True
+    """Whether tokens may be drafted for this request, where the engine does so (`EngineConfig.speculation`). Results
+    are the same to the bit either way."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from rollout_engine.speculation_config import SpeculationConfig
+
 _MAX_PROMPT_LOGITS = 1 << 25
 """Logits of prompt tokens in one step: 64 MiB as bfloat16."""
 
@@ -28,6 +30,10 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     admission: Literal["queue", "reject"] = "queue"
     async_scheduling: bool = False
     """Submit the next step before the result of the last one is in."""
+    speculation: SpeculationConfig | None = None
+    """How tokens are drafted; None: not at all."""
+    step_seconds: tuple[tuple[int, float], ...] = ()
+    """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
 
     @property
     def max_scored_tokens(self) -> int:

@@ -52,8 +52,10 @@ class EngineCore:
         return self._results.pop_outputs()
 
     def _schedule(self) -> Step | None:
-        """Schedule the next step. None when there is nothing to submit."""
+        """Schedule the next step. None when there is nothing to submit, or what it computes is not known yet."""
         num_in_flight = len(self._steps)
+        if num_in_flight and self._steps[-1].has_drafts:
+            return None
         if self.lifecycle.can_step:
             step = self._scheduler.schedule(num_in_flight)
         else:
@@ -75,9 +77,9 @@ class EngineCore:
             if not isinstance(error, Exception):  # interrupted from outside: the next outputs hold the ends
                 self._finish_draining()
                 raise
+            self._results.append(outputs)
         else:
             self._results.update_from_output(step, result, outputs)
-        self._results.append(outputs)
 
     def quiesce(self) -> None:
         """Wait for the steps in flight; the next calls return their outputs. Call it before you block stepping."""
@@ -269,8 +271,10 @@ class EngineCore:
         # a pause that waited for the last ends is complete once they are returned
         drains = self.num_in_flight or self._results.has_pending
         assert drains or not self.lifecycle.draining, "nothing drains"
-        num_results = len(self._steps) + len(self._results.pending_outputs)
-        assert num_results <= self._config.async_scheduling, f"{num_results} results have not been returned"
+        assert len(self._steps) <= self._config.async_scheduling, f"{len(self._steps)} steps are in flight"
+        if self._config.speculation is None:  # else one step may leave several outputs
+            num_results = len(self._steps) + len(self._results.pending_outputs)
+            assert num_results <= self._config.async_scheduling, f"{num_results} results have not been returned"
 
     def _admit_held(self) -> None:
         if self.lifecycle.admits:

@@ -109,7 +109,7 @@ class FakeExecutor:
 
     def _compute(self, row: ScheduledSequence, version: int) -> None:
         digest, _ = self._read(row, row.num_computed_tokens)
-        tokens = self.sequences[row.sequence_id].token_ids
+        tokens = self.sequences[row.sequence_id].token_ids + row.draft_token_ids
         for position in _positions(row):
             digest = mix(digest, tokens[position])
             self._slots[self._slot(row, position)] = (digest, version)
@@ -132,22 +132,29 @@ class FakeExecutor:
         return found
 
     def _sample(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        token_ids, errors = [], {}
-        for index, task in enumerate(work.samples):
-            row = work.scheduled[task.row]
-            state = self.sequences[task.sequence_id]
-            end, known = row.num_computed_tokens + row.num_scheduled_tokens, len(state.token_ids)
+        token_ids: list[int] = []
+        errors, params, num_drawn = {}, [], []
+        for task in work.samples:
+            row, state = work.scheduled[task.row], self.sequences[task.sequence_id]
+            end = row.num_computed_tokens + row.num_scheduled_tokens - len(row.draft_token_ids)
+            known, start = len(state.token_ids), len(token_ids)
             if known != end:
                 raise FakeKVError(f"sequence {task.sequence_id} has {known} tokens, but samples after {end}")
-            digest, self.kv_min_versions[task.sequence_id] = self._read(row, end)
-            if task.sequence_id in self.errors:
-                errors[index] = self.errors[task.sequence_id]
-                token_ids.append(-1)
-            else:
-                token_ids.append(self._next_token(task.sequence_id, digest))
-            state.token_ids.append(max(token_ids[-1], 0))
-        params = [self.sequences[task.sequence_id].params for task in work.samples]
-        return _with_columns(token_ids, params, errors, self.vocab_size)
+            for draft in [*row.draft_token_ids, None]:
+                digest, self.kv_min_versions[task.sequence_id] = self._read(row, len(state.token_ids))
+                if task.sequence_id in self.errors:
+                    errors[len(token_ids)] = self.errors[task.sequence_id]
+                    token_ids.append(-1)
+                else:
+                    token_ids.append(self._next_token(task.sequence_id, digest))
+                state.token_ids.append(max(token_ids[-1], 0))
+                if token_ids[-1] != draft:
+                    break
+            num_drawn.append(len(token_ids) - start)
+            params += [state.params] * num_drawn[-1]
+        output = _with_columns(token_ids, params, errors, self.vocab_size)
+        output.num_drawn = num_drawn if any(row.draft_token_ids for row in work.scheduled) else None
+        return output
 
     def _next_token(self, sequence_id: int, digest: int) -> int:
         state = self.sequences[sequence_id]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rollout_engine.core.drafts import Draft
 from rollout_engine.core.prefix_cache import PrefixBlock
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.outputs import FinishReason
@@ -90,6 +91,8 @@ class Sequence:
     in_runner: bool = False
     """The runner has (or may have) state of it."""
     ended: bool = False
+    draft: Draft | None = None
+    """Where its drafts come from; None before it has had any."""
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.order < other.order
@@ -121,3 +124,9 @@ class Sequence:
             if len(self.token_ids) - self.num_prompt_tokens >= source.params.min_tokens:
                 return "stop", None if token_id in source.eos_token_ids else token_id
         return ("length", None) if len(self.token_ids) >= self.max_num_tokens else None
+
+    def append_drafted(self, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Append the id of a further token of the same step: the one before it was drafted, and its KV is computed."""
+        self.num_pending_tokens += 1
+        self.num_computed_tokens += 1
+        return self.append(token_id)

@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from itertools import accumulate, pairwise
 from typing import cast
 
 from rollout_engine.core.request import Request, Sequence
@@ -46,22 +47,32 @@ class ResultProcessor:
             self.pending_outputs.append(outputs)
 
     def update_from_output(self, step: Step, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
-        """Append the sampled tokens to their sequences, end what is finished, and fill in `outputs`."""
+        """Append the sampled tokens to their sequences, end what is finished, and queue the outputs.
+
+        They are `outputs`, and for the tokens behind right drafts as many more as the longest brought.
+        """
+        drawn = _Drawn(step, result)
         self._scheduler.update_from_output(step)
-        fill_columns(outputs, step.sampled, result)
+        queued = [outputs]
+        if result.num_drawn is None:
+            fill_columns(outputs, step.sampled, result)
+        else:
+            queued += [EngineCoreOutputs(outputs.policy_version) for _ in range(1, max(drawn.num_kept))]
+            for place, each in enumerate(queued):
+                fill_columns(each, drawn.sequences, result, drawn.rows_at(place))
         for index, logprobs in result.prompt_logprobs.items():
             request = step.rows[index].request
             if request.num_live:
                 outputs.prompt_logprobs[request.source.first_sequence_id] = logprobs
-        self._scheduler.stats.num_tokens_sampled += len(outputs.sequence_ids)
-        for index, message in result.errors.items():
-            if not step.sampled[index].ended:
-                self.end(step.sampled[index], "error", message)
-        for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
-            if not sequence.ended and (finish := sequence.append(token_id)):
-                self._ended.append(SequenceEnd(sequence.sequence_id, *finish))
-                self._scheduler.tables.publish_tail(sequence)
-                self._retire(sequence)
+        self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
+        for sequence, message in drawn.failed:
+            self.end(sequence, "error", message)
+        for sequence, finish in drawn.finished:
+            self._ended.append(SequenceEnd(sequence.sequence_id, *finish))
+            self._scheduler.tables.publish_tail(sequence)
+            self._retire(sequence)
+        for each in queued:
+            self.append(each)
 
     def fail(self, step: Step, error: BaseException, later: deque[Step]) -> None:
         """End the sequences of a step in which the executor raised, and roll back the steps in flight behind it."""
@@ -100,8 +111,52 @@ class ResultProcessor:
             self._requests.remove(sequence.request)
 
 
-def fill_columns(outputs: EngineCoreOutputs, sampled: list[Sequence], result: ModelRunnerOutput) -> None:
-    """Fill in the tokens of `sampled`, the sequences of the rows of `result`.
+class _Drawn:
+    """The drawn tokens of a step, appended to their sequences: up to the first that ends its sequence, or failed."""
+
+    def __init__(self, step: Step, result: ModelRunnerOutput) -> None:
+        self.sequences = step.sampled
+        """Of each row of the columns."""
+        self.num_kept: list[int] = []
+        """Tokens of each sample that its sequence gained; left empty where each drew one."""
+        self.finished: list[tuple[Sequence, tuple[FinishReason, int | None]]] = []
+        self.failed: list[tuple[Sequence, str]] = []
+        if result.num_drawn is None:
+            for row, message in result.errors.items():
+                if not step.sampled[row].ended:
+                    self.failed.append((step.sampled[row], message))
+            for row, (sequence, token_id) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
+                if not sequence.ended and row not in result.errors and (finish := sequence.append(token_id)):
+                    self.finished.append((sequence, finish))
+        else:
+            self._append_several(step.sampled, result, result.num_drawn)
+
+    def _append_several(self, sampled: list[Sequence], result: ModelRunnerOutput, num_drawn: list[int]) -> None:
+        self._starts = [0, *accumulate(num_drawn)]
+        self.sequences = [sequence for sequence, num in zip(sampled, num_drawn, strict=True) for _ in range(num)]
+        for sequence, (start, end) in zip(sampled, pairwise(self._starts), strict=True):
+            row = start if not sequence.ended else end
+            while row < end:
+                if row in result.errors:
+                    self.failed.append((sequence, result.errors[row]))
+                    break
+                append = sequence.append if row == start else sequence.append_drafted
+                finish = append(result.token_ids[row])
+                row += 1
+                if finish:
+                    self.finished.append((sequence, finish))
+                    break
+            self.num_kept.append(0 if sequence.ended else row - start)
+
+    def rows_at(self, place: int) -> list[int]:
+        """Rows of the tokens that are their sample's first (0), second (1), ..."""
+        return [start + place for start, num in zip(self._starts, self.num_kept, strict=False) if num > place]
+
+
+def fill_columns(
+    outputs: EngineCoreOutputs, sampled: list[Sequence], result: ModelRunnerOutput, rows: list[int] | None = None
+) -> None:
+    """Fill in the tokens of `sampled`, the sequences of the rows of `result`: of `rows` alone where they are given.
 
     Rows with an error are left out, and those of sequences that had ended before.
     """
@@ -112,9 +167,11 @@ def fill_columns(outputs: EngineCoreOutputs, sampled: list[Sequence], result: Mo
     outputs.kept_logprob_mass = result.kept_logprob_mass
     outputs.top_logprobs = result.top_logprobs
     outputs.sampled_ranks = result.sampled_ranks
-    left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
-    if left_out:
-        outputs.keep_rows([row for row in range(len(sampled)) if row not in left_out])
+    if rows is None:
+        left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
+        rows = [row for row in range(len(sampled)) if row not in left_out]
+    if len(rows) < len(sampled):
+        outputs.keep_rows(rows)
     if result.id_logprobs:
-        rows = {sampled[row].sequence_id: values for row, values in result.id_logprobs.items() if row not in left_out}
-        outputs.id_logprobs = IdLogprobs.of(rows)
+        values = ((sampled[row].sequence_id, result.id_logprobs.get(row)) for row in rows)
+        outputs.id_logprobs = IdLogprobs.of({name: each for name, each in values if each is not None})

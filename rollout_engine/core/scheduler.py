@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.speculation import Speculator
 from rollout_engine.core.step import Step
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.metrics import CoreStats
@@ -29,6 +30,7 @@ class Scheduler:
         self.tables = tables
         self._config = config
         self.stats = CoreStats()
+        self.speculator = None if config.speculation is None else Speculator(config, config.speculation, tables)
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -59,6 +61,8 @@ class Scheduler:
             budget = self._schedule_running(step, self._config.max_num_batched_tokens)
             if not num_in_flight or self.running:
                 self._schedule_waiting(step, budget)
+            if self.speculator is not None and not num_in_flight:
+                self.speculator.add_drafts(step)
         step.work.finished_sequence_ids += self._take_finished()
         self._advance(step)
         assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
@@ -90,13 +94,15 @@ class Scheduler:
         """Remove an ended sequence. If it was computing the prompt, the next live sequence does so from here."""
         was_leader = sequence.queue is not None and not sequence.request.forked
         self._reset(sequence, None)
+        if self.speculator is not None:
+            self.speculator.end(sequence)
         sequence.ended = True
         sequence.request.num_live -= 1
         if was_leader and sequence.request.num_live:
             self.add(sequence.request)
 
     def update_from_output(self, step: Step) -> None:
-        """Record a completed step and publish the blocks it filled."""
+        """Record a completed step, whose tokens the sequences have, and publish the blocks it filled."""
         stats, block_size = self.stats, self.tables.block_size
         stats.num_steps += 1
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
@@ -109,6 +115,9 @@ class Scheduler:
                 stats.num_prompt_tokens_computed += min(num_tokens, sequence.num_prompt_tokens - start)
             if start < sequence.num_lost_tokens:
                 stats.num_recomputed_tokens += min(num_tokens, sequence.num_lost_tokens - start)
+            if row.draft_token_ids:
+                self.stats.drafts.count(len(row.draft_token_ids), sequence.num_computed_tokens - start - 1)
+                num_tokens = sequence.num_computed_tokens - start
             if num_tokens > 1 or (start + 1) % block_size == 0:  # else no block became full
                 self.tables.publish(sequence, start + num_tokens)
 
@@ -259,7 +268,7 @@ class Scheduler:
     def _advance(self, step: Step) -> None:
         """Count the scheduled tokens as computed. Where a prompt is complete, its siblings fork off."""
         for row, sequence in zip(step.work.scheduled, step.rows, strict=True):
-            sequence.num_computed_tokens += row.num_scheduled_tokens
+            sequence.num_computed_tokens += row.num_scheduled_tokens - len(row.draft_token_ids)
             if sequence.kv_min_version is None:
                 sequence.kv_min_version = self.tables.policy_version
             if not sequence.request.forked and sequence.num_computed_tokens == sequence.num_tokens:

@@ -27,6 +27,11 @@ class Step:
         self._wait: Callable[[], ModelRunnerOutput] = _refuse
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether some sequence may gain several tokens: how many is known with the result."""
+        return any(row.draft_token_ids for row in self.work.scheduled)
+
+    @property
     def sequences(self) -> list[Sequence]:
         """Every sequence that is computed or sampled, once."""
         return list({id(sequence): sequence for sequence in [*self.rows, *self.sampled]}.values())
@@ -45,10 +50,13 @@ class Step:
     def result(self) -> ModelRunnerOutput:
         """Wait for the result. Raises what the executor raised, and `ValueError` for columns of a wrong length."""
         result = self._wait()
+        num_rows = len(self.sampled) if result.num_drawn is None else sum(result.num_drawn)
+        if result.num_drawn is not None and len(result.num_drawn) != len(self.sampled):
+            raise ValueError(f"the executor returned {len(result.num_drawn)} num_drawn for {len(self.sampled)} samples")
         for name in ("token_ids", "logprobs", "kept_logprob_mass"):
             column = getattr(result, name)
-            if column is not None and len(column) != len(self.sampled):
-                raise ValueError(f"the executor returned {len(column)} {name} for {len(self.sampled)} samples")
+            if column is not None and len(column) != num_rows:
+                raise ValueError(f"the executor returned {len(column)} {name} for {num_rows} samples")
         return result
 
     def dump(self) -> str:

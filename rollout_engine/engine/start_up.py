@@ -21,6 +21,8 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         enable_prefix_caching=config.enable_prefix_caching,
         admission=config.admission,
         async_scheduling=config.schedules_ahead,
+        speculation=config.speculates if info.step_seconds else None,
+        step_seconds=info.step_seconds,
     )
 
 
@@ -30,7 +32,8 @@ def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
     return (
         f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "
         f"max_num_batched_tokens {config.max_num_batched_tokens}, "
-        f"async scheduling {'on' if config.schedules_ahead else 'off'}, tokenizer {tokenizer}, "
+        f"async scheduling {'on' if config.schedules_ahead else 'off'}, "
+        f"speculation {'on' if info.step_seconds else 'off'}, tokenizer {tokenizer}, "
         f"end ids of the checkpoint {info.eos_token_ids}, seed {config.seed}"
     )
 

@@ -16,3 +16,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens, in chunks of more than one, of a step in which other sequences decode; see `CoreConfig`."""
     choices: str
     """Every choice made at start-up, for one log line."""
+    step_seconds: tuple[tuple[int, float], ...] = ()
+    """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""

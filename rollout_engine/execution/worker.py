@@ -12,6 +12,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.model_info import ModelInfo
+from rollout_engine.execution.step_costs import step_costs
 from rollout_engine.kernels.memory import trim_allocator
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
@@ -60,6 +61,7 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
             dtype=str(loaded.dtype).removeprefix("torch."),
             max_prefill_beside_decode=backend.max_prefill_beside_decode,
+            step_seconds=step_costs(config, backend),
             choices=(
                 f"{type(loaded.module).__name__} from {config.model}: {backend.choices}, "
                 f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"

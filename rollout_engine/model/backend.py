@@ -85,6 +85,8 @@ class Backend(Protocol):
     """Runs steps; holds the model, its KV pool and the state of sequences."""
     num_blocks: int
     """Blocks of the KV pool."""
+    is_deterministic: bool
+    """Whether no row of any product depends on the others."""
     packed: PackedWeights
     shadow_memory: ShadowMemory
     upload: Upload | None

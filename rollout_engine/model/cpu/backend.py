@@ -35,7 +35,7 @@ class CpuBackend:
     """A CPU computes a longer step no faster per token; it would only delay the sequences that decode."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
-        is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
+        self.is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
         self.packed = PackedWeights(loaded.module)
         self.num_blocks = size_pool(config, loaded)
         reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry)
@@ -53,7 +53,7 @@ class CpuBackend:
         self.runner = CpuRunner(model, vocab_size=loaded.vocab_size, processors=processors)
         self.choices = (
             f"device cpu, dtype {_described_dtype(loaded)}, {torch.get_num_threads()} threads, "
-            f"deterministic {is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
+            f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"decoder {'modules' if reason is not None else 'compiled'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )

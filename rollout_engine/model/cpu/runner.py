@@ -12,6 +12,7 @@ from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.draw_pieces import sample_rows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -52,14 +53,22 @@ class CpuRunner:
         drawn = [task.row for task in work.samples]
         rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
         last_rows = batch.columns.token_starts[1:][rows] - 1
+        num_drafted = np.array([len(work.scheduled[row].draft_token_ids) for row in rows], np.int64)
+        has_drafts = bool(num_drafted.any())
+        if has_drafts:
+            last_rows = _rows_up_to(last_rows, num_drafted)
         prompt_rows = self._prompts.rows(work.scheduled)
         logits = self.model.forward_rows(batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows)
-        prompt_logprobs = self._prompts.score(logits.take(slice(len(rows), None)))
+        prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))
         if not rows:
             return ModelRunnerOutput(token_ids=[], logprobs=None)
-        if len(rows) < len(drawn):
-            logits = logits.at(torch.from_numpy(np.searchsorted(rows, drawn)))
-        out = self._sample(logits, [task.sequence_id for task in work.samples])
+        if has_drafts:
+            first_of = dict(zip(rows, (np.cumsum(num_drafted + 1) - num_drafted - 1).tolist(), strict=True))
+            out = self._sample_drafts(logits, work, first_of)
+        else:
+            if len(rows) < len(drawn):
+                logits = logits.at(torch.from_numpy(np.searchsorted(rows, drawn)))
+            out = self._sample(logits, [task.sequence_id for task in work.samples])
         out.prompt_logprobs = prompt_logprobs
         return out
 
@@ -79,8 +88,11 @@ class CpuRunner:
         if max(sizes) == 1:
             token_ids = [ids[start] for ids, start in zip(tokens, first, strict=True)]
         else:
-            spans = zip(tokens, first, sizes, strict=True)
-            token_ids = [token_id for ids, start, size in spans for token_id in ids[start : start + size]]
+            token_ids = []
+            for ids, chunk in zip(tokens, scheduled, strict=True):
+                start = chunk.num_computed_tokens
+                token_ids += ids[start : start + chunk.num_scheduled_tokens]
+                token_ids += chunk.draft_token_ids
         rows = self._blocks.rows([chunk.sequence_id for chunk in scheduled])
         columns = ChunkColumns(
             first_positions=np.array(first, np.int64),
@@ -100,6 +112,24 @@ class CpuRunner:
             sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
         return out
 
+    def _sample_drafts(self, logits: LogitRows, work: SchedulerOutput, first_of: dict[int, int]) -> ModelRunnerOutput:
+        """Draw behind drafted tokens; `first_of`: scheduled row -> its first row of `logits`."""
+        sequences = [self._sequences[task.sequence_id] for task in work.samples]
+        edits = self._sequences.edits_of(sequences, [len(sequence.token_ids) for sequence in sequences])
+        pairs = enumerate(zip(work.samples, sequences, strict=True))
+        tasks = [
+            DraftTask(sequence, first_of[task.row], work.scheduled[task.row].draft_token_ids, index in edits)
+            for index, (task, sequence) in pairs
+        ]
+
+        def draw(rows: list[Row]) -> ModelRunnerOutput:
+            of, positions = [row.sequence for row in rows], [row.position for row in rows]
+            batch = SamplingBatch.from_tasks([s.params for s in of], seeds=[s.seed for s in of], positions=positions)
+            places = torch.tensor([row.row for row in rows])
+            return sample_rows(logits.at(places), batch, self._sequences.edits_of(of, positions), self._vocab_size)
+
+        return draw_behind_drafts(tasks, draw)
+
     def _batch(self, sequence_ids: list[int], sequences: list[NewSequence], positions: list[int]) -> SamplingBatch:
         """Sampling columns; while the same sequences are drawn from, only positions change."""
         if self._settings is not None and self._settings[0] == sequence_ids:
@@ -111,3 +141,9 @@ class CpuRunner:
         )
         self._settings = (sequence_ids, batch)
         return batch
+
+
+def _rows_up_to(last_rows: np.ndarray, num_before: np.ndarray) -> np.ndarray:
+    """Each of `last_rows` behind the `num_before` rows that stand right before it, int64 [N + sum]."""
+    ends = np.cumsum(num_before + 1)
+    return np.arange(ends[-1]) + np.repeat(last_rows + 1 - ends, num_before + 1)

@@ -42,7 +42,7 @@ class CudaBackend:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
         self._config, self._loaded = config, loaded
-        deterministic = config.deterministic is True
+        deterministic = self.is_deterministic = config.deterministic is True
         reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, deterministic=deterministic)
         if reason is not None and deterministic:
             raise ConfigError(f"deterministic=True is not possible on a device: {reason}. Use deterministic=False.")

@@ -114,11 +114,12 @@ class Rig:
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
         assert num_scored <= self.config.max_scored_tokens
-        for task in work.samples:
+        for task, num_drawn in zip(work.samples, result.num_drawn or [1] * len(work.samples), strict=True):
             state = self.executor.sequences[task.sequence_id]
             kv_min_version = self.executor.kv_min_versions[task.sequence_id]
             assert self.oldest_kv <= kv_min_version <= work.policy_version
-            self.drawn[task.sequence_id, len(state.token_ids) - 1] = work.policy_version, kv_min_version
+            for place in range(len(state.token_ids) - num_drawn, len(state.token_ids)):
+                self.drawn[task.sequence_id, place] = work.policy_version, kv_min_version
         return result
 
     def add(
@@ -251,14 +252,19 @@ class Rig:
                 return out, ("stop", None if token_id in request.eos_token_ids else token_id)
         return out, ("length", None)
 
+    @property
+    def leaves_outputs(self) -> bool:
+        """Whether outputs of earlier steps may be left for later calls."""
+        return self.config.async_scheduling or self.config.speculation is not None
+
     def _take_ends(self, outputs: EngineCoreOutputs) -> list[Said]:
         self.core.check_integrity()
         said = self._record(outputs)
-        assert self.config.async_scheduling or all((s.finish_reason, s.new_token_ids) == ("abort", []) for s in said)
+        assert self.leaves_outputs or all((s.finish_reason, s.new_token_ids) == ("abort", []) for s in said)
         return said
 
     def _record(self, outputs: EngineCoreOutputs) -> list[Said]:
-        assert outputs.policy_version == self.core.policy_version or self.config.async_scheduling
+        assert outputs.policy_version == self.core.policy_version or self.leaves_outputs
         assert len(outputs.sequence_ids) == len(outputs.token_ids) == len(outputs.kv_min_versions)
         for first, count in outputs.num_cached_tokens.items():
             self.num_cached_tokens[self.keys[first][0]] = count
@@ -285,8 +291,8 @@ class Rig:
     def _check(self, sequence: int, said: Said) -> None:
         key = (said.request_id, said.index)
         assert key not in self.ends, f"{key} ended twice"
-        if said.finish_reason not in ("abort", "error"):
-            assert len(said.new_token_ids) == 1
+        may_bring_none = said.finish_reason in ("abort", "error") or (said.finish_reason and self.config.speculation)
+        assert len(said.new_token_ids) == 1 or (may_bring_none and not said.new_token_ids)
         if said.new_token_ids:
             had = len(self.requests[said.request_id].prompt_token_ids) + len(self.tokens[key])
             assert self.drawn[sequence, had] == (said.policy_version, said.kv_min_version)

@@ -1,0 +1,198 @@
+"""Speculative decoding: which tokens are drafted for which sequence, and whether that pays.
+
+    decode row              [last token]                    one token drawn
+    decode row with drafts  [last token, draft, draft, ..]  one token drawn behind each, up to the first that differs
+
+A draw depends on the sequence's seed and the position alone, and no kernel's row depends on the others. So a token
+drawn behind right drafts is the one that would have been drawn without them, with the same log-prob to the bit; what
+stands behind a wrong draft is dropped, and its KV overwritten.
+
+Drafts are added where they shorten the work. A step of R rows takes as long as `CoreConfig.step_seconds` says, measured
+at load; a draft is right as often as others were that had as many agreeing tokens before them. The draft that is
+likeliest to be right comes first, and as many are added as give the most tokens a second. Where not even drafts that
+are always right would give a tenth more, no sequence is looked at.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence as Rows
+
+from rollout_engine.core.block_tables import BlockTables
+from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.draft_index import DraftIndex
+from rollout_engine.core.drafts import MAX_MATCH, Draft
+from rollout_engine.core.request import Sequence
+from rollout_engine.core.step import Step
+from rollout_engine.messages import ScheduledSequence
+from rollout_engine.speculation_config import SpeculationConfig
+
+_LEAST_POSSIBLE_GAIN = 1.1
+"""Tokens a second by drafts that are always right, over those without, below which sequences are not followed."""
+_LEAST_EXPECTED_GAIN = 1.03
+"""The same by the drafts at hand, below which none are added: costs and rates are estimates."""
+_FIRST_RATE = 0.5
+_LEARNING_RATE = 1 / 32
+_MAX_MISSES = 4
+"""Wrong tokens in a row after which a run is not followed any more."""
+
+
+class Speculator:
+    """Adds drafts to the decode rows of a scheduled step."""
+
+    def __init__(self, config: CoreConfig, speculation: SpeculationConfig, tables: BlockTables) -> None:
+        self._costs = StepCosts(config.step_seconds)
+        self._tables = tables
+        self._max_num_tokens = config.max_num_batched_tokens
+        self._max_draft_tokens = speculation.max_draft_tokens
+        self._shares = "rollouts" in speculation.sources
+        self._uses_own = "ngram" in speculation.sources
+        self.index = DraftIndex(speculation.max_rollout_tokens if self._shares else 0)
+        self._rates = [_FIRST_RATE] * (MAX_MATCH + 1)
+        """How often the next token is right, by the number of tokens before it that agree."""
+
+    def add_drafts(self, step: Step) -> None:
+        """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight."""
+        work = step.work
+        num_rows, num_samples = work.num_scheduled_tokens, len(work.samples)
+        if not num_samples or not self._could_pay(num_rows, num_samples):
+            return
+        rows, drafts = [], []
+        for row, sequence in zip(work.scheduled, step.rows, strict=True):
+            found = self._draft(sequence) if row.num_scheduled_tokens == 1 and _may_draft(sequence) else []
+            if found:
+                rows.append((row, sequence))
+                drafts.append(found)
+        for (row, sequence), draft in zip(rows, self._choose(drafts, rows, num_rows, num_samples), strict=True):
+            self._extend(row, sequence, draft)
+
+    def end(self, sequence: Sequence) -> None:
+        """Keep the tokens of a sequence that has ended, to draft from."""
+        if sequence.draft is not None:
+            if sequence.draft.prompt.key:
+                self.index.close(sequence.draft.prompt)
+            sequence.draft = None
+        if self._shares and sequence.request.source.params.speculation:
+            self.index.keep(sequence)
+
+    def _could_pay(self, num_rows: int, num_samples: int) -> bool:
+        most = min(self._max_draft_tokens, 1 + (self._max_num_tokens - num_rows) // num_samples)
+        rate = num_samples / self._costs.of(num_rows)
+        counts = {num for num in (1, 2, 4, most) if num <= most}
+        best = max(num_samples * (1 + num) / self._costs.of(num_rows + num_samples * num) for num in counts or {0})
+        return best >= _LEAST_POSSIBLE_GAIN * rate
+
+    def _draft(self, sequence: Sequence) -> list[int]:
+        """The tokens that may follow, as far as the sequence may go."""
+        draft = sequence.draft or self._start(sequence)
+        if draft is None:
+            return []
+        if draft.num_seen < len(sequence.token_ids):
+            self._follow(draft, sequence.token_ids)
+        if draft.run < 0:
+            return []
+        room = min(self._max_draft_tokens, sequence.max_num_tokens - len(sequence.token_ids) - 1)
+        return draft.prompt.runs[draft.run][draft.at : draft.at + room]
+
+    def _start(self, sequence: Sequence) -> Draft | None:
+        prompt = self.index.open(sequence.request, shared=self._shares)
+        if prompt is None:
+            return None
+        own_run = prompt.add(sequence.token_ids)
+        sequence.draft = Draft(prompt, own_run, num_seen=sequence.num_prompt_tokens)
+        self._find(sequence.draft, sequence.token_ids)
+        return sequence.draft
+
+    def _follow(self, draft: Draft, tokens: list[int]) -> None:
+        """Compare the sequence's new tokens with the run it follows, and find a better one behind a wrong token."""
+        prompt, rates = draft.prompt, self._rates
+        start, draft.num_seen = draft.num_seen, len(tokens)
+        if len(tokens) - start > self._max_draft_tokens + 1:  # not looked at for a while
+            draft.run = -1
+        run = prompt.runs[draft.run] if draft.run >= 0 else []
+        for token in tokens[start:]:
+            if draft.at >= len(run):
+                draft.run = -1
+                break
+            is_right = run[draft.at] == token
+            rates[draft.num_matched] += _LEARNING_RATE * (is_right - rates[draft.num_matched])
+            draft.num_matched = min(draft.num_matched + 1, MAX_MATCH) if is_right else 0
+            draft.num_misses = 0 if is_right else draft.num_misses + 1
+            draft.at += 1
+        prompt.runs[draft.own_run] = tokens  # another list, if these are its first
+        if draft.run < 0 or not draft.num_matched:
+            self._find(draft, tokens)
+        prompt.index(draft.own_run, start)
+
+    def _find(self, draft: Draft, tokens: list[int]) -> None:
+        """Follow the best run behind `tokens`; without one, the run that was followed, one token on."""
+        place = draft.prompt.find(tokens, () if self._uses_own else (0, draft.own_run))
+        if place is not None:
+            draft.run, draft.at, draft.num_matched = place
+            draft.num_misses = 0
+        elif draft.num_misses > _MAX_MISSES:
+            draft.run = -1
+
+    def _choose(
+        self,
+        drafts: list[list[int]],
+        rows: Rows[tuple[ScheduledSequence, Sequence]],
+        num_rows: int,
+        num_samples: int,
+    ) -> list[list[int]]:
+        """The first tokens of each draft: as many of all as give the most tokens a second."""
+        chances: list[tuple[float, int]] = []
+        for index, ((_, sequence), draft) in enumerate(zip(rows, drafts, strict=True)):
+            assert sequence.draft is not None, "it has a draft"
+            chance, num_matched = 1.0, sequence.draft.num_matched
+            for _ in draft:
+                chance *= self._rates[num_matched]
+                num_matched = min(num_matched + 1, MAX_MATCH)
+                chances.append((chance, index))
+        chances.sort(key=lambda each: -each[0])  # stable: of one sequence, the first tokens first
+        best, expected = _LEAST_EXPECTED_GAIN * num_samples / self._costs.of(num_rows), float(num_samples)
+        num_chosen = 0
+        for num, (chance, _) in enumerate(chances[: self._max_num_tokens - num_rows], start=1):
+            expected += chance
+            rate = expected / self._costs.of(num_rows + num)
+            if rate > best:
+                best, num_chosen = rate, num
+        counts = [0] * len(drafts)
+        for _, index in chances[:num_chosen]:
+            counts[index] += 1
+        return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
+
+    def _extend(self, row: ScheduledSequence, sequence: Sequence, draft: list[int]) -> None:
+        """Add drafts to a row, with blocks for them; where blocks are short, as many as its own have room for."""
+        tables, num_tokens = self._tables, len(sequence.token_ids)
+        if tables.num_missing(sequence, num_tokens + len(draft)) > tables.num_free:
+            draft = draft[: max(sequence.num_writable_tokens - num_tokens, 0)]
+        if not draft:
+            return
+        end = num_tokens + len(draft)
+        if end > sequence.num_writable_tokens:
+            copies = tables.extend(sequence, end)
+            assert not copies, "its last block is its own by now"
+            row.block_ids = sequence.block_ids[row.first_block :]
+            sequence.num_sent_blocks = len(sequence.block_ids)
+        row.draft_token_ids = draft
+        row.num_scheduled_tokens += len(draft)
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    """Whether a row of one token is the last of its sequence, behind which it alone draws."""
+    is_last = sequence.num_computed_tokens + 1 == len(sequence.token_ids)
+    return is_last and sequence.request.forked and sequence.request.source.params.speculation
+
+
+class StepCosts:
+    """Seconds of a step by its number of rows: measured at some, straight lines between them and beyond."""
+
+    def __init__(self, measured: Rows[tuple[int, float]]) -> None:
+        assert len(measured) >= 2, "two measured costs at least"
+        self._rows = [rows for rows, _ in measured]
+        self._seconds = [seconds for _, seconds in measured]
+
+    def of(self, num_rows: int) -> float:
+        """Seconds of a step of `num_rows` rows."""
+        right = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
+        (x0, x1), (y0, y1) = self._rows[right - 1 : right + 1], self._seconds[right - 1 : right + 1]
+        return y0 + (num_rows - x0) * (y1 - y0) / (x1 - x0)

@@ -1,0 +1,73 @@
+"""How long a step takes by its number of rows, measured at load: whether drafted tokens pay depends on it."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError
+from rollout_engine.messages import ModelRunnerOutput, NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
+from rollout_engine.model.backend import Backend
+from rollout_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger("rollout_engine")
+
+_NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TURNS = 3
+_LONG_SECONDS = 0.5
+"""No more rows are tried once a step takes this long."""
+
+Costs = tuple[tuple[int, float], ...]
+"""(rows, seconds), ascending."""
+
+
+def step_costs(config: EngineConfig, backend: Backend) -> Costs:
+    """What steps of a loaded model cost, where tokens are to be drafted; else nothing.
+
+    Raises `ConfigError` where several tokens in one step would round otherwise than one by one.
+    """
+    if config.speculates is None:
+        return ()
+    if not backend.is_deterministic:
+        what = "this model's products are not row-independent, and drafted tokens would change its log-probs"
+        if config.speculation != "auto":
+            raise ConfigError(f"speculation={config.speculation!r} is not possible: {what}. Use speculation='off'.")
+        logger.warning("speculation='auto' is off: %s.", what)
+        return ()
+    return measure_steps(backend.runner.execute, min(backend.num_blocks, config.max_num_batched_tokens))
+
+
+def measure_steps(execute: Callable[[SchedulerOutput], ModelRunnerOutput], max_rows: int) -> Costs:
+    """Time steps of up to `max_rows` sequences that decode, each in a KV block of its own, which is written.
+
+    Of each size the least of three, and no less than a step of fewer rows. Nothing where fewer than two sizes fit.
+    """
+    measured: list[tuple[int, float]] = []
+    for num_rows in [num for num in _NUM_ROWS if num <= max_rows]:
+        execute(_work(num_rows, is_new=True))
+        seconds = min(_time(execute, num_rows) for _ in range(_TURNS))
+        execute(SchedulerOutput(0, 0, list(range(num_rows)), [], [], [], []))
+        measured.append((num_rows, max(seconds, measured[-1][1] if measured else 0.0)))
+        if seconds > _LONG_SECONDS and len(measured) > 1:
+            break
+    return tuple(measured) if len(measured) > 1 else ()
+
+
+def _time(execute: Callable[[SchedulerOutput], ModelRunnerOutput], num_rows: int) -> float:
+    start = time.perf_counter()
+    execute(_work(num_rows, is_new=False))
+    return time.perf_counter() - start
+
+
+def _work(num_rows: int, *, is_new: bool) -> SchedulerOutput:
+    params = SamplingParams(logprobs=0)
+    names = range(num_rows)
+    return SchedulerOutput(
+        step=0,
+        policy_version=0,
+        finished_sequence_ids=[],
+        new=[NewSequence(name, [0], num_prompt_tokens=1, params=params, seed=name) for name in names] if is_new else [],
+        block_copies=[],
+        scheduled=[ScheduledSequence(name, 0, 1, [name] if is_new else []) for name in names],
+        samples=[SampleTask(name, name) for name in names],
+    )

@@ -1,0 +1,86 @@
+"""Draws behind drafted tokens: of each sequence as many as its draft was right, and one more.
+
+Rows without edits are drawn all at once, those behind a wrong token in vain: a row costs little. An edit depends on the
+tokens before it, so edited sequences draw their next token when the one before is known.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout_engine.messages import ModelRunnerOutput, NewSequence
+from rollout_engine.model.sampling.draw_pieces import joined
+
+
+class DraftTask(NamedTuple):
+    """Draws of one sequence."""
+
+    sequence: NewSequence
+    row: int
+    """Index of the first row of logits; those behind the drafted tokens follow it."""
+    draft: list[int]
+    is_edited: bool
+
+
+class Row(NamedTuple):
+    """One draw."""
+
+    sequence: NewSequence
+    row: int
+    """Index into the logits."""
+    position: int
+    """Index of the token to draw in its sequence."""
+
+
+def draw_behind_drafts(tasks: Sequence[DraftTask], draw: Callable[[list[Row]], ModelRunnerOutput]) -> ModelRunnerOutput:
+    """Draw the tokens of `tasks` by `draw`, and append those that stand to their sequences."""
+    todo = [(task, 1 if task.is_edited else 1 + len(task.draft)) for task in tasks]
+    kept: dict[int, list[int]] = {id(task): [] for task in tasks}
+    """Rows of all parts end to end that stand, by task."""
+    parts: list[ModelRunnerOutput] = []
+    num_rows = 0
+    while todo:
+        rows = []
+        for task, num in todo:
+            first = len(kept[id(task)])
+            position = len(task.sequence.token_ids)
+            rows += [Row(task.sequence, task.row + first + i, position + i) for i in range(num)]
+        part = draw(rows)
+        parts.append(part)
+        again, start = [], 0
+        for task, num in todo:
+            if _keep(task, part.token_ids[start : start + num], kept[id(task)], num_rows + start):
+                again.append((task, 1))
+            start += num
+        num_rows += start
+        todo = again
+    out = taken(joined(parts), [row for task in tasks for row in kept[id(task)]])
+    out.num_drawn = [len(kept[id(task)]) for task in tasks]
+    return out
+
+
+def _keep(task: DraftTask, token_ids: list[int], kept: list[int], first_row: int) -> bool:
+    """Append tokens to their sequence, up to the first that was not drafted; whether there are more to draw."""
+    for i, token_id in enumerate(token_ids):
+        place = len(kept)
+        kept.append(first_row + i)
+        task.sequence.token_ids.append(max(token_id, 0))  # after a failure the sequence ends
+        if place >= len(task.draft) or token_id != task.draft[place]:
+            return False
+    return True
+
+
+def taken(output: ModelRunnerOutput, rows: list[int]) -> ModelRunnerOutput:
+    """These rows of an output, in this order."""
+    place_of = {row: place for place, row in enumerate(rows)}
+    top = output.top_logprobs
+    return ModelRunnerOutput(
+        token_ids=[output.token_ids[row] for row in rows],
+        logprobs=None if output.logprobs is None else [output.logprobs[row] for row in rows],
+        kept_logprob_mass=None if output.kept_logprob_mass is None else [output.kept_logprob_mass[row] for row in rows],
+        top_logprobs=None if top is None else (top[0][rows], top[1][rows]),
+        errors={place_of[row]: message for row, message in output.errors.items() if row in place_of},
+        sampled_ranks=None if output.sampled_ranks is None else np.asarray(output.sampled_ranks)[rows],
+        id_logprobs={place_of[row]: values for row, values in output.id_logprobs.items() if row in place_of},
+    )

@@ -1,0 +1,31 @@
+"""Options of speculative decoding."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from rollout_engine._structs import UserStruct
+from rollout_engine.errors import ConfigError, refused
+
+
+class SpeculationConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[metaclass]
+    """How tokens are drafted. Whatever is set here, tokens, log-probs and seeds stay as they are: a drafted token is
+    kept exactly when it is the token that would have been drawn.
+
+    >>> SpeculationConfig(max_draft_tokens=4)
+    """
+
+    error_class = ConfigError
+
+    sources: tuple[Literal["rollouts", "ngram"], ...] = ("rollouts", "ngram")
+    """Where drafts come from. "rollouts": earlier samples of the same prompt, and those in flight that are ahead.
+    "ngram": the prompt and the sample's own tokens."""
+    max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
+    """Most tokens drafted for one sequence in one step."""
+    max_rollout_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 1 << 24
+    """Most tokens of finished samples that are kept to draft from, 4 bytes each: beyond, the prompts that were not
+    seen for longest are forgotten."""
+
+    def check(self) -> None:
+        if not self.sources or len(set(self.sources)) < len(self.sources):
+            raise ConfigError(refused("sources", self.sources, "'rollouts', 'ngram' or both, each once"))

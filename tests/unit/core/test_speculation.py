@@ -1,0 +1,79 @@
+"""Drafted tokens change nothing but the number of steps: against each sequence computed alone, from its tokens."""
+
+import random
+
+import pytest
+
+from rollout_engine.core import config
+from rollout_engine.core.speculation import Speculator
+from rollout_engine.speculation_config import SpeculationConfig
+from tests.unit.core.random_operations import SHAPES, Monkey
+
+CHEAP_ROWS = ((1, 1.0), (64, 1.1))
+"""Every draft pays."""
+
+
+class Oracle(Speculator):
+    """Drafts what the fake model will draw, each token wrong with some probability."""
+
+    def __init__(self, rig, *, right=0.7, seed=0):
+        core = rig.core._scheduler
+        super().__init__(rig.config, SpeculationConfig(), core.tables)
+        self.rig, self.random, self.right = rig, random.Random(seed), right
+        core.speculator = self
+
+    def _draft(self, sequence):
+        tokens = self.rig.truth(self.rig.keys[sequence.sequence_id])[0]
+        start = len(sequence.token_ids) - sequence.num_prompt_tokens
+        room = min(self.random.randint(0, 8), sequence.max_num_tokens - len(sequence.token_ids) - 1)
+        found = tokens[start : start + room]
+        found += [0] * (room - len(found))  # behind a stop
+        vocab_size = self.rig.config.vocab_size
+        return [t if self.random.random() < self.right else self.random.randrange(vocab_size) for t in found]
+
+    def _choose(self, drafts, rows, num_rows, num_samples):
+        left, chosen = self.rig.config.max_num_batched_tokens - num_rows, []
+        for draft in drafts:
+            chosen.append(draft[:left])
+            left -= len(chosen[-1])
+        return chosen
+
+
+@pytest.fixture
+def make_oracle_rig(make_rig):
+    def make(right=0.7, **settings):
+        rig = make_rig(speculation=SpeculationConfig(), step_seconds=CHEAP_ROWS, **settings)
+        Oracle(rig, right=right)
+        return rig
+
+    return make
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_random_operations_with_drafts_give_every_sequence_its_own_tokens(make_oracle_rig, monkeypatch, shape, seed):
+    monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
+    rig = make_oracle_rig(vocab_size=23, policy_version=100, **SHAPES[shape])
+    monkey = Monkey(rig, seed=f"drafts {shape} {seed}")
+    for _ in range(600):
+        monkey.act()
+        rig.core.check_integrity()
+    rig.run(max_steps=20_000)
+    rig.assert_clean()
+    drafts = rig.core.stats.drafts
+    assert {end.finish_reason for end in rig.ends.values()} == {"stop", "length", "abort", "error"}
+    assert sum(drafts.num_drafted) > sum(drafts.num_accepted) > 0 or rig.config.async_scheduling
+    assert all(a >= b for a, b in zip(drafts.num_accepted, drafts.num_accepted[1:], strict=False))
+
+
+def test_right_drafts_save_steps(make_oracle_rig, make_rig):
+    rigs = [make_oracle_rig(right=1.0), make_rig()]
+    for rig in rigs:
+        rig.add("a", max_tokens=64)
+        rig.run()
+        rig.assert_clean()
+        if rig.config.async_scheduling:
+            pytest.skip("nothing is drafted behind a step in flight")
+    fast, slow = (rig.core.stats for rig in rigs)
+    assert fast.num_steps < slow.num_steps / 3
+    assert slow.num_steps - fast.num_steps == sum(fast.drafts.num_accepted)
