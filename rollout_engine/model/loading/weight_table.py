@@ -114,17 +114,17 @@ def _checkpoint_views(module: PreTrainedModel, views: dict[str, Tensor]) -> Iter
         flat = torch.arange(view.numel()).view(view.shape)
         for checkpoint_name, indices in revert_weight_conversion(module, {name: flat}).items():
             if checkpoint_name != name:
-                yield name, checkpoint_name, _strided_view(view, indices, checkpoint_name)
+                yield name, checkpoint_name, _strided_view(view, flat, indices, checkpoint_name)
 
 
-def _strided_view(whole: Tensor, indices: Tensor, name: str) -> Tensor:
-    """The view of contiguous `whole` whose elements have the flat positions `indices`."""
+def _strided_view(whole: Tensor, flat: Tensor, indices: Tensor, name: str) -> Tensor:
+    """The view of contiguous `whole` whose elements have the positions `indices`; `flat`: those of all elements."""
     strides = [
         int((indices.select(d, 1) - indices.select(d, 0)).flatten()[0]) if indices.shape[d] > 1 else 0
         for d in range(indices.ndim)
     ]
     offset = int(indices.flatten()[0])
-    if not torch.equal(torch.as_strided(torch.arange(whole.numel()), indices.shape, strides, offset), indices):
+    if not torch.equal(torch.as_strided(flat, indices.shape, strides, offset), indices):
         raise ConfigError(f"The checkpoint's '{name}' is stored in an order that cannot be written in place here.")
     return torch.as_strided(whole, indices.shape, strides, whole.storage_offset() + offset)
 
