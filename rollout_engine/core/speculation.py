@@ -29,8 +29,7 @@ _LEAST_POSSIBLE_GAIN = 1.1
 """Tokens a second by drafts that are always right, over those without, below which sequences are not followed."""
 _LEAST_EXPECTED_GAIN = 1.03
 """The same by the drafts at hand, below which none are added: costs and rates are estimates."""
-_FIRST_RATE = 0.5
-_LEARNING_RATE = 1 / 32
+_NUM_REMEMBERED = 64
 _MAX_MISSES = 4
 """Wrong tokens in a row after which a run is not followed any more."""
 
@@ -46,8 +45,7 @@ class Speculator:
         self._shares = "rollouts" in speculation.sources
         self._uses_own = "ngram" in speculation.sources
         self.index = DraftIndex(speculation.max_rollout_tokens if self._shares else 0)
-        self._rates = [_FIRST_RATE] * (MAX_MATCH + 1)
-        """How often the next token is right, by the number of tokens before it that agree."""
+        self._rates = RightRates()
 
     def add_drafts(self, step: Step) -> None:
         """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight."""
@@ -113,7 +111,7 @@ class Speculator:
                 draft.run = -1
                 break
             is_right = run[draft.at] == token
-            rates[draft.num_matched] += _LEARNING_RATE * (is_right - rates[draft.num_matched])
+            rates.learn(draft.num_matched, is_right)
             draft.num_matched = min(draft.num_matched + 1, MAX_MATCH) if is_right else 0
             draft.num_misses = 0 if is_right else draft.num_misses + 1
             draft.at += 1
@@ -144,7 +142,7 @@ class Speculator:
             assert sequence.draft is not None, "it has a draft"
             chance, num_matched = 1.0, sequence.draft.num_matched
             for _ in draft:
-                chance *= self._rates[num_matched]
+                chance *= self._rates.of(num_matched)
                 num_matched = min(num_matched + 1, MAX_MATCH)
                 chances.append((chance, index))
         chances.sort(key=lambda each: -each[0])  # stable: of one sequence, the first tokens first
@@ -181,6 +179,27 @@ def _may_draft(sequence: Sequence) -> bool:
     """Whether a row of one token is the last of its sequence, behind which it alone draws."""
     is_last = sequence.num_computed_tokens + 1 == len(sequence.token_ids)
     return is_last and sequence.request.forked and sequence.request.source.params.speculation
+
+
+class RightRates:
+    """How often a drafted token is right, by the number of tokens before it that agree: 0, 1, 2-3, 4-7, 8-15, more.
+
+    The mean of what was seen, and of one right and one wrong token to begin with; the newest 64 count most.
+    """
+
+    def __init__(self) -> None:
+        self._rates = [0.5] * (MAX_MATCH.bit_length() + 1)
+        self._counts = [2] * len(self._rates)
+
+    def of(self, num_matched: int) -> float:
+        """The rate behind so many tokens that agree."""
+        return self._rates[num_matched.bit_length()]
+
+    def learn(self, num_matched: int, is_right: bool) -> None:
+        """Count one token behind so many that agree."""
+        kind = num_matched.bit_length()
+        count = self._counts[kind] = min(self._counts[kind] + 1, _NUM_REMEMBERED)
+        self._rates[kind] += (is_right - self._rates[kind]) / count
 
 
 class StepCosts:
