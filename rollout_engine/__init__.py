@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.rollout_collector import CollectorStats as CollectorStats
     from rollout_engine.rollout_collector import RolloutCollector as RolloutCollector
     from rollout_engine.sampling_params import SamplingParams as SamplingParams
+    from rollout_engine.speculation_config import SpeculationConfig as SpeculationConfig
     from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
 
 __version__ = "0.1.0"
@@ -118,6 +119,7 @@ _NAMES = {
     "rollout_engine.policy": ("RolloutPolicy",),
     "rollout_engine.rollout_collector": ("CollectorStats", "RolloutCollector"),
     "rollout_engine.sampling_params": ("SamplingParams",),
+    "rollout_engine.speculation_config": ("SpeculationConfig",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -47,7 +47,12 @@ def _read_device(value: Any) -> Any:
 
 
 def _read_speculation(value: Any) -> Any:
-    return SpeculationConfig(**value) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    try:
+        return SpeculationConfig(**{str(name): each for name, each in value.items()})
+    except ConfigError as problem:
+        raise ConfigError(f"speculation: {problem}") from None
 
 
 def _read_classes(field: str) -> Callable[[Any], Any]:

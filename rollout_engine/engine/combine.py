@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
@@ -59,7 +59,7 @@ def _counters(parts: Sequence[CoreStats]) -> CoreStats:
 
 
 def _added(first: Any, second: Any) -> Any:
-    """The sum of two numbers, or of two structs or dicts of numbers, field by field."""
+    """The sum of two numbers, or of two structs, lists or dicts of numbers, entry by entry."""
     match first, second:
         case Histogram(), Histogram():
             counts = [a + b for a, b in zip(first.counts, second.counts, strict=True)]
@@ -67,6 +67,8 @@ def _added(first: Any, second: Any) -> Any:
         case msgspec.Struct(), msgspec.Struct():
             names = first.__struct_fields__
             return type(first)(**{name: _added(getattr(first, name), getattr(second, name)) for name in names})
+        case list(), list():
+            return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
         case dict(), dict():
             return {name: first.get(name, 0) + second.get(name, 0) for name in first | second}
     return first + second

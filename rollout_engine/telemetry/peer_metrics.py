@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from rollout_engine.metrics import EngineMetrics
-from rollout_engine.telemetry.prometheus import counter, counters, gauge, histogram
+from rollout_engine.telemetry.prometheus import counter, counters, gauge, histogram, positions
 
 
 def vllm_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
@@ -27,8 +27,13 @@ def vllm_families(metrics: EngineMetrics, model: str) -> Iterator[Metric]:
         ("generation_tokens", "Tokens sampled.", counts.num_tokens_sampled),
         ("prefix_cache_queries", "Tokens looked up in the prefix cache.", counts.num_looked_up_tokens),
         ("prefix_cache_hits", "Those of them found there.", counts.num_cached_tokens),
+        ("spec_decode_num_drafts", "Drafts of one token or more.", sum(counts.drafts.num_drafted[:1])),
+        ("spec_decode_num_draft_tokens", "Tokens of drafts.", sum(counts.drafts.num_drafted)),
+        ("spec_decode_num_accepted_tokens", "Those of them that were right.", sum(counts.drafts.num_accepted)),
     ):
         yield counter(f"vllm:{name}", text, value, labels)
+    name, by_place = "spec_decode_num_accepted_tokens_per_pos", counts.drafts.num_accepted
+    yield positions(f"vllm:{name}", "Tokens of drafts that were right, by their place.", by_place, labels)
     yield counters("vllm:request_success", "Samples that ended.", "finished_reason", requests.finished.items(), labels)
     for name, text, values in (
         ("time_to_first_token_seconds", "From arrival.", requests.time_to_first_token_seconds),

@@ -41,6 +41,12 @@ def own_families(metrics: EngineMetrics, labels: Labels) -> Iterator[Metric]:
         yield counter(f"rollout_engine_{name}", text, value, labels)
     finished = metrics.requests.finished.items()
     yield counters("rollout_engine_samples_finished", "Samples that ended.", "finish_reason", finished, labels)
+    drafts = metrics.core.counters.drafts
+    for name, text, by_place in (
+        ("tokens_drafted", "Tokens drafted, by their place in the draft.", drafts.num_drafted),
+        ("tokens_accepted", "Those of them that were the tokens drawn: each saved a step.", drafts.num_accepted),
+    ):
+        yield positions(f"rollout_engine_{name}", text, by_place, labels)
     for name, text, values in _histograms(metrics):
         yield histogram(f"rollout_engine_{name}", text, values, labels)
     failures = metrics.core.counters.updates.failures.items()
@@ -67,6 +73,11 @@ def counters(name: str, text: str, key: str, values: Iterable[tuple[str, float]]
     for each, value in values:
         family.add_metric([*labels.values(), each], value)
     return family
+
+
+def positions(name: str, text: str, values: Iterable[int], labels: Labels) -> Metric:
+    """A family of one value that only grows for each place, from 0, in a draft."""
+    return counters(name, text, "position", ((str(place), value) for place, value in enumerate(values)), labels)
 
 
 def histogram(name: str, text: str, values: Histogram, labels: Labels) -> Metric:

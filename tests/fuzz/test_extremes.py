@@ -47,6 +47,7 @@ REQUEST_EXTREMES = {
     "spaces_between_special_tokens": [True, False, 1],
     "truncate_prompt_tokens": [1, -1, 2**40, 0],
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
+    "speculation": [True, False, "auto"],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
 }
 CONFIG_EXTREMES = {
@@ -63,6 +64,7 @@ CONFIG_EXTREMES = {
     "max_num_batched_tokens": [1, 7, 2**24, 2**30, 0],
     "enable_prefix_caching": [False, True, "yes"],
     "async_scheduling": [False, True, "auto", "perhaps"],
+    "speculation": ["off", "auto", {"max_draft_tokens": 64, "max_rollout_tokens": 0}, {"sources": []}, True],
     "seed": [0, 2**63 - 1, 2**63],
     "deterministic": [True, False, "auto", "sometimes"],
     "num_threads": [1, 2, 0, 10**6],
