@@ -17,7 +17,7 @@ from envs_adapters.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 README, ENVIRONMENTS, SERVER = ROOT / "README.md", ROOT / "docs/environments.md", ROOT / "docs/server.md"
-STATISTICS = ROOT / "docs/statistics.md"
+STATISTICS, SPECULATION = ROOT / "docs/statistics.md", ROOT / "docs/speculation.md"
 BLOCK = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PACKAGES = [match.group(1) for match in BLOCK.finditer(ENVIRONMENTS.read_text()) if match.group(1)]
 
@@ -43,7 +43,7 @@ def test_code_comes_early():
     assert text[: BLOCK.search(text).start()].count("\n") < 30
 
 
-@pytest.mark.parametrize("page", [README, ENVIRONMENTS, SERVER, STATISTICS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, ENVIRONMENTS, SERVER, STATISTICS, SPECULATION], ids=lambda page: page.name)
 def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)

@@ -36,7 +36,7 @@ class DraftIndex:
         prompt = request.source.prompt_token_ids
         if not shared:
             return PromptDrafts(b"", prompt)
-        key = prompt_key(request)
+        key = _key_of(request)
         drafts = self._open.get(key)
         if drafts is None or drafts.num_indexed > _MAX_PROMPT_TOKENS:
             drafts = self._open[key] = PromptDrafts(key, prompt)
@@ -57,7 +57,7 @@ class DraftIndex:
         if len(sequence.token_ids) == first or not self._max_rollout_tokens:
             return
         run = array("I", sequence.token_ids[max(first - NUM_KEY_TOKENS, 0) :])
-        self.load(prompt_key(sequence.request), [run])
+        self.load(_key_of(sequence.request), [run])
 
     def load(self, key: bytes, runs: Iterable["array[int]"]) -> None:
         """Keep runs of the prompt of this key, the newest last."""
@@ -77,8 +77,12 @@ class DraftIndex:
         return [(key, list(runs)) for key, runs in self._kept.items()]
 
 
-def prompt_key(request: Request) -> bytes:
+def prompt_key(prompt_token_ids: list[int], cache_salt: str = "") -> bytes:
     """Identity of a prompt under its cache salt: blake2b-128."""
-    prompt = array("I", request.source.prompt_token_ids).tobytes()
-    salt = request.source.cache_salt.encode("utf-8", "surrogatepass")
+    prompt = array("I", prompt_token_ids).tobytes()
+    salt = cache_salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(prompt, digest_size=16, key=hashlib.blake2b(salt, digest_size=32).digest()).digest()
+
+
+def _key_of(request: Request) -> bytes:
+    return prompt_key(request.source.prompt_token_ids, request.source.cache_salt)

@@ -5,6 +5,7 @@ python tests/benchmarks/run.py S M --peers vllm,generate --rounds 2  two shapes 
 python tests/benchmarks/run.py costs updates memory startup host balancer capacity fleet attention training   ours alone
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
+python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -32,6 +33,7 @@ import memory
 import own_process
 import psutil
 import results
+import speculation
 import startup
 import throughput
 import torch
@@ -223,6 +225,15 @@ def measure_arrivals(run: Run) -> None:
             run.keep(name, lambda m=mix, c=ceiling: arrivals.measure(workers, prompts, m, run.rounds) | c)
 
 
+def measure_speculation(run: Run) -> None:
+    for shape, cases in speculation.CASES.items():
+        engines = speculation.Engines(run.directory(shape), SHAPES[shape]["dtype"])
+        prompts = FreshPrompts(SHAPES[shape]["vocab_size"])
+        for case in cases:
+            name = f"speculation / without, {shape} {case}"
+            run.keep(name, lambda e=engines, c=case, p=prompts: speculation.measure(e, c, p, run.rounds))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -239,6 +250,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "episodes": measure_episodes,
     "arrivals": measure_arrivals,
     "http": measure_http,
+    "speculation": measure_speculation,
 }
 
 

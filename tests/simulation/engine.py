@@ -7,8 +7,10 @@ from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.calls import Call
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.speculation_config import SpeculationConfig
 from tests.simulation.choices import Choices
 from tests.simulation.faults import RandomFaults
+from tests.simulation.guesses import Guesses
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.spelling_worker import VOCAB_SIZE, SpellingWorker
 from tests.simulation.users import check_promise
@@ -64,8 +66,12 @@ class SimulatedEngine:
             enable_prefix_caching=sizes.enable_prefix_caching,
             admission=sizes.admission,
             async_scheduling=sizes.async_scheduling,
+            speculation=None if sizes.async_scheduling else SpeculationConfig(),
+            step_seconds=((1, 1.0), (64, 1.1)),
         )
         self.core = EngineCore(self.executor, config)
+        if config.speculation is not None:
+            Guesses(self.core, config)
         self._failure: AssertionError | None = None
 
     def watch(self, driver: EngineDriver) -> None:

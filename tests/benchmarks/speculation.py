@@ -1,0 +1,110 @@
+"""What drafted tokens bring: the same requests with speculation and without, taking turns, in one process.
+
+Drafts come from the answers themselves, of which a share of tokens was replaced at random: rollouts of a policy that
+agrees in that share of its tokens. Both engines must give the same tokens and log-probs.
+"""
+
+import random
+import statistics
+import time
+from array import array
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prompts import FreshPrompts
+from works import KV_POOL_BYTES
+
+from rollout_engine import LLM, RequestOutput, SamplingParams
+from rollout_engine.core.draft_index import prompt_key
+from rollout_engine.core.drafts import NUM_KEY_TOKENS
+
+
+class Case(NamedTuple):
+    """One work, and where its drafts come from."""
+
+    num_prompts: int
+    num_tokens: int
+    drafts: str
+    """"90 %", "0 %": answers with that share of right tokens; "none"."""
+
+    def __str__(self) -> str:
+        return f"{self.num_prompts} x 64+{self.num_tokens}, drafts {self.drafts}"
+
+
+CASES = {
+    "L": [Case(1, 64, "90 %"), Case(1, 64, "0 %")],
+    "M": [Case(4, 128, "90 %"), Case(4, 128, "0 %")],
+    "S": [Case(64, 128, "0 %"), Case(64, 128, "90 %"), Case(8, 128, "0 %"), Case(64, 128, "none")],
+}
+
+
+class Engines:
+    """One with speculation and one without, of the same random weights."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        options: dict[str, Any] = dict(dtype=dtype, load_format="dummy", skip_tokenizer_init=True, log_stats=False)
+        self.plain, self.drafting = (
+            LLM(str(directory), kv_cache_bytes=KV_POOL_BYTES, speculation=speculation, **options)
+            for speculation in ("off", "auto")
+        )
+        self._core = self.drafting.frontend.client.driver.core
+
+    @property
+    def stats(self) -> Any:
+        """Of the engine that drafts."""
+        return self._core.stats
+
+    def keep(self, answers: list[RequestOutput], share: float, rng: random.Random) -> None:
+        """Keep the answers as rollouts to draft from, with this share of their tokens right."""
+        index = self._core._scheduler.speculator.index
+        for answer in answers:
+            prompt, tokens = answer.prompt_token_ids, answer.outputs[0].token_ids
+            kept = [token if rng.random() < share else rng.randrange(3, 4096) for token in tokens]
+            index.load(prompt_key(prompt), [array("I", prompt[-NUM_KEY_TOKENS:] + kept)])
+
+
+def measure(engines: Engines, case: Case, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
+    """Seconds without / with, and what was drafted."""
+    rng, ratios = random.Random(0), []
+    stats = engines.stats
+    before = _counts(stats)
+    for number in range(rounds + 1):
+        params = SamplingParams(
+            max_tokens=case.num_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=1000 + number
+        )
+        asked = prompts.draw(case.num_prompts, 64)
+        if case.drafts != "none":
+            answers = engines.plain.generate(asked, params, use_tqdm=False)
+            engines.keep(answers, float(case.drafts.removesuffix(" %")) / 100, rng)
+        order = (engines.plain, engines.drafting) if number % 2 else (engines.drafting, engines.plain)
+        done = {id(llm): _timed(llm, asked, params) for llm in order}
+        (plain, slow), (drafted, fast) = done[id(engines.plain)], done[id(engines.drafting)]
+        _require_equal(plain, drafted)
+        if number:  # the first warms up
+            ratios.append(slow / fast)
+        else:
+            before = _counts(stats)
+    drafted_tokens, accepted, steps = (now - then for now, then in zip(_counts(stats), before, strict=True))
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "rounds": [round(ratio, 3) for ratio in ratios],
+        "accepted": round(accepted / max(drafted_tokens, 1), 3),
+        "tokens_per_step": round(rounds * case.num_prompts * case.num_tokens / max(steps, 1), 2),
+    }
+
+
+def _timed(llm: LLM, asked: list[list[int]], params: SamplingParams) -> tuple[list[RequestOutput], float]:
+    start = time.perf_counter()
+    answers = llm.generate(asked, params, use_tqdm=False)
+    return answers, time.perf_counter() - start
+
+
+def _counts(stats: Any) -> tuple[int, int, int]:
+    return sum(stats.drafts.num_drafted), sum(stats.drafts.num_accepted), stats.num_steps
+
+
+def _require_equal(plain: list[RequestOutput], drafted: list[RequestOutput]) -> None:
+    for one, two in zip(plain, drafted, strict=True):
+        a, b = one.outputs[0], two.outputs[0]
+        if a.token_ids != b.token_ids or a.logprobs.tobytes() != b.logprobs.tobytes():
+            raise AssertionError("speculation changed a token or a log-prob")

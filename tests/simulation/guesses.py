@@ -1,0 +1,48 @@
+"""Drafts of a simulated engine: what the formula will say next, most of the time."""
+
+from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.request import Sequence
+from rollout_engine.core.speculation import Speculator
+from rollout_engine.messages import ScheduledSequence
+from rollout_engine.seeds import mix
+from tests.simulation.spelling_worker import VOCAB_SIZE, spelled_token
+
+_MOST = 5
+
+
+class Guesses(Speculator):
+    """Drafts what a sequence says if no weights change on the way; every few tokens something else."""
+
+    def __init__(self, core: EngineCore, config: CoreConfig) -> None:
+        assert config.speculation is not None, "the core speculates"
+        tables = core._scheduler.tables
+        super().__init__(config, config.speculation, tables)
+        self._version = lambda: tables.policy_version
+        core._scheduler.speculator = self
+
+    def _draft(self, sequence: Sequence) -> list[int]:
+        found: list[int] = []
+        digest = 0
+        for token in sequence.token_ids:
+            digest = mix(digest, token)
+        version = self._version()
+        oldest = version if sequence.kv_min_version is None else sequence.kv_min_version
+        for place in range(min(_MOST, sequence.max_num_tokens - len(sequence.token_ids) - 1)):
+            token = spelled_token(digest, sequence.seed, version, version, oldest)
+            found.append(token if mix(digest, place) % 4 else (token + 1) % VOCAB_SIZE)
+            digest = mix(digest, found[-1])
+        return found
+
+    def _choose(
+        self,
+        drafts: list[list[int]],
+        rows: list[tuple[ScheduledSequence, Sequence]],
+        num_rows: int,
+        num_samples: int,
+    ) -> list[list[int]]:
+        left, chosen = self._max_num_tokens - num_rows, []
+        for draft in drafts:
+            chosen.append(draft[:left])
+            left -= len(chosen[-1])
+        return chosen
