@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rollout_engine.errors import ConfigError
 from rollout_engine.exact_report import ExactReport, check
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
+from rollout_engine.kernels.token_logprobs import token_logprobs as chosen_logprobs
 from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
@@ -33,7 +34,7 @@ from rollout_engine.model.training.call_checks import install_checks, refuse_mov
 from rollout_engine.model.training.token_batch import token_batch
 from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, mismatches, rollout_note
 
-__all__ = ["ExactReport", "check", "enable", "token_logprobs", "token_logprobs_and_entropies"]
+__all__ = ["ExactReport", "check", "enable", "logprobs_of", "token_logprobs", "token_logprobs_and_entropies"]
 
 
 def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
@@ -132,6 +133,16 @@ def token_logprobs_and_entropies(
     result = rows.restored(logprobs, mask)
     attach(result, note)
     return result, rows.restored(entropies, mask)
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probs of one token per row: logits [N, V], token_ids int64 [N] -> float32 [N], differentiable.
+
+    The last step of `token_logprobs`, with its bits, for callers that need a model's logits too: those of an exact
+    model, whose inputs were right-padded or packed.
+    """
+    kernel = arithmetic_of(logits.device).row_stats
+    return chosen_logprobs(logits, token_ids, temperature or 1.0, kernel)
 
 
 def _note(model: nn.Module, temperature: float) -> LogprobsNote:

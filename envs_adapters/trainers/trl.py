@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from transformers import TrainerCallback
 
 from envs_adapters.trainers.trl_exact import ExactLogprobs
-from envs_adapters.trainers.trl_settings import check_version, require, require_use, sampling_params
+from envs_adapters.trainers.trl_settings import TRL, require, require_use, sampling_params
 from envs_adapters.trainers.trl_weights import PolicyWeightTransfer, StoreWeightTransfer
 from rollout_engine.errors import ConfigError
 from rollout_engine.policy import RolloutPolicy
@@ -52,7 +52,7 @@ def make_rollout_func(policy: RolloutPolicy) -> Callable[[list[Any], Any], dict[
     alone; `attach` the trainer as well to have that. Raises `ConfigError` when called with a trainer whose settings
     cannot be honoured, and whatever `RolloutPolicy.rollout` and `update_weights` raise.
     """
-    check_version()
+    TRL.check()
     made: list[PolicyGeneration] = []
 
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def attach(trainer: Any, policy: RolloutPolicy) -> "PolicyGeneration":
     `sampling/sampling_logp_difference`. It relies on attributes that TRL does not document: `ConfigError` names those
     that are missing, and the version that has them. Returns the object that TRL calls.
     """
-    check_version()
+    TRL.check()
     require(trainer, _SWITCHES)
     require_use(trainer._generate_single_turn, _CALLS)
     if trainer.use_vllm:

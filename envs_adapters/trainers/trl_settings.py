@@ -1,18 +1,14 @@
 """What the adapter needs of TRL: its version, attributes of its trainers, and their sampling settings as ours."""
 
-import importlib.metadata
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from envs_adapters.trainers.tested import Tested
 from rollout_engine.errors import ConfigError
 from rollout_engine.sampling_params import SamplingParams
 
-TESTED = "1.16"
-"""The release of TRL that the tests of this adapter run with."""
-
-logger = logging.getLogger("rollout_engine")
+TRL = Tested("TRL", "trl", "1.16")
 
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 """transformers' names of settings that we have under another one."""
@@ -20,37 +16,17 @@ _OURS = frozenset("n seed logprobs logprobs_mode prompt_logprobs output_kind sto
 """Settings that this adapter sets itself."""
 
 
-def check_version() -> None:
-    """Log a warning unless the TRL that is installed is the tested one. Raises `ConfigError` where there is none."""
-    version = trl_version()
-    if not f"{version}.".startswith(f"{TESTED}."):
-        logger.warning(
-            "TRL %s is installed, and this adapter is tested with TRL %s. Where it misbehaves: pip install 'trl==%s.*'",
-            version,
-            TESTED,
-            TESTED,
-        )
-
-
-def trl_version() -> str:
-    """The version of TRL that is installed. Raises `ConfigError` where there is none."""
-    try:
-        return importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError as problem:
-        raise ConfigError("TRL is not installed: pip install 'rollout-engine[trl]'.") from problem
-
-
 def require(owner: object, names: Iterable[str]) -> None:
     """Raise `ConfigError` unless `owner` has these attributes."""
     if missing := [name for name in names if not hasattr(owner, name)]:
-        raise _changed(f"{type(owner).__name__} has no {', '.join(missing)}")
+        raise TRL.changed(f"{type(owner).__name__} has no {', '.join(missing)}")
 
 
 def require_use(function: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise `ConfigError` unless the source of a method of TRL's uses these names."""
     code = inspect.unwrap(function).__code__
     if missing := [name for name in names if name not in code.co_names]:
-        raise _changed(f"{code.co_qualname} does not use {', '.join(missing)}")
+        raise TRL.changed(f"{code.co_qualname} does not use {', '.join(missing)}")
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
@@ -95,10 +71,3 @@ def _generation_kwargs(trainer: Any) -> dict[str, Any]:
             f"takes fields of SamplingParams ({', '.join(sorted(known))}) and {', '.join(sorted(_NAMES))}."
         )
     return {_NAMES.get(name, name): value for name, value in given.items()}
-
-
-def _changed(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what}, which this adapter needs; it is tested with TRL {TESTED}, and TRL {trl_version()} is installed. "
-        f"pip install 'trl=={TESTED}.*'"
-    )

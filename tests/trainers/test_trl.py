@@ -11,7 +11,8 @@ from envs_adapters.trainers.trl import ExactLogprobs, attach, make_rollout_func 
 from rollout_engine import RolloutPolicy, exact  # noqa: E402
 from rollout_engine.errors import ConfigError  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint  # noqa: E402
-from tests.trainers.trl_runs import PROMPTS, Recorder, grpo_trainer, logged, model_of  # noqa: E402
+from tests.trainers.recorder import Recorder  # noqa: E402
+from tests.trainers.trl_runs import PROMPTS, grpo_trainer, logged, model_of  # noqa: E402
 
 # TRL's own use of what it depends on.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

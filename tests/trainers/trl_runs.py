@@ -1,7 +1,5 @@
 """Runs of TRL's trainers with a tiny model, for tests."""
 
-from types import SimpleNamespace
-
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -47,22 +45,6 @@ def length_reward(completions, **_):
 def logged(trainer, name):
     """The values of one metric, step by step."""
     return [row[name] for row in trainer.state.log_history if name in row]
-
-
-class Recorder:
-    """A policy that notes its weight updates and rollouts, and what they returned."""
-
-    def __init__(self, policy):
-        self._policy = policy
-        self.updates, self.rollouts = [], []
-
-    def update_weights(self, *args, **kwargs):
-        self.updates.append(self._policy.update_weights(*args, **kwargs))
-
-    def rollout(self, *args, **kwargs):
-        batch = self._policy.rollout(*args, **kwargs)
-        self.rollouts.append(SimpleNamespace(prompts=args[0], params=args[1], batch=batch, **kwargs))
-        return batch
 
 
 class StepNotes(TrainerCallback):
