@@ -191,13 +191,6 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
             return result
         return tensordict_out.exclude(*self.out_keys, inplace=True).update(result, keys_to_update=self.out_keys)
 
-    def get_dist(self, *_: Any, **__: Any) -> Any:
-        """Refused: sampling has no logits."""
-        raise ConfigError(
-            "EnginePolicy has no logits. The actor_network of a loss is TorchRL's TransformersWrapper, or "
-            "ExactTransformersWrapper, over the model that is trained."
-        )
-
     def _params_with(self, generate_kwargs: Mapping[str, Any]) -> SamplingParams:
         if not generate_kwargs:
             return self._params

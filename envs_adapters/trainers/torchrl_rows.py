@@ -68,7 +68,7 @@ def samples_of(batch: TensorDict) -> list[Sample]:
 
 def _parts(padded: Tensor, real: Tensor) -> Sequence[Tensor]:
     """The values of each row of [B, T] where `real` is True."""
-    parts: tuple[Tensor, ...] = padded[real].split(real.sum(1).tolist())  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, ...] = padded[real].split(real.sum(1).tolist())
     return parts
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes the environments that the tests of trainers' adapters run in: make_trainers.sh DIR. Takes minutes.
 # A trainer has one of its own where its versions exclude another's; each has its constraints file here.
-# The rollout worker of TRL's asynchronous trainer wants aiohttp and requests.
+# The rollout worker of TRL's asynchronous trainer wants aiohttp and requests, TorchRL's RayLLMCollector wants Ray.
 set -eu
 dir=${1:?the directory to make}
 make() {
@@ -10,5 +10,8 @@ make() {
     tests/make_environment.sh "$dir/$name" "tests/trainers/constraints-$name.txt" "$@"
 }
 make trl examples,server,trl aiohttp requests
-PYTHONDONTWRITEBYTECODE= "$dir/trl/bin/python" -W ignore -c "import reasoning_gym"  # it warns of its syntax once
+make torchrl examples,ray,torchrl
+for name in trl torchrl; do
+    PYTHONDONTWRITEBYTECODE= "$dir/$name/bin/python" -W ignore -c "import reasoning_gym"  # it warns of its syntax once
+done
 touch "$dir/installed"

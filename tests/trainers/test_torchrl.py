@@ -201,7 +201,9 @@ def test_calls_that_cannot_be_answered_are_refused(checkpoint, engine):
     with pytest.raises(ConfigError, match="TransformersWrapper"):
         policy.get_new_version(generate=False)
     with pytest.raises(ConfigError, match="logits"):
-        GRPOLoss(policy)._get_cur_log_prob(chats("one"))
+        policy(chats("one"), logits_only=True)
+    with pytest.raises(ConfigError, match="num_return_sequences"):
+        policy(chats("one"), num_return_sequences=2)
     with pytest.raises(ConfigError, match="EnginePolicy generates"):
         ExactTransformersWrapper(None, generate=True)
     with pytest.raises(ConfigError, match="pad_model_input"):

@@ -1,4 +1,4 @@
-"""A program that collects by TorchRL's RayLLMCollector: torchrl_ray.py CHECKPOINT ADDRESS. It prints one line of JSON."""
+"""A program that collects by TorchRL's RayLLMCollector and prints JSON: torchrl_ray.py CHECKPOINT ADDRESS."""
 
 import functools
 import json
