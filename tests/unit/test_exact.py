@@ -69,6 +69,17 @@ def test_temperature_divides_the_logits():
         torch.testing.assert_close(cold, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_log_probs_of_given_logits_are_the_same_bits(temperature):
+    trainer = exact.enable(tiny_model("llama"))
+    ids = torch.randint(3, 259, (2, 12))
+    with torch.no_grad():
+        expected = exact.token_logprobs(trainer, ids, temperature=temperature)
+        logits = trainer(ids).logits[:, :-1].flatten(0, 1)
+        found = exact.logprobs_of(logits, ids[:, 1:].flatten(), temperature=temperature)
+    assert torch.equal(found.view(2, 11), expected)
+
+
 def test_a_left_padded_batch_given_to_the_model_itself_is_refused():
     trainer = exact.enable(tiny_model("llama"))
     mask = torch.tensor([[0, 1, 1]])
