@@ -143,11 +143,13 @@ def make_collector(
         repeats=GROUP_SIZE,
         batch_size=(NUM_ANSWERS,),
         tokenizer=engine.tokenizer,
+        input_mode="text",  # histories take TorchRL twice the time, and one question needs none
+        template_kwargs=None if task.chat else {"chat_template": LAST_MESSAGE},
     )
     policy = EnginePolicy(
         engine,
+        input_mode="text",
         generate_kwargs={"max_new_tokens": task.max_tokens},
-        chat_template=None if task.chat else LAST_MESSAGE,
         seed=options.seed,
     )
     return LLMCollector(

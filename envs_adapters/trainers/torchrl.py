@@ -39,6 +39,8 @@ from envs_adapters.trainers.torchrl_weights import EngineWeightSyncScheme
 __all__ = ["EnginePolicy", "EngineWeightSyncScheme", "ExactTransformersWrapper"]
 
 _INPLACE = (True, False, "empty", None)
+_NO_OPTIONS = ("self", "__class__", "engine", "key_file")
+"""What the constructor sees besides the options that a copy takes over."""
 
 
 class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no types
@@ -107,39 +109,28 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
         """
         super().__init__()
         TORCHRL.check()
-        options = {name: value for name, value in locals().items() if name not in ("self", "engine", "key_file")}
-        self._options = {name: value for name, value in options.items() if name != "__class__"}
+        self._options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
         self._connection = engine if isinstance(engine, Connection) else Connection(engine, key_file)
         if input_mode not in MODES:
             raise ConfigError(refused("input_mode", input_mode, " or ".join(map(repr, MODES))))
-        self.input_mode, self.prefer_tokens = input_mode, prefer_tokens
+        self.input_mode, self.input_key = input_mode, (input_mode, "prompt") if input_key is None else input_key
         self.generate_kwargs = dict(generate_kwargs or {})
         self._params = sampling_params(self.generate_kwargs)
         self.num_samples = _agreed(num_samples, self._params.n)
         self.inplace = _checked_inplace(inplace, self.num_samples)
-        self.pad_output, self.device, self._seed = pad_output, device, seed
+        self.pad_output, self.device, self._seed, self._calls = pad_output, device, seed, itertools.count()
         self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
         self.masks_key, self.log_probs_key, self.versions_key = masks_key, log_probs_key, versions_key
-        self.input_key = (input_mode, "prompt") if input_key is None else input_key
-        template = {"chat_template": chat_template, "chat_template_name": chat_template_name}
+        self._keys = Keys.of(input_mode, self._options)
+        self.in_keys, self.out_keys = [self.input_key], [key for key in self._keys if key is not None]
         self._reader = PromptReader(
             input_mode,
             self.input_key,
             tokens_key,
             tokenizer=lambda: self.tokenizer,
             prefer_tokens=prefer_tokens,
-            template=template,
+            template={"chat_template": chat_template, "chat_template_name": chat_template_name},
         )
-        self._keys = Keys(
-            text=None if input_mode == "tokens" else text_key,
-            tokens=tokens_key,
-            masks=masks_key,
-            log_probs=log_probs_key,
-            history=history_key if input_mode == "history" else None,
-            versions=versions_key,
-        )
-        self.in_keys, self.out_keys = [self.input_key], [key for key in self._keys if key is not None]
-        self._calls = itertools.count()
 
     @property
     def model(self) -> RolloutPolicy:

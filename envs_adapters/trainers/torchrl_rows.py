@@ -1,6 +1,6 @@
 """Sampled sequences in TorchRL's containers: one tensordict per sequence, with Tokens, Masks, LogProbs and the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,14 @@ class Keys(NamedTuple):
     log_probs: Any
     history: Any
     versions: Any
+
+    @classmethod
+    def of(cls, input_mode: str, options: Mapping[str, Any]) -> "Keys":
+        """Those that a policy with these options writes, each named by its option `NAME_key`."""
+        keys = cls(**{name: options[f"{name}_key"] for name in cls._fields})
+        if input_mode == "tokens":
+            keys = keys._replace(text=None)
+        return keys if input_mode == "history" else keys._replace(history=None)
 
 
 class Sample(NamedTuple):
