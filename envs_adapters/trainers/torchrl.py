@@ -123,14 +123,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
         self.masks_key, self.log_probs_key, self.versions_key = masks_key, log_probs_key, versions_key
         self._keys = Keys.of(input_mode, self._options)
         self.in_keys, self.out_keys = [self.input_key], [key for key in self._keys if key is not None]
-        self._reader = PromptReader(
-            input_mode,
-            self.input_key,
-            tokens_key,
-            tokenizer=lambda: self.tokenizer,
-            prefer_tokens=prefer_tokens,
-            template={"chat_template": chat_template, "chat_template_name": chat_template_name},
-        )
+        self._reader = PromptReader(self.input_key, self._options, lambda: self.tokenizer)
 
     @property
     def model(self) -> RolloutPolicy:

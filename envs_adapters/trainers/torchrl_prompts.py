@@ -27,24 +27,11 @@ class Prompt(NamedTuple):
 class PromptReader:
     """Reads prompts of one kind at one key."""
 
-    def __init__(
-        self,
-        mode: InputMode,
-        key: Any,
-        tokens_key: Any,
-        *,
-        tokenizer: Callable[[], Any],
-        prefer_tokens: bool,
-        template: Mapping[str, str | None],
-    ) -> None:
-        """
-        Args:
-            tokenizer: gives the engine's; called where it is needed.
-            prefer_tokens: as in `EnginePolicy`.
-            template: arguments of `History.apply_chat_template`.
-        """
-        self._mode, self._key, self._tokens_key, self._tokenizer = mode, key, tokens_key, tokenizer
-        self._prefer_tokens, self._template = prefer_tokens, template
+    def __init__(self, key: Any, options: Mapping[str, Any], tokenizer: Callable[[], Any]) -> None:
+        """`options`: those of an `EnginePolicy`. `tokenizer` gives the engine's; called where it is needed."""
+        self._mode, self._key, self._tokenizer = options["input_mode"], key, tokenizer
+        self._tokens_key, self._prefer_tokens = options["tokens_key"], options["prefer_tokens"]
+        self._template = {name: options[name] for name in ("chat_template", "chat_template_name")}
 
     def read(self, rows: TensorDictBase) -> list[Prompt]:
         """One prompt per row of `rows`, whose batch size is [B]. Raises `ConfigError` where there is none."""
