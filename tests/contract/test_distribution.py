@@ -26,12 +26,14 @@ TOOLS = {"httptools", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
 def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     kernels = ("rollout_engine.kernels.triton", "sync.digest_kernel")
     triton_kernels = [source for source in package_sources if source.module.startswith(kernels)]
-    others = [source for source in package_sources if source not in triton_kernels]
+    subclasses = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.torchrl")]
+    others = [source for source in package_sources if source not in (*triton_kernels, *subclasses)]
     needed = _third_party(others, lambda found: not found.in_function)
     late = _third_party(package_sources, lambda found: found.in_function)
     assert needed == _names(PROJECT["dependencies"])
     assert late <= needed | _extras()
     assert _third_party(triton_kernels) <= needed | _names(PROJECT["optional-dependencies"]["gpu"])
+    assert _third_party(subclasses) <= needed | _names(PROJECT["optional-dependencies"]["torchrl"])
 
 
 def test_every_extra_is_imported_by_examples_or_tests(sources):
