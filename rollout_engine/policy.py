@@ -19,6 +19,7 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
+from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.metrics import StatLogger
 from rollout_engine.reward_functions import RewardFunctions
@@ -53,12 +54,12 @@ class RolloutPolicy(BlockingVerbs):
     Several rollouts may run at once, from several threads or tasks, beside what others ask of the engine.
     """
 
-    def __init__(self, engine: LLMEngine | LLM | AsyncLLM) -> None:
+    def __init__(self, engine: LLMEngine | LLM | AsyncLLM | RolloutService) -> None:
         """A policy over an engine in this process or another; `shutdown` ends the engine too."""
         if not isinstance(engine, Face):
             given = f"the path {str(engine)!r}" if isinstance(engine, str | os.PathLike) else f"{engine!r:.80}"
             raise ConfigError(
-                f"RolloutPolicy takes an engine (LLM, LLMEngine or AsyncLLM), not {given}: "
+                f"RolloutPolicy takes an engine (LLM, LLMEngine, AsyncLLM or RolloutService), not {given}: "
                 "RolloutPolicy.from_pretrained(path) makes both."
             )
         self.engine, self.frontend = engine, engine.frontend

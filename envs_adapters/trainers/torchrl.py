@@ -110,10 +110,12 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
         super().__init__()
         TORCHRL.check()
         self._options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
-        self._connection = engine if isinstance(engine, Connection) else Connection(engine, key_file)
+        self.connection = engine if isinstance(engine, Connection) else Connection(engine, key_file)
         if input_mode not in MODES:
             raise ConfigError(refused("input_mode", input_mode, " or ".join(map(repr, MODES))))
         self.input_mode, self.input_key = input_mode, (input_mode, "prompt") if input_key is None else input_key
+        if pad_output and (prefer_tokens or input_mode == "tokens"):
+            raise ConfigError("pad_output=True pads what the next turn reads as tokens of its prompt. Leave it out.")
         self.generate_kwargs = dict(generate_kwargs or {})
         self._params = sampling_params(self.generate_kwargs)
         self.num_samples = _agreed(num_samples, self._params.n)
@@ -128,7 +130,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
     @property
     def model(self) -> RolloutPolicy:
         """The policy that generates."""
-        return self._connection.policy
+        return self.connection.policy
 
     @property
     def tokenizer(self) -> Any:
@@ -142,11 +144,11 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
                 "EnginePolicy generates, and generate=False asks for log-probs of given tokens: TorchRL's "
                 "TransformersWrapper over the trained model computes those, and RolloutPolicy.score the engine's."
             )
-        return type(self)(self._connection, **(self._options | options))
+        return type(self)(self.connection, **(self._options | options))
 
     def close(self) -> None:
         """End the connection if it was made for this policy; an engine that was given goes on."""
-        self._connection.close()
+        self.connection.close()
 
     def forward(
         self,
@@ -212,7 +214,7 @@ class EnginePolicy(LLMWrapperBase):  # type: ignore[misc]  # TorchRL has no type
                 f"A policy with seed={self._seed} cannot be pickled: its copies would all draw the same samples. Leave "
                 "the seed out, or give the collector a policy_factory that makes each policy with a seed of its own."
             )
-        return _unpickled, (type(self), self._connection, self._options)
+        return _unpickled, (type(self), self.connection, self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.get_new_version()

@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollout_engine.errors import ConfigError, LifecycleError, refused
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
+from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.policy import RolloutPolicy
 
-Engine = RolloutPolicy | LLM | LLMEngine | AsyncLLM | str | os.PathLike[str] | Sequence[str]
+Engine = RolloutPolicy | LLM | LLMEngine | AsyncLLM | RolloutService | str | os.PathLike[str] | Sequence[str]
 """A policy, an engine, or addresses as `AsyncLLM.connect` takes them."""
 
 _HOW = (
@@ -32,14 +34,14 @@ class Connection:
         self._address: str | list[str] | None = None
         if isinstance(engine, RolloutPolicy):
             self.policy = engine
-        elif isinstance(engine, LLM | LLMEngine | AsyncLLM):
+        elif isinstance(engine, LLM | LLMEngine | AsyncLLM | RolloutService):
             self.policy = RolloutPolicy(engine)
         elif isinstance(engine, str | os.PathLike):
             self._address = os.fspath(engine)
         elif isinstance(engine, Sequence) and engine and all(isinstance(each, str) for each in engine):
             self._address = list(engine)
         else:
-            bound = "a RolloutPolicy, an engine (LLM, LLMEngine, AsyncLLM) or the address of one"
+            bound = "a RolloutPolicy, an engine (LLM, LLMEngine, AsyncLLM, RolloutService) or the address of one"
             raise ConfigError(refused("engine", engine, bound))
         if self._address is not None:
             self.policy = RolloutPolicy(AsyncLLM.connect(self._address, key_file=self._key_file))
@@ -56,14 +58,14 @@ class Connection:
         if self._address is not None:
             return self._address
         engine = self.policy.engine
-        if not isinstance(engine, AsyncLLM):
+        if isinstance(engine, LLM | LLMEngine):
             raise ConfigError(f"This policy's engine is in this process, so it cannot be pickled. {_HOW}")
-        try:
-            address = engine.address
-        except LifecycleError as problem:
-            raise ConfigError(
-                f"This policy's engine has several replicas, so it cannot be pickled. {_HOW}"
-            ) from problem
+        address = None
+        if isinstance(engine, AsyncLLM):
+            with suppress(LifecycleError):  # a fleet
+                address = engine.address
+        if address is None:
+            raise ConfigError(f"This policy's engine has several replicas, so it cannot be pickled. {_HOW}")
         if address.startswith("tcp://") and self._key_file is None:
             raise ConfigError(
                 f"This policy's engine is at {address}, where nobody connects without its key file. Give the policy "

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from envs_adapters.trainers.tested import Tested
+from envs_adapters.trainers.package import Package
 from rollout_engine.errors import ConfigError, unknown_name
 from rollout_engine.sampling_params import SamplingParams
 
-TORCHRL = Tested("TorchRL", "torchrl", "0.14")
+TORCHRL = Package("TorchRL", "torchrl", "0.14")
 
 _NAMES = {"max_new_tokens": "max_tokens", "stop_sequences": "stop", "num_return_sequences": "n"}
 """TorchRL's names of settings that we have under another one."""

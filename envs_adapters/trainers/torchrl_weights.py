@@ -38,7 +38,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL
         """
         super().__init__()
         self._strategy = _AsItIs()
-        connection = getattr(engine, "_connection", engine)
+        connection = getattr(engine, "connection", engine)
         self._connection = connection if isinstance(connection, Connection) else Connection(connection, key_file)
         self._partial = partial
         self._collectors: list[Any] = []

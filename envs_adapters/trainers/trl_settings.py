@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from envs_adapters.trainers.tested import Tested
+from envs_adapters.trainers.package import Package
 from rollout_engine.errors import ConfigError
 from rollout_engine.sampling_params import SamplingParams
 
-TRL = Tested("TRL", "trl", "1.16")
+TRL = Package("TRL", "trl", "1.16")
 
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 """transformers' names of settings that we have under another one."""

@@ -1,11 +1,15 @@
 """A policy of TorchRL's that generates by our engine, alone and inside TorchRL's own collector, advantages and loss."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 pytest.importorskip("torchrl.modules.llm")
 
 import torch  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement  # noqa: E402
+from torchrl.envs.llm import ChatEnv  # noqa: E402
 from torchrl.modules.llm import ChatHistory, LogProbs, Masks, Text, Tokens, TransformersWrapper  # noqa: E402
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -74,6 +78,28 @@ def test_histories_are_answered_by_the_chat_template(engine):
     assert list(named["text", "prompt"]) == ["one"]
 
 
+def test_a_conversation_of_two_turns_goes_on(engine):
+    policy = EnginePolicy(engine, generate_kwargs=SHORT, seed=1)
+    env = ChatEnv(tokenizer=engine.tokenizer, batch_size=(2,))
+    start = env.reset(TensorDict(query=["one", "two plus two"], batch_size=(2,)))
+    first, second = env.rollout(2, policy, auto_reset=False, tensordict=start).unbind(1)
+    for before, after in zip(first.unbind(0), second.unbind(0), strict=True):
+        assert after["history"].prompt.content == before["history"].full.content
+        assert after["text", "prompt"].startswith(before["text", "full"])
+        assert after["masks", "all_assistant_mask"].sum() == len(after["tokens", "response"])
+
+
+def test_threads_share_the_engine(engine):
+    policy = EnginePolicy(engine, input_mode="text", generate_kwargs=SHORT | {"temperature": 0})
+
+    def answer(prompt):
+        return policy(texts(prompt))[0]["tokens", "full"].tolist()
+
+    prompts = [f"prompt {number}" for number in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(answer, prompts)) == list(map(answer, prompts))
+
+
 def test_token_prompts_may_be_padded_on_the_left(engine):
     policy = EnginePolicy(engine, input_mode="tokens", generate_kwargs=SHORT | {"temperature": 0}, inplace=False)
     pad = engine.tokenizer.pad_token_id
@@ -90,7 +116,7 @@ def test_token_prompts_may_be_padded_on_the_left(engine):
 def test_equal_prompts_are_one_group_and_samples_differ(engine):
     recorder = Recorder(engine)
     policy = EnginePolicy(engine, input_mode="text", generate_kwargs=SHORT, seed=3)
-    policy._connection.policy = recorder
+    policy.connection.policy = recorder
     recorder.tokenizer = engine.tokenizer
     given = policy(texts("one", "two", "one", "one"))
     assert [params.n for params in recorder.rollouts[0].params] == [3, 1]
@@ -177,6 +203,8 @@ REFUSED = [
     ({"input_mode": "chat"}, ConfigError, "input_mode='chat'"),
     ({"inplace": "yes"}, ConfigError, "inplace='yes'"),
     ({"inplace": True, "num_samples": 2}, ConfigError, "inplace=True"),
+    ({"input_mode": "tokens", "pad_output": True}, ConfigError, "pad_output"),
+    ({"prefer_tokens": True, "pad_output": True}, ConfigError, "pad_output"),
     ({"num_samples": 0}, ConfigError, "num_samples=0"),
     ({"num_samples": 2, "generate_kwargs": {"num_return_sequences": 3}}, ConfigError, "num_return_sequences=3"),
     ({"generate_kwargs": {"num_beams": 4}}, ConfigError, "'num_beams': 4"),
@@ -208,3 +236,11 @@ def test_calls_that_cannot_be_answered_are_refused(checkpoint, engine):
         ExactTransformersWrapper(None, generate=True)
     with pytest.raises(ConfigError, match="pad_model_input"):
         ExactTransformersWrapper(None, pad_model_input=False)
+
+
+def test_another_version_is_warned_about(engine, caplog, monkeypatch):
+    EnginePolicy(engine)
+    assert not caplog.text
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.15.0")
+    EnginePolicy(engine)
+    assert "TorchRL 0.15.0 is installed" in caplog.text and "pip install 'torchrl==0.14.*'" in caplog.text

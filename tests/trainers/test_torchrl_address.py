@@ -93,6 +93,8 @@ def test_what_cannot_be_reached_by_an_address_is_not_pickled(checkpoint, owner):
         for made in (EnginePolicy(policy), EngineWeightSyncScheme(policy)):
             with pytest.raises(ConfigError, match="in this process.*AsyncLLM.*rollout-engine core"):
                 pickle.dumps(made)
+    with AsyncLLM(checkpoint, num_replicas=2, **OPTIONS) as fleet, pytest.raises(ConfigError, match="several replicas"):
+        pickle.dumps(EnginePolicy(fleet))
     with pytest.raises(ConfigError, match="seed=3"):
         pickle.dumps(EnginePolicy(owner, seed=3))
     with pytest.raises(EngineDeadError):

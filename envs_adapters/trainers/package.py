@@ -9,7 +9,7 @@ from rollout_engine.errors import ConfigError
 logger = logging.getLogger("rollout_engine")
 
 
-class Tested(NamedTuple):
+class Package(NamedTuple):
     """A package, and the release of it that an adapter's tests run with."""
 
     title: str
