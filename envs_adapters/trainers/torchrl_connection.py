@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from rollout_engine.errors import ConfigError, LifecycleError, refused
 from rollout_engine.faces.async_llm import AsyncLLM
@@ -25,7 +24,8 @@ _HOW = (
 class Connection:
     """A rollout policy that pickles as the address of its engine and the path of the key file, and connects anew.
 
-    What it connected itself, `close` disconnects. An engine that it was given is left to its owner.
+    What it connected itself, `close` disconnects; an engine that it was given is left to its owner. Replicas have no
+    address of their own: a policy over several is not pickled.
     """
 
     def __init__(self, engine: Engine, key_file: str | os.PathLike[str] | None = None) -> None:
@@ -51,21 +51,21 @@ class Connection:
         if self._address is not None:
             self.policy.shutdown()
 
-    def __reduce__(self) -> tuple[Callable[..., "Connection"], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "Connection"], tuple[str, str | None]]:
         return Connection, (self._found_at(), self._key_file)
 
-    def _found_at(self) -> str | list[str]:
-        if self._address is not None:
-            return self._address
-        engine = self.policy.engine
+    def _found_at(self) -> str:
+        engine, address = self.policy.engine, self._address
         if isinstance(engine, LLM | LLMEngine):
             raise ConfigError(f"This policy's engine is in this process, so it cannot be pickled. {_HOW}")
-        address = None
         if isinstance(engine, AsyncLLM):
             with suppress(LifecycleError):  # a fleet
                 address = engine.address
-        if address is None:
-            raise ConfigError(f"This policy's engine has several replicas, so it cannot be pickled. {_HOW}")
+        if not isinstance(address, str):
+            raise ConfigError(
+                "This policy's engine has several replicas, which follow the updates of one client alone, so it cannot "
+                f"be pickled. {_HOW}"
+            )
         if address.startswith("tcp://") and self._key_file is None:
             raise ConfigError(
                 f"This policy's engine is at {address}, where nobody connects without its key file. Give the policy "

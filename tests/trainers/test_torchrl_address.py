@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torchrl.modules.llm")
 
 from envs_adapters.trainers.torchrl import EnginePolicy, EngineWeightSyncScheme  # noqa: E402
-from rollout_engine import AsyncLLM, EngineDeadError, RolloutPolicy  # noqa: E402
+from rollout_engine import AsyncLLM, EngineDeadError, RolloutPolicy, RolloutService  # noqa: E402
 from rollout_engine.errors import ConfigError, ManifestMismatchError, WeightUpdateError  # noqa: E402
 from rollout_engine.testing import tiny_checkpoint, tiny_model  # noqa: E402
 from tests.ray.conftest import place, start_command  # noqa: E402, F401
@@ -93,12 +93,25 @@ def test_what_cannot_be_reached_by_an_address_is_not_pickled(checkpoint, owner):
         for made in (EnginePolicy(policy), EngineWeightSyncScheme(policy)):
             with pytest.raises(ConfigError, match="in this process.*AsyncLLM.*rollout-engine core"):
                 pickle.dumps(made)
-    with AsyncLLM(checkpoint, num_replicas=2, **OPTIONS) as fleet, pytest.raises(ConfigError, match="several replicas"):
-        pickle.dumps(EnginePolicy(fleet))
     with pytest.raises(ConfigError, match="seed=3"):
         pickle.dumps(EnginePolicy(owner, seed=3))
     with pytest.raises(EngineDeadError):
         EnginePolicy("/no/such/core")
+
+
+def test_a_fleet_generates_and_is_not_pickled(checkpoint):
+    with AsyncLLM(checkpoint, **OPTIONS) as one, AsyncLLM(checkpoint, **OPTIONS) as other:
+        expected = answers(EnginePolicy(one, input_mode="text", generate_kwargs=GREEDY))
+        fleet = EnginePolicy([one.address, other.address], input_mode="text", generate_kwargs=GREEDY)
+        assert answers(fleet) == expected
+        with pytest.raises(ConfigError, match="several replicas"):
+            pickle.dumps(fleet)
+        fleet.close()
+    with RolloutService.from_pretrained(checkpoint, num_replicas=1, **OPTIONS) as service:
+        policy = EnginePolicy(service, input_mode="text", generate_kwargs=GREEDY)
+        assert answers(policy) == expected
+        with pytest.raises(ConfigError, match="several replicas"):
+            pickle.dumps(policy)
 
 
 def test_a_copy_in_the_same_process_shares_the_connection(owner):
