@@ -29,8 +29,11 @@ test-worlds: build/worlds/installed
 	set -e; for world in build/worlds/*/bin/python; do $$world -m pytest tests/envs; done
 
 # Adapters of trainers, each in an environment that has its trainer; examples learn there for minutes.
-test-trainers: build/trainers/installed
+# verl's excludes this engine's packages, which the shared fixtures need: its server runs in the environment of TRL's.
+test-trainers: build/trainers/installed build/verl/installed
 	set -e; for trainer in build/trainers/*/bin/python; do $$trainer -m pytest tests/trainers; done
+	ROLLOUT_ENGINE_PYTHON=$(CURDIR)/build/trainers/trl/bin/python \
+		build/verl/bin/python -m pytest --noconftest tests/trainers/test_verl.py
 
 # Clients of the HTTP server, unmodified. With RECORD=1 their requests become the transcripts that `make test` replays.
 # What they leave unclosed, and what they use that is deprecated, is theirs.
@@ -98,6 +101,9 @@ build/worlds/installed: tests/envs/make_worlds.sh tests/make_environment.sh pypr
 build/trainers/installed: tests/trainers/make_trainers.sh tests/make_environment.sh pyproject.toml \
 		$(wildcard tests/trainers/constraints-*.txt)
 	PYTHON=$(PYTHON) tests/trainers/make_trainers.sh build/trainers
+
+build/verl/installed: tests/trainers/make_verl.sh tests/trainers/constraints-verl.txt pyproject.toml
+	PYTHON=$(PYTHON) tests/trainers/make_verl.sh build/verl
 
 build/clients/installed: tests/clients/make_clients.sh tests/make_environment.sh pyproject.toml \
 		$(wildcard tests/clients/constraints-*.txt)

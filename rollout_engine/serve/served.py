@@ -22,6 +22,8 @@ class Served:
         self.started = int(time.time())
         self.refuses: str | None = None
         """Why no request may come in now: paused by a mode that ends or drains what runs. None: they may."""
+        self.released: frozenset[str] = frozenset()
+        """Memory that clients have had released by its tag: "kv_cache", "weights"."""
         self.is_ending = False
         """Whether the server has been told to stop."""
         self.settings = SettingsReader(options.logprobs_mode)

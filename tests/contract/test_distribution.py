@@ -20,6 +20,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 CLIENTS = {"inspect_ai", "lm_eval"}
 """Clients of the HTTP server, which are no extras: tests/clients/make_clients.sh installs them."""
+VERL = {"httpx", "omegaconf", "pandas", "ray", "safetensors", "verl"}
+"""What verl's adapter and its tests import, in an environment of their own."""
 TOOLS = {"httptools", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
 
 
@@ -27,12 +29,14 @@ def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     kernels = ("rollout_engine.kernels.triton", "sync.digest_kernel")
     triton_kernels = [source for source in package_sources if source.module.startswith(kernels)]
     subclasses = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.torchrl")]
-    others = [source for source in package_sources if source not in (*triton_kernels, *subclasses)]
+    verl = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.verl")]
+    others = [source for source in package_sources if source not in (*triton_kernels, *subclasses, *verl)]
     needed = _third_party(others, lambda found: not found.in_function)
-    late = _third_party(package_sources, lambda found: found.in_function)
+    late = _third_party([s for s in package_sources if s not in verl], lambda found: found.in_function)
     assert needed == _names(PROJECT["dependencies"])
     assert late <= needed | _extras()
     assert _third_party(triton_kernels) <= needed | _names(PROJECT["optional-dependencies"]["gpu"])
+    assert _third_party(verl) <= VERL
     assert _third_party(subclasses) <= needed | _names(PROJECT["optional-dependencies"]["torchrl"])
 
 
@@ -40,7 +44,7 @@ def test_every_extra_is_imported_by_examples_or_tests(sources):
     used = _third_party([s for s in sources if not s.in_package])
     extras = _extras()
     assert extras - TOOLS <= used
-    assert used - CLIENTS <= extras | _names(PROJECT["dependencies"])
+    assert used - CLIENTS - VERL <= extras | _names(PROJECT["dependencies"])
 
 
 def test_every_dependency_is_pinned_once():

@@ -16,6 +16,9 @@ _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place":
 """How a pause of SGLang's treats requests in flight -> ours. Retracted ones lose their KV when it is flushed."""
 
 
+_TAGS = ("kv_cache", "weights")
+
+
 async def model_info(served: Served, asked: Asked) -> Reply:
     """The model's path, and the version of its weights."""
     config = served.engine.frontend.client.info.config
@@ -92,18 +95,23 @@ class MemoryBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def checked(self) -> list[str]:
         """The tags that stand for memory here; CUDA graphs go with the KV. Raises `RequestError`."""
-        tags = self.tags or ["kv_cache", "weights"]
-        wrong = [tag for tag in tags if tag not in ("kv_cache", "weights", "cuda_graph")]
+        tags = self.tags or list(_TAGS)
+        wrong = [tag for tag in tags if tag not in (*_TAGS, "cuda_graph")]
         if wrong:
             raise RequestError.for_field("tags", tags, "of 'kv_cache', 'weights' and 'cuda_graph'")
         return [tag for tag in tags if tag != "cuda_graph"]
 
 
 async def release_memory_occupation(served: Served, asked: Asked) -> Reply:
-    """Give memory back: the KV pool, and the weights as well, which an update must bring again."""
+    """Give memory back: the KV pool, the weights, which an update must bring again, or both."""
     tags = asked.body.checked()
     if tags:
-        await served.engine.sleep(2 if "weights" in tags else 1, "keep")
+        before = served.released if await served.engine.is_sleeping() else frozenset()
+        served.released = before.union(tags)
+        await served.engine.sleep(2 if "weights" in served.released else 1, "keep")
+        kept = [tag for tag in _TAGS if tag not in served.released]
+        if kept:  # sleeping is all or nothing
+            await served.engine.wake_up(kept)
     return Reply({"success": True, "message": f"released: {', '.join(tags)}"})
 
 
@@ -112,6 +120,7 @@ async def resume_memory_occupation(served: Served, asked: Asked) -> Reply:
     tags = asked.body.checked()
     if await served.engine.is_sleeping():
         await served.engine.wake_up(tags)
+    served.released = served.released.difference(tags)
     return Reply({"success": True, "message": f"resumed: {', '.join(tags)}"})
 
 

@@ -166,3 +166,14 @@ def test_what_cannot_be_done_says_so_and_changes_nothing(client, path, fields, s
 
 def test_the_live_version_may_be_confirmed(client):
     assert client.post("/update_weight_version", {"new_version": "0"})["new_version"] == "0"
+
+
+@pytest.mark.parametrize("order", [["kv_cache"], ["weights"], ["kv_cache", "weights"], ["weights", "kv_cache"]])
+def test_memory_is_released_and_taken_back_tag_by_tag(client, other_weights, order):
+    for tag in order:
+        client.post("/release_memory_occupation", {"tags": [tag]})
+    for tag in order:
+        client.post("/resume_memory_occupation", {"tags": [tag]})
+    if "weights" in order:
+        client.post("/update_weights_from_tensor", {"serialized_named_tensors": encoded(other_weights)})
+    assert answer_of(client)[1] == str(int("weights" in order))
