@@ -10,9 +10,11 @@ stands behind a wrong draft is dropped, and its KV overwritten.
 Drafts are added where they shorten the work. A step of R rows takes as long as `CoreConfig.step_seconds` says, measured
 at load; a draft is right as often as others were that had as many agreeing tokens before them. The draft that is
 likeliest to be right comes first, and as many are added as give the most tokens a second. Where not even drafts that
-are always right would give a tenth more, no sequence is looked at.
+are always right would give a fifth more, no sequence is looked at; and where drafts are right too seldom, only so many
+that looking takes no more than a two-hundredth of the time.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence as Rows
 
@@ -25,10 +27,18 @@ from rollout_engine.core.step import Step
 from rollout_engine.messages import ScheduledSequence
 from rollout_engine.speculation_config import SpeculationConfig
 
-_LEAST_POSSIBLE_GAIN = 1.1
+_LEAST_POSSIBLE_GAIN = 1.2
 """Tokens a second by drafts that are always right, over those without, below which sequences are not followed."""
-_LEAST_EXPECTED_GAIN = 1.03
+_LEAST_EXPECTED_GAIN = 1.1
 """The same by the drafts at hand, below which none are added: costs and rates are estimates."""
+_SECONDS_PER_TOKEN = 40e-6
+"""Of the host, for each token that a sequence gains: a step with drafts saves none of it."""
+_SECONDS_TO_FOLLOW = 10e-6
+"""Of the host, for each sequence that is followed in a step."""
+_SHARE_TO_PROBE = 0.005
+"""Share of the time that is spent on following sequences while drafts do not pay."""
+_STEPS_PER_CHOICE = 16
+"""Steps of the same size for which that is decided at once."""
 _NUM_REMEMBERED = 64
 _MAX_MISSES = 4
 """Wrong tokens in a row after which a run is not followed any more."""
@@ -46,16 +56,26 @@ class Speculator:
         self._uses_own = "ngram" in speculation.sources
         self.index = DraftIndex(speculation.max_rollout_tokens if self._shares else 0)
         self._rates = RightRates()
+        self._every = self._num_steps_left = 0
+        """Which sequences are followed, and for how many more steps of these sizes."""
+        self._sizes = (0, 0)
 
     def add_drafts(self, step: Step) -> None:
         """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight."""
         work = step.work
         num_rows, num_samples = work.num_scheduled_tokens, len(work.samples)
-        if not num_samples or not self._could_pay(num_rows, num_samples):
+        if (num_rows, num_samples) != self._sizes or not self._num_steps_left:
+            self._sizes, self._num_steps_left = (num_rows, num_samples), _STEPS_PER_CHOICE
+            self._every = self._which_to_follow(num_rows, num_samples) if num_samples else 0
+        self._num_steps_left -= 1
+        every = self._every
+        if not every:
             return
         rows, drafts = [], []
         for row, sequence in zip(work.scheduled, step.rows, strict=True):
-            found = self._draft(sequence) if row.num_scheduled_tokens == 1 and _may_draft(sequence) else []
+            if sequence.sequence_id % every or row.num_scheduled_tokens > 1 or not _may_draft(sequence):
+                continue
+            found = self._draft(sequence)
             if found:
                 rows.append((row, sequence))
                 drafts.append(found)
@@ -71,12 +91,25 @@ class Speculator:
         if self._shares and sequence.request.source.params.speculation:
             self.index.keep(sequence)
 
-    def _could_pay(self, num_rows: int, num_samples: int) -> bool:
-        most = min(self._max_draft_tokens, 1 + (self._max_num_tokens - num_rows) // num_samples)
-        rate = num_samples / self._costs.of(num_rows)
-        counts = {num for num in (1, 2, 4, most) if num <= most}
-        best = max(num_samples * (1 + num) / self._costs.of(num_rows + num_samples * num) for num in counts or {0})
-        return best >= _LEAST_POSSIBLE_GAIN * rate
+    def _which_to_follow(self, num_rows: int, num_samples: int) -> int:
+        """1: every sequence; k: one in k, to see whether drafts would be right; 0: none."""
+        if self._gain(1.0, num_rows, num_samples) < _LEAST_POSSIBLE_GAIN:
+            return 0
+        if self._gain(self._rates.mean, num_rows, num_samples) >= _LEAST_EXPECTED_GAIN:
+            return 1
+        seconds = self._costs.of(num_rows) + _SECONDS_PER_TOKEN * num_samples
+        return math.ceil(num_samples * _SECONDS_TO_FOLLOW / (_SHARE_TO_PROBE * seconds))
+
+    def _gain(self, rate: float, num_rows: int, num_samples: int) -> float:
+        """Tokens a second with drafts that are right at this rate, over those without."""
+        most = min(self._max_draft_tokens, (self._max_num_tokens - num_rows) // num_samples)
+        best = 0.0
+        for num in (1, 2, 4, 8):
+            if num <= most:
+                gained = num_samples * sum(rate**place for place in range(num + 1))
+                seconds = self._costs.of(num_rows + num * num_samples) + _SECONDS_PER_TOKEN * gained
+                best = max(best, gained / (seconds + _SECONDS_TO_FOLLOW * num_samples))
+        return best * (self._costs.of(num_rows) + _SECONDS_PER_TOKEN * num_samples) / num_samples
 
     def _draft(self, sequence: Sequence) -> list[int]:
         """The tokens that may follow, as far as the sequence may go."""
@@ -103,11 +136,14 @@ class Speculator:
         """Compare the sequence's new tokens with the run it follows, and find a better one behind a wrong token."""
         prompt, rates = draft.prompt, self._rates
         start, draft.num_seen = draft.num_seen, len(tokens)
-        if len(tokens) - start > self._max_draft_tokens + 1:  # not looked at for a while
+        is_late = len(tokens) - start > self._max_draft_tokens + 1  # not looked at for a while
+        if is_late:
             draft.run = -1
         run = prompt.runs[draft.run] if draft.run >= 0 else []
         for token in tokens[start:]:
             if draft.at >= len(run):
+                if not is_late:
+                    rates.miss()
                 draft.run = -1
                 break
             is_right = run[draft.at] == token
@@ -146,11 +182,12 @@ class Speculator:
                 num_matched = min(num_matched + 1, MAX_MATCH)
                 chances.append((chance, index))
         chances.sort(key=lambda each: -each[0])  # stable: of one sequence, the first tokens first
-        best, expected = _LEAST_EXPECTED_GAIN * num_samples / self._costs.of(num_rows), float(num_samples)
+        expected = float(num_samples)
+        best = _LEAST_EXPECTED_GAIN * expected / (self._costs.of(num_rows) + _SECONDS_PER_TOKEN * expected)
         num_chosen = 0
         for num, (chance, _) in enumerate(chances[: self._max_num_tokens - num_rows], start=1):
             expected += chance
-            rate = expected / self._costs.of(num_rows + num)
+            rate = expected / (self._costs.of(num_rows + num) + _SECONDS_PER_TOKEN * expected)
             if rate > best:
                 best, num_chosen = rate, num
         counts = [0] * len(drafts)
@@ -188,6 +225,8 @@ class RightRates:
     """
 
     def __init__(self) -> None:
+        self.mean = 0.5
+        """Of all tokens of sequences that are followed; where none was drafted, that counts as wrong."""
         self._rates = [0.5] * (MAX_MATCH.bit_length() + 1)
         self._counts = [2] * len(self._rates)
 
@@ -200,6 +239,11 @@ class RightRates:
         kind = num_matched.bit_length()
         count = self._counts[kind] = min(self._counts[kind] + 1, _NUM_REMEMBERED)
         self._rates[kind] += (is_right - self._rates[kind]) / count
+        self.mean += (is_right - self.mean) / _NUM_REMEMBERED
+
+    def miss(self) -> None:
+        """Count a token for which there was no draft."""
+        self.mean -= self.mean / _NUM_REMEMBERED
 
 
 class StepCosts:

@@ -227,11 +227,11 @@ def measure_arrivals(run: Run) -> None:
 
 def measure_speculation(run: Run) -> None:
     for shape, cases in speculation.CASES.items():
-        engines = speculation.Engines(run.directory(shape), SHAPES[shape]["dtype"])
+        engine = speculation.Engine(run.directory(shape), SHAPES[shape]["dtype"])
         prompts = FreshPrompts(SHAPES[shape]["vocab_size"])
         for case in cases:
             name = f"speculation / without, {shape} {case}"
-            run.keep(name, lambda e=engines, c=case, p=prompts: speculation.measure(e, c, p, run.rounds))
+            run.keep(name, lambda e=engine, c=case, p=prompts: speculation.measure(e, c, p, run.rounds))
 
 
 PARTS: dict[str, Callable[[Run], None]] = {

@@ -1,7 +1,7 @@
-"""What drafted tokens bring: the same requests with speculation and without, taking turns, in one process.
+"""What drafted tokens bring: the same requests with speculation and without, taking turns, in one engine.
 
 Drafts come from the answers themselves, of which a share of tokens was replaced at random: rollouts of a policy that
-agrees in that share of its tokens. Both engines must give the same tokens and log-probs.
+agrees in that share of its tokens. Tokens and log-probs must be the same with them and without.
 """
 
 import random
@@ -38,69 +38,73 @@ CASES = {
 }
 
 
-class Engines:
-    """One with speculation and one without, of the same random weights."""
+class Engine:
+    """One engine, with speculation and without: two engines differ by more, such as where their weights lie."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
         options: dict[str, Any] = dict(dtype=dtype, load_format="dummy", skip_tokenizer_init=True, log_stats=False)
-        self.plain, self.drafting = (
-            LLM(str(directory), kv_cache_bytes=KV_POOL_BYTES, speculation=speculation, **options)
-            for speculation in ("off", "auto")
-        )
-        self._core = self.drafting.frontend.client.driver.core
+        self._llm = LLM(str(directory), kv_cache_bytes=KV_POOL_BYTES, speculation="auto", **options)
+        self._core = self._llm.frontend.client.driver.core
+        self._speculator = self._core._scheduler.speculator
 
     @property
     def stats(self) -> Any:
-        """Of the engine that drafts."""
+        """Of the core."""
         return self._core.stats
+
+    def run(self, asked: list[list[int]], params: SamplingParams, *, drafts: bool) -> tuple[list[RequestOutput], float]:
+        """Answers, computed from nothing, and seconds."""
+        self._llm.reset_prefix_cache()
+        self._core._scheduler.speculator = self._speculator if drafts else None
+        start = time.perf_counter()
+        answers = self._llm.generate(asked, params, use_tqdm=False)
+        return answers, time.perf_counter() - start
 
     def keep(self, answers: list[RequestOutput], share: float, rng: random.Random) -> None:
         """Keep the answers as rollouts to draft from, with this share of their tokens right."""
-        index = self._core._scheduler.speculator.index
+        index = self._speculator.index
         for answer in answers:
             prompt, tokens = answer.prompt_token_ids, answer.outputs[0].token_ids
             kept = [token if rng.random() < share else rng.randrange(3, 4096) for token in tokens]
             index.load(prompt_key(prompt), [array("I", prompt[-NUM_KEY_TOKENS:] + kept)])
 
 
-def measure(engines: Engines, case: Case, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
+def measure(engine: Engine, case: Case, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
     """Seconds without / with, and what was drafted."""
     rng, ratios = random.Random(0), []
-    stats = engines.stats
-    before = _counts(stats)
+    before = _counts(engine.stats)
+    num_steps = 0
     for number in range(rounds + 1):
         params = SamplingParams(
             max_tokens=case.num_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=1000 + number
         )
         asked = prompts.draw(case.num_prompts, 64)
         if case.drafts != "none":
-            answers = engines.plain.generate(asked, params, use_tqdm=False)
-            engines.keep(answers, float(case.drafts.removesuffix(" %")) / 100, rng)
-        order = (engines.plain, engines.drafting) if number % 2 else (engines.drafting, engines.plain)
-        done = {id(llm): _timed(llm, asked, params) for llm in order}
-        (plain, slow), (drafted, fast) = done[id(engines.plain)], done[id(engines.drafting)]
-        _require_equal(plain, drafted)
+            answers, _ = engine.run(asked, params, drafts=False)
+            engine.keep(answers, float(case.drafts.removesuffix(" %")) / 100, rng)
+        seconds: dict[bool, float] = {}
+        for drafts in (True, False) if number % 2 else (False, True):
+            steps = engine.stats.num_steps
+            found, seconds[drafts] = engine.run(asked, params, drafts=drafts)
+            if drafts:
+                num_steps += engine.stats.num_steps - steps
+            if case.drafts != "none":
+                _require_equal(answers, found)
         if number:  # the first warms up
-            ratios.append(slow / fast)
+            ratios.append(seconds[False] / seconds[True])
         else:
-            before = _counts(stats)
-    drafted_tokens, accepted, steps = (now - then for now, then in zip(_counts(stats), before, strict=True))
+            before, num_steps = _counts(engine.stats), 0
+    drafted, accepted = (now - then for now, then in zip(_counts(engine.stats), before, strict=True))
     return {
         "ratio": round(statistics.median(ratios), 3),
         "rounds": [round(ratio, 3) for ratio in ratios],
-        "accepted": round(accepted / max(drafted_tokens, 1), 3),
-        "tokens_per_step": round(rounds * case.num_prompts * case.num_tokens / max(steps, 1), 2),
+        "accepted": round(accepted / max(drafted, 1), 3),
+        "tokens_per_step": round(rounds * case.num_prompts * case.num_tokens / num_steps, 2),
     }
 
 
-def _timed(llm: LLM, asked: list[list[int]], params: SamplingParams) -> tuple[list[RequestOutput], float]:
-    start = time.perf_counter()
-    answers = llm.generate(asked, params, use_tqdm=False)
-    return answers, time.perf_counter() - start
-
-
-def _counts(stats: Any) -> tuple[int, int, int]:
-    return sum(stats.drafts.num_drafted), sum(stats.drafts.num_accepted), stats.num_steps
+def _counts(stats: Any) -> tuple[int, int]:
+    return sum(stats.drafts.num_drafted), sum(stats.drafts.num_accepted)
 
 
 def _require_equal(plain: list[RequestOutput], drafted: list[RequestOutput]) -> None:
