@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from sync.errors import ManifestMismatch
 from sync.lazy_tensor import LazyTensor, gathered, is_sharded
+from sync.plain_names import without_wrappers
+from sync.sendable import check_sendable
 
 logger = logging.getLogger("sync")
+
+_TRAIN_OTHERS = "train adapters that PEFT can merge, such as plain LoRA, or send the base model's weights"
 
 _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models for which the warning about merging has been logged."""
@@ -26,39 +30,42 @@ _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 def has_adapters(model: nn.Module) -> bool:
     """Whether any layer of `model` has an adapter beside it, or a trained copy of itself.
 
-    Raises `ManifestMismatch` for adapters that cannot be merged into weights (prompts, prefixes).
+    Raises `ManifestMismatch` for adapters that no weights can stand for (prompts, and what depends on the input).
     """
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
         for name, config in configs.items() if isinstance(configs, Mapping) else ():
-            if getattr(config, "is_prompt_learning", False):
-                kind = getattr(config.peft_type, "value", config.peft_type)
-                what = f"Adapter '{name}' ({kind}) trains a prompt, which cannot be merged into weights"
-                raise ManifestMismatch(f"{what}: send the base model, and put the prompt into requests.")
+            _check_mergeable(name, config)
     return any(_is_adapted(module) or _has_trained_copy(module) for module in model.modules())
 
 
 def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor | LazyTensor]]:
     """The state of `model` under its base model's names, active adapters merged. Logs a warning once for each model."""
     modules = {
-        name: module for name, module in model.named_modules() if _is_adapted(module) or _has_trained_copy(module)
+        without_wrappers(name): module
+        for name, module in model.named_modules()
+        if _is_adapted(module) or _has_trained_copy(module)
     }
+    tuners = [f"{without_wrappers(name)}.".removeprefix(".") for name, each in model.named_modules() if _is_tuned(each)]
     layers: dict[int, _MergedLayer] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for full_name, tensor in model.state_dict(keep_vars=True).items():
+        name = without_wrappers(full_name)
+        if any(name.startswith(f"{t}base_model.") and not name.startswith(f"{t}base_model.model.") for t in tuners):
+            continue  # what all adapters of a model share
         path = next((path for path in _parents(name) if path in modules), None)
         if path is None:
             yield name, tensor
             continue
-        inner, prefix = _source_of(modules[path])
+        adapted, prefix = _source_of(modules[path])
         rest = name.removeprefix(f"{path}.")
         if not rest.startswith(prefix):
-            continue  # part of the adapter, or not used now
+            continue  # part of an adapter, or not used now
         plain = f"{path}.{rest.removeprefix(prefix)}"
-        if inner is None or not _has_to_merge(inner):
+        if not any(map(_has_to_merge, adapted)):
             yield plain, tensor
         else:
             _warn_once(model)
-            layer = layers.setdefault(id(inner), _MergedLayer(path, inner))
+            layer = layers.setdefault(id(adapted[0]), _MergedLayer(path, adapted))
             yield plain, _Merged(layer, rest.removeprefix(prefix), tensor)
 
 
@@ -76,11 +83,13 @@ class _Merged(LazyTensor):
 
 
 class _MergedLayer:
-    """A layer with adapters; merging it gives all of its tensors at once."""
+    """A layer with adapters, one around the other if it has several; merging gives all of its tensors at once."""
 
-    def __init__(self, path: str, layer: Any) -> None:
-        self._path, self._layer = path, layer
-        self.is_collective = any(is_sharded(parameter) for parameter in layer.parameters())
+    def __init__(self, path: str, adapted: list[Any]) -> None:
+        self._path, self._adapted = path, adapted
+        for name, tensor in adapted[0].state_dict(keep_vars=True).items():
+            check_sendable(f"{path}.{without_wrappers(name)}", tensor)
+        self.is_collective = any(is_sharded(parameter) for parameter in adapted[0].parameters())
         self._merged: dict[str, Tensor] = {}
         self._merging = threading.Lock()
 
@@ -93,16 +102,18 @@ class _MergedLayer:
 
     @torch.no_grad()
     def _merge(self) -> dict[str, Tensor]:
-        layer = _copy_of(self._layer, {})
+        layer: Any = _copy_of(self._adapted[0], {})
         try:
-            if layer.disable_adapters:
-                layer.unmerge()
-            else:
-                layer.merge()
+            for _ in self._adapted:
+                if layer.disable_adapters:
+                    layer.unmerge()
+                elif _has_to_merge(layer):
+                    layer.merge()
+                layer = layer.base_layer
         except Exception as problem:  # PEFT's methods have refusals of many kinds
             what = f"The adapters of '{self._path}' cannot be merged ({type(problem).__name__}: {problem})"
-            raise ManifestMismatch(f"{what}: send merge_and_unload() of a copy of the model.") from problem
-        return {name: tensor.detach() for name, tensor in layer.get_base_layer().state_dict().items()}
+            raise ManifestMismatch(f"{what}: {_TRAIN_OTHERS}.") from problem
+        return {without_wrappers(name): tensor.detach() for name, tensor in layer.state_dict().items()}
 
 
 def _is_adapted(module: Any) -> bool:
@@ -115,22 +126,46 @@ def _has_trained_copy(module: Any) -> bool:
     return isinstance(getattr(module, "original_module", None), nn.Module) and hasattr(module, "active_adapters")
 
 
-def _source_of(module: Any) -> tuple[Any, str]:
-    """The layer to merge, or None, and the prefix of the names to send, both within `module`."""
-    if _is_adapted(module):
-        return module, "base_layer."
-    if _is_adapted(getattr(module, "token_adapter", None)):
-        return module.token_adapter, "token_adapter.base_layer."
-    active = [] if module.disable_adapters else list(module.active_adapters)
-    trained = [name for name in active if name in getattr(module, "modules_to_save", ())]
-    return None, f"modules_to_save.{trained[0]}." if trained else "original_module."
+def _is_tuned(module: Any) -> bool:
+    """Whether it holds the model with adapters as `base_model.model`."""
+    tuner = module._modules.get("base_model")
+    return hasattr(module, "peft_config") and tuner is not None and "model" in tuner._modules
+
+
+def _check_mergeable(name: str, config: Any) -> None:
+    kind = getattr(config, "peft_type", None)
+    kind = getattr(kind, "value", kind)
+    if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
+        what = f"Adapter '{name}' ({kind}) trains a prompt, which cannot be merged into weights"
+        raise ManifestMismatch(f"{what}: send the base model, and put the prompt into requests.")
+    if kind == "XLORA":
+        what = f"Adapter '{name}' (XLORA) weighs its adapters anew for every token, so no weights equal it"
+        raise ManifestMismatch(f"{what}: {_TRAIN_OTHERS}.")
+
+
+def _source_of(module: Any) -> tuple[list[Any], str]:
+    """The layers around the one that is sent, outermost first, and the prefix of its names within `module`."""
+    inner, prefix = module, ""
+    if not _is_adapted(module):
+        if _is_adapted(getattr(module, "token_adapter", None)):
+            path = "token_adapter"
+        else:
+            active = [] if module.disable_adapters else list(module.active_adapters)
+            trained = [name for name in active if name in getattr(module, "modules_to_save", ())]
+            path = f"modules_to_save.{trained[0]}" if trained else "original_module"
+        inner, prefix = module.get_submodule(path), f"{path}."
+    adapted = []
+    while _is_adapted(inner):
+        adapted.append(inner)
+        inner, prefix = inner.base_layer, f"{prefix}base_layer."
+    return adapted, prefix
 
 
 def _has_to_merge(layer: Any) -> bool:
     """Whether the base layer's weights differ from those that the layer computes with."""
     if layer.disable_adapters:
         return bool(layer.merged)
-    return not set(layer.active_adapters) <= set(layer.merged_adapters)
+    return bool(layer.active_adapters) and not layer.merged
 
 
 def _parents(name: str) -> Iterator[str]:

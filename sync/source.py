@@ -12,8 +12,10 @@ from sync.checkpoint import is_checkpoint, read_checkpoint
 from sync.errors import ManifestMismatch
 from sync.lazy_tensor import GatheredTensor, LazyTensor, is_sharded
 from sync.manifest import check_distinct
+from sync.plain_names import plain_names
 from sync.published import is_store, read_current
-from sync.wrapped_modules import check_sendable, plain_names, state_of
+from sync.sendable import check_sendable
+from sync.wrapped_modules import state_of
 
 SourceTensor: TypeAlias = Tensor | LazyTensor
 NamedTensor = tuple[str, Tensor]
