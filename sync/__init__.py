@@ -22,6 +22,7 @@ _HOME = {
     "ManifestMismatch": "sync.errors",
     "StaleVersion": "sync.errors",
     "ChecksumMismatch": "sync.errors",
+    "GatherFailed": "sync.errors",
     "TransferTimeout": "sync.errors",
 }
 __all__ = sorted(_HOME)

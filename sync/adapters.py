@@ -78,7 +78,8 @@ class _Merged(LazyTensor):
         self.is_collective = layer.is_collective
 
     def materialize(self) -> Tensor:
-        """Merge the layer's adapters, in a copy. Raises `ManifestMismatch` where PEFT cannot."""
+        """Merge the layer's adapters, in a copy. Raises `ManifestMismatch` where PEFT cannot, and `GatherFailed`."""
+        self.was_begun = True
         return self._layer.take(self._name)
 
 
@@ -102,7 +103,7 @@ class _MergedLayer:
 
     @torch.no_grad()
     def _merge(self) -> dict[str, Tensor]:
-        layer: Any = _copy_of(self._adapted[0], {})
+        layer: Any = _copy_of(self._adapted[0], {})  # outside of the try: gathers have errors of their own
         try:
             for _ in self._adapted:
                 if layer.disable_adapters:

@@ -4,6 +4,7 @@ SyncError
 ├── ManifestMismatch      the tensors offered are not the tensors expected
 ├── StaleVersion          the version does not move forward
 ├── ChecksumMismatch      bytes arrived that are not the bytes sent
+├── GatherFailed          a rank of the trainer left before a sharded weight was whole
 └── TransferTimeout       the other side did not answer in time
 """
 
@@ -26,3 +27,7 @@ class ChecksumMismatch(SyncError):
 
 class TransferTimeout(SyncError):
     """A peer did not connect, or stopped answering, before the deadline."""
+
+
+class GatherFailed(SyncError):
+    """A weight that is sharded over the ranks of a trainer could not be gathered: one of them ended, or never came."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sync.digests import PIECE_BYTES, Digest, tensor_bytes
+from sync.errors import GatherFailed
 
 Fetch = Callable[[memoryview, int], None]
 """`fetch(out, start)` fills `out` with the bytes from `start` on."""
@@ -18,6 +19,8 @@ class LazyTensor(ABC):
 
     is_collective = False
     """Whether every rank of a trainer has to materialize it, in the same order."""
+    was_begun = False
+    """Whether `materialize` has been called; kept by collective ones only."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -46,6 +49,8 @@ class GatheredTensor(LazyTensor):
         return id(self._sharded)
 
     def materialize(self) -> Tensor:
+        """Gather it. Raises `GatherFailed`."""
+        self.was_begun = True
         return gathered(self._sharded)
 
 
@@ -104,9 +109,16 @@ def is_sharded(tensor: object) -> bool:
 
 
 def gathered(sharded: Tensor) -> Tensor:
-    """A DTensor whole and detached. Collective: every rank has to call it."""
+    """A DTensor whole and detached. Collective: every rank has to call it. Raises `GatherFailed`."""
     with torch.no_grad():
-        whole: Tensor = sharded.full_tensor()  # type: ignore[attr-defined]
+        try:
+            whole: Tensor = sharded.full_tensor()  # type: ignore[attr-defined]
+        except RuntimeError as problem:  # also torch.distributed's own errors
+            what = (
+                f"A weight of shape {tuple(sharded.shape)} could not be gathered from the trainer's ranks ({problem})"
+            )
+            how = "every other rank calls sync.join_gathers with the same source while this one sends, and stays"
+            raise GatherFailed(f"{what}: {how}.") from problem
         return whole.detach()
 
 

@@ -1,7 +1,8 @@
 """Reads a weight source: a list of plain names and tensors, and which of them are tied."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from sync.base import WeightSource
 from sync.checkpoint import is_checkpoint, read_checkpoint
-from sync.errors import ManifestMismatch
+from sync.errors import GatherFailed, ManifestMismatch
 from sync.lazy_tensor import GatheredTensor, LazyTensor, is_sharded
 from sync.manifest import check_distinct
 from sync.plain_names import plain_names
@@ -36,15 +37,38 @@ def read_source(source: WeightSource) -> list[SourcePair]:
 
 
 def join_gathers(source: WeightSource) -> None:
-    """Take part in gathering `source`: every other rank of a sharded trainer calls this while the sending rank offers
-    or publishes the same source.
+    """Take part in gathering `source`: every other rank of a sharded trainer calls this while the sending rank offers,
+    publishes or updates from the same source.
 
-    Gathering a full tensor is collective; the sending rank does it once for each sharded tensor, in source order.
+    Gathering a full tensor is collective; the sending rank does it once for each sharded tensor, in source order. It
+    does so also where its update is refused, so this returns then, too. Raises `GatherFailed` where a rank has ended,
+    or did not come within the timeout of the process group.
     """
-    pairs = read_source(source)
+    _gather_rest(read_source(source))
+
+
+@contextmanager
+def gathers_finished(pairs: Sequence[SourcePair]) -> Iterator[None]:
+    """Gather at the end what the block has not, so that ranks in `join_gathers` never wait for one that has failed.
+
+    Not after `GatherFailed`, nor where the block was interrupted.
+    """
+    try:
+        yield
+    except Exception as problem:
+        cause: BaseException | None = problem
+        while cause is not None and not isinstance(cause, GatherFailed):
+            cause = cause.__cause__
+        if cause is None:
+            _gather_rest(pairs)
+        raise
+    _gather_rest(pairs)
+
+
+def _gather_rest(pairs: Sequence[SourcePair]) -> None:
     repeated = {name for group in tied_groups(pairs) for name in group[1:]}
     for name, tensor in pairs:
-        if name not in repeated and isinstance(tensor, LazyTensor) and tensor.is_collective:
+        if name not in repeated and isinstance(tensor, LazyTensor) and tensor.is_collective and not tensor.was_begun:
             tensor.materialize()
 
 

@@ -48,7 +48,7 @@ from sync.published import (
     read_pointer,
 )
 from sync.shared_files import open_sole, reserve, try_lock, write_at
-from sync.source import NamedTensor
+from sync.source import NamedTensor, gathers_finished
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter
 from sync.threads import in_threads, thread_count
@@ -81,7 +81,7 @@ def publish(
     """
     store = Path(directory)
     offer = Offer(source, metadata or {})
-    with _sole_publisher(store):
+    with gathers_finished(offer.tensors), _sole_publisher(store):
         return _publish(store, offer, version, reset_version, num_threads)
 
 

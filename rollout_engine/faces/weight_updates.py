@@ -1,13 +1,16 @@
 """The weight update that every face offers."""
 
+import os
 from typing import Protocol
 
 from rollout_engine._structs import plain
 from rollout_engine.engine.client import EngineClient
+from rollout_engine.errors import as_weight_errors
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.telemetry.spans import Spans
 from sync.base import WeightSource
+from sync.source import gathers_finished, read_source
 
 
 class HasUpdates(Protocol):
@@ -38,7 +41,8 @@ def update_weights(
     Args:
         source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
             checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
-            may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`); of a `PeftModel`
+            may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`, which returns also where
+            this raises); of a `PeftModel`
             the active adapters are merged into what is sent, and its own weights are not touched. A checkpoint
             that is rewritten meanwhile is refused.
         version: of the new weights, higher than the live one; None: a published store's own, else one more than
@@ -77,4 +81,9 @@ def update_weights(
         timeout=timeout,
         partial=partial,
     )
-    return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
+    if isinstance(source, str | os.PathLike):
+        return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
+    with as_weight_errors():
+        pairs = read_source(source)
+    with as_weight_errors(), gathers_finished(pairs):
+        return frontend.spans.update(lambda: frontend.client.update_weights(pairs, plain(version), options))

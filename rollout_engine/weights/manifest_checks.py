@@ -56,8 +56,9 @@ class ManifestChecks:
         for spec in manifest.tensors:
             other = sent.setdefault(self._owner(spec.name), spec)
             if other.digest != spec.digest:
-                what = "are tied in the engine, but differ at the source"
-                raise ManifestMismatch(f"'{other.name}' and '{spec.name}' {what}.")
+                what = "are tied in the engine, but differ at the source (adapters on one of the two do that)"
+                fix = "Send equal values, or load the engine from a checkpoint with tie_word_embeddings=False"
+                raise ManifestMismatch(f"'{other.name}' and '{spec.name}' {what}. {fix}.")
 
     def _owner(self, name: str) -> str:
         return self._same_as.get(name, name)

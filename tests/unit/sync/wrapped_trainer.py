@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +41,11 @@ def fsdp2(model):
     return fully_shard(model, mesh=mesh)
 
 
+def checkpointed(model):
+    apply_activation_checkpointing(model, check_fn=lambda module: hasattr(module, "layers"))
+    return model
+
+
 WRAPPERS = {
     "ddp": [DistributedDataParallel],
     "compile": [torch.compile],
@@ -49,6 +55,8 @@ WRAPPERS = {
     "ddp, compile": [DistributedDataParallel, torch.compile],
     "fsdp1, compile": [fsdp1, torch.compile],
     "fsdp2, compile": [fsdp2, torch.compile],
+    "checkpoint": [checkpointed],
+    "checkpoint, fsdp2, compile": [checkpointed, fsdp2, torch.compile],
 }
 
 
