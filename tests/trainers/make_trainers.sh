@@ -1,8 +1,8 @@
 #!/bin/sh
 # Makes the environments that the tests of trainers' adapters run in: make_trainers.sh DIR. Takes minutes.
 # A trainer has one of its own where its versions exclude another's; each has its constraints file here.
-# The rollout worker of TRL's asynchronous trainer wants aiohttp and requests, TorchRL's RayLLMCollector wants Ray; peft is for the
-# tests of wrapped models.
+# The rollout worker of TRL's asynchronous trainer wants aiohttp and requests, TorchRL's RayLLMCollector wants Ray, and the
+# tests of wrapped models want peft.
 set -eu
 dir=${1:?the directory to make}
 make() {
