@@ -41,10 +41,9 @@ def update_weights(
     Args:
         source: nn.Module, dict, iterator of (name, tensor), or path of a published store or of a safetensors
             checkpoint; floating dtypes are cast to the engine's. Its tensors must not change meanwhile. A module
-            may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`, which returns also where
-            this raises); of a `PeftModel`
-            the active adapters are merged into what is sent, and its own weights are not touched. A checkpoint
-            that is rewritten meanwhile is refused.
+            may be compiled or under DDP, FSDP1 or FSDP2 (other ranks call `sync.join_gathers`, which also returns
+            where this raises); of a `PeftModel` the active adapters are merged into what is sent, and its own weights
+            are not touched. A checkpoint that is rewritten meanwhile is refused.
         version: of the new weights, higher than the live one; None: a published store's own, else one more than
             the live version.
         mode: of requests in flight. "keep": they go on under the new weights. "wait": they finish first, under the
@@ -82,8 +81,12 @@ def update_weights(
         partial=partial,
     )
     if isinstance(source, str | os.PathLike):
-        return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
+        return _carry_out(frontend, source, version, options)
     with as_weight_errors():
         pairs = read_source(source)
     with as_weight_errors(), gathers_finished(pairs):
-        return frontend.spans.update(lambda: frontend.client.update_weights(pairs, plain(version), options))
+        return _carry_out(frontend, pairs, version, options)
+
+
+def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
+    return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
