@@ -80,13 +80,16 @@ def update_weights(
         timeout=timeout,
         partial=partial,
     )
-    if isinstance(source, str | os.PathLike):
-        return _carry_out(frontend, source, version, options)
-    with as_weight_errors():
-        pairs = read_source(source)
-    with as_weight_errors(), gathers_finished(pairs):
-        return _carry_out(frontend, pairs, version, options)
+    return _carry_out(frontend, source, version, options)
 
 
 def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
-    return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
+    def send(source: WeightSource) -> UpdateReport:
+        return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
+
+    if isinstance(source, str | os.PathLike):
+        return send(source)
+    with as_weight_errors():
+        pairs = read_source(source)
+    with as_weight_errors(), gathers_finished(pairs):
+        return send(pairs)
