@@ -1,6 +1,7 @@
 """The weight update that every face offers."""
 
 import os
+from collections.abc import Iterator
 from typing import Protocol
 
 from rollout_engine._structs import plain
@@ -87,8 +88,8 @@ def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, 
     def send(source: WeightSource) -> UpdateReport:
         return frontend.spans.update(lambda: frontend.client.update_weights(source, plain(version), options))
 
-    if isinstance(source, str | os.PathLike):
-        return send(source)
+    if isinstance(source, str | os.PathLike | Iterator):
+        return send(source)  # an iterator is read once the update has begun: another one refuses it before
     with as_weight_errors():
         pairs = read_source(source)
     with as_weight_errors(), gathers_finished(pairs):
