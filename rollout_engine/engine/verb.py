@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -128,32 +128,6 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         fate = "if it has begun it goes on to its end" if begun else "it had not begun, and never will"
         advice = "check_health() says how long the engine has been busy"
         return CallTimeoutError(f"{self.name}: no result within {arguments[self.timeout]:g} s; {fate}. {advice}.")
-
-
-class VerbTable(dict[str, Verb]):
-    """Verbs by name."""
-
-    def add(self, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorate a function to make it a verb; its name, annotations and docstring are the verb's."""
-
-        def register(function: Callable[P, R]) -> Callable[P, R]:
-            self[function.__name__] = verb_of(function, **options)
-            return function
-
-        return register
-
-    def add_in_pieces(self, **options: Any) -> Callable[[Callable[P, Generator[None, None, R]]], Callable[P, R]]:
-        """Decorate a generator function to make it a verb that runs in pieces: steps run wherever it yields.
-
-        Each piece is to be about as long as a step. The commit of a weight update waits for the last piece.
-        """
-
-        def register(function: Callable[P, Generator[None, None, R]]) -> Callable[P, R]:
-            verb = self[function.__name__] = verb_of(function, in_pieces=True, **options)
-            function.__annotations__["return"] = verb.result  # as faces show it
-            return cast(Callable[P, R], function)
-
-        return register
 
 
 def verb_of(function: Callable[..., Any], **options: Any) -> Verb:

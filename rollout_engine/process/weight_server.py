@@ -11,7 +11,7 @@ import msgspec
 
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.update_steps import UpdateSteps
-from rollout_engine.engine.verb import VerbTable
+from rollout_engine.engine.verb_table import VerbTable
 from rollout_engine.errors import LifecycleError, as_weight_errors
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.outputs import UpdateReport

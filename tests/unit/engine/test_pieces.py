@@ -10,7 +10,7 @@ import pytest
 from rollout_engine.engine.calls import Call
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.local_client import LocalClient
-from rollout_engine.engine.verb import VerbTable
+from rollout_engine.engine.verb_table import VerbTable
 from rollout_engine.errors import LifecycleError, RPCTimeoutError
 from rollout_engine.sampling_params import SamplingParams
 

@@ -1,0 +1,66 @@
+"""Every verb of an engine, written once: what it is called, takes, gives, does, and when it may run.
+
+Clients call them by name, the driver runs them, and every face has a method for each public one
+(`rollout_engine.faces.verb_methods`). Arguments are checked against the annotations. Each function runs inside the
+driver's lock, between two steps, unless its row of the table says otherwise; every verb raises `LifecycleError`, naming
+state and verb, where it is out of order, and after shutdown.
+
+`timeout`, or `drain_timeout` where the wait is for requests, is in seconds; None: as long as the engine is busy with
+what came before (`Verb.timeout` says why that is the default, and what ends it). After it a verb raises
+`CallTimeoutError`, a `TimeoutError`: a call that has not begun by then never does.
+
+Pausing, resuming, sleeping and waking are idempotent. While the engine does not run, calls that block until their
+requests are complete (`LLM.generate`, `RolloutPolicy.rollout`) refuse to start; those in progress wait.
+"""
+
+from rollout_engine.engine.verb_table import VERBS
+from rollout_engine.engine.verbs.lifecycle import (
+    is_paused,
+    is_sleeping,
+    pause_generation,
+    reset_prefix_cache,
+    resume_generation,
+    sleep,
+    wait_for_requests_to_drain,
+    wake_up,
+)
+from rollout_engine.engine.verbs.model import (
+    apply_model,
+    collective_rpc,
+    get_model_metadata,
+    score,
+)
+from rollout_engine.engine.verbs.reports import (
+    check_health,
+    check_integrity,
+    get_cache_usage,
+    get_core_metrics,
+    get_num_unfinished_requests,
+    require_running,
+    start_profile,
+    stop_profile,
+)
+
+__all__ = [
+    "VERBS",
+    "is_paused",
+    "is_sleeping",
+    "pause_generation",
+    "reset_prefix_cache",
+    "resume_generation",
+    "sleep",
+    "wait_for_requests_to_drain",
+    "wake_up",
+    "apply_model",
+    "collective_rpc",
+    "get_model_metadata",
+    "score",
+    "check_health",
+    "check_integrity",
+    "get_cache_usage",
+    "get_core_metrics",
+    "get_num_unfinished_requests",
+    "require_running",
+    "start_profile",
+    "stop_profile",
+]

@@ -1,0 +1,148 @@
+"""Verbs that ask the model: scores, methods of worker extensions, functions on the module, its weights' names."""
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from rollout_engine._structs import plain
+from rollout_engine.engine import combine
+from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.engine.interrupts import allowed
+from rollout_engine.engine.scored_pairs import score_pairs
+from rollout_engine.engine.verb import Arguments
+from rollout_engine.engine.verb_table import VERBS
+from rollout_engine.errors import (
+    CallTimeoutError,
+    LifecycleError,
+    RolloutEngineError,
+    RPCError,
+    RPCTimeoutError,
+)
+
+
+def _prepare_score(
+    prompt_token_ids: Sequence[Sequence[int]],
+    completion_token_ids: Sequence[Sequence[int]],
+    temperature: float,
+    timeout: float | None,
+) -> Arguments:
+    return {
+        "prompt_token_ids": plain(list(prompt_token_ids)),
+        "completion_token_ids": plain(list(completion_token_ids)),
+        "temperature": plain(temperature),
+        "timeout": plain(timeout),
+    }
+
+
+def _late_score(arguments: Arguments, begun: bool) -> RolloutEngineError:
+    what = f"{len(arguments['completion_token_ids'])} completions were not scored within {arguments['timeout']:g} s"
+    return CallTimeoutError(f"score: {what}; what is left of them never will be. Give fewer at a time, or more time.")
+
+
+@VERBS.add_in_pieces(prepare=_prepare_score, late=_late_score)
+def score(
+    driver: EngineDriver,
+    prompt_token_ids: Sequence[list[int]],
+    completion_token_ids: Sequence[list[int]],
+    *,
+    temperature: float = 1.0,
+    timeout: float | None = None,
+) -> Generator[None, None, list[np.ndarray]]:
+    """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
+
+    They are what sampling those tokens at `temperature` would have returned ("tempered"). Steps of requests run between
+    two batches of sequences; weights are those of the beginning to the end. Raises `RequestError`, and after `timeout`
+    seconds `CallTimeoutError` (a `TimeoutError`).
+    """
+    require_weights = partial(driver.core.lifecycle.require_weights, "score")
+    return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature, require_weights)
+
+
+def _prepare_rpc(
+    method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Arguments:
+    wrong = None
+    if not isinstance(method, str):
+        wrong = f"method must be a name (a str), not {method!r:.80}; for a function on the model there is apply_model"
+    elif not isinstance(args, list | tuple):
+        wrong = f"args must be a list or a tuple, not {args!r:.80}"
+    elif not (kwargs is None or isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)):
+        wrong = f"kwargs must be a dict of names, not {kwargs!r:.80}"
+    elif timeout is not None and not (isinstance(timeout, int | float) and timeout > 0 and math.isfinite(timeout)):
+        wrong = f"timeout must be seconds, more than 0, or None; not {timeout!r:.80}"
+    if wrong:
+        raise RPCError(f"collective_rpc: {wrong}.", method=str(method)[:80])
+    return {"method": method, "timeout": timeout, "args": list(args), "kwargs": dict(kwargs or {})}
+
+
+def _rpc_late(arguments: Arguments, begun: bool) -> RolloutEngineError:
+    method, timeout = arguments["method"], arguments["timeout"]
+    fate = (
+        "if it has begun it goes on to its end, and steps wait for it" if begun else "it had not begun, and never will"
+    )
+    return RPCTimeoutError(f"{method}: no result within {timeout:g} s; {fate}.", method=method)
+
+
+def _runs_beside_steps(driver: EngineDriver, arguments: Arguments) -> bool:
+    driver.core.lifecycle.require_alive("collective_rpc")
+    return driver.executor.runs_beside_steps(arguments["method"])
+
+
+@VERBS.add(
+    prepare=_prepare_rpc,
+    combine=combine.end_to_end,
+    needs_all=True,
+    beside_steps=_runs_beside_steps,
+    late=_rpc_late,
+    span="collective_rpc",
+    span_arguments=("method",),
+)
+def collective_rpc(
+    driver: EngineDriver,
+    method: str,
+    timeout: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Call a method of a worker extension (`worker_ext.base`) on every rank, between two steps.
+
+    Returns one result per rank, in order. `timeout` in seconds: `RPCTimeoutError` after it; a call that had begun goes
+    on to its end, and steps wait for it. Raises `RPCError`, nothing run, for a method that does not exist or arguments
+    that are not of its types; our own errors as the method raised them; any other as `RPCError` with rank and
+    traceback.
+
+    To an engine in another process arguments and results are numbers, text, lists, dicts, arrays and tensors: these
+    travel without a copy, structs arrive as dicts and tuples as lists. `RPCError` names what cannot travel.
+    """
+    with allowed():  # a method may take its time
+        return driver.executor.collective_rpc(method, args, kwargs or {}, caller=driver.caller)
+
+
+@VERBS.add(crosses=False)
+def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any], *, timeout: float | None = None) -> list[Any]:
+    """Results of `fn(module)` for the module of every rank, between two steps. It may read weights, not write them.
+
+    In process only. Raises what `fn` raises; `LifecycleError` and `DirtyWeightsError` where there are no weights to
+    read. `DirtyWeightsError` too where `fn` wrote to some: then the engine is DIRTY until a complete update. (A write
+    through `.data` goes unnoticed.)
+    """
+    lifecycle = driver.core.lifecycle
+    lifecycle.require_weights("apply_model")
+    if lifecycle.updating:
+        raise LifecycleError("apply_model: not possible while the engine is UPDATING: wait until it has ended.")
+    driver.core.begin_update("apply_model")
+    try:
+        with allowed():
+            return driver.executor.apply_model(fn)
+    finally:
+        driver.core.end_update(dirty=driver.executor.dirty)
+
+
+@VERBS.add()
+def get_model_metadata(driver: EngineDriver, *, timeout: float | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape) of every weight."""
+    return driver.executor.metadata()
