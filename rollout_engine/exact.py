@@ -5,7 +5,8 @@
 
 `logprobs[:, i]` belongs to token `i + 1` and equals the engine's `batch["log_probs", "full"][:, i + 1]` bit for bit,
 wherever a token's whole context was computed under the trainer's current weights. On-policy ratios are exactly 1.0.
-Packed rows (several sequences end to end) are described by `cu_seqlens`, or by positions that restart at 0. A model on
+Packed rows (several sequences end to end) are described by `cu_seqlens`, or by positions that restart at 0. What padded
+rows begin with alike, such as the prompt of a group's samples, is computed once, and their padding never. A model on
 the CPU matches engines on the CPU; one on a CUDA device matches engines with `device="cuda", deterministic=True`.
 """
 
@@ -22,15 +23,16 @@ from rollout_engine.model.backend import Arithmetic
 from rollout_engine.model.backends import arithmetic_of
 from rollout_engine.model.cpu.backend import CpuBackend
 from rollout_engine.model.modules.next_token_logprobs import (
-    logprobs_where,
-    right_padded_logits,
-    right_padded_logprobs,
-    spread_where,
+    NextTokens,
+    next_tokens,
+    right_padded_next_tokens,
+    shared_next_tokens,
 )
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.rotary import refuse_long_batches
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
 from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_once
+from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.token_batch import token_batch
 from rollout_engine.provenance import LogprobsNote, RolloutNote, attach, mismatches, rollout_note
 
@@ -108,7 +110,9 @@ def token_logprobs(
     if positions is not None:
         result = _packed_logprobs(model, input_ids, mask, positions, temperature)
     else:
-        result = _padded_logprobs(model, input_ids, mask, temperature)
+        rows = _LeftRows.of(input_ids, mask)
+        found = _next_tokens(model, rows)
+        result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
     attach(result, note)
     return result
 
@@ -127,12 +131,10 @@ def token_logprobs_and_entropies(
     note = _note(model, temperature)
     _compare_notes(model, note, rollout, None)
     rows = _LeftRows.of(input_ids, mask)
-    wanted, logits = right_padded_logits(model, rows.ids, rows.real)
-    logprobs = logprobs_where(wanted, logits, rows.ids, temperature, _kernel(model))
-    entropies = spread_where(wanted, _entropies(logits[wanted], temperature), rows.ids)
-    result = rows.restored(logprobs, mask)
+    found = _next_tokens(model, rows)
+    result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
     attach(result, note)
-    return result, rows.restored(entropies, mask)
+    return result, rows.restored(found, _entropies(found.logits, temperature))
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -159,23 +161,27 @@ class _LeftRows(NamedTuple):
     ids: Tensor
     real: Tensor
     """bool [B, T]: not padding."""
+    is_moved: bool
 
     @classmethod
     def of(cls, input_ids: Tensor, mask: Tensor) -> "_LeftRows":
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
-        return cls(order, input_ids.gather(1, order), mask.gather(1, order))
+        real = mask.gather(1, order)
+        return cls(order, input_ids.gather(1, order), real, not torch.equal(real, mask))
 
-    def restored(self, result: Tensor, mask: Tensor) -> Tensor:
-        """[B, T - 1] by the places before, of a result for the moved tokens."""
-        if torch.equal(self.real, mask):
-            return result
-        spread = result.new_zeros(mask.shape).scatter(1, self.order[:, 1:], result)  # entry of token order[i + 1]
-        return spread[:, 1:]
+    def restored(self, found: NextTokens, values: Tensor) -> Tensor:
+        """Values [M] of `found`, next tokens of the moved rows -> [B, T - 1] by the places before."""
+        result = found.spread(values, self.ids.shape[1] - 1)
+        if self.is_moved:
+            spread = result.new_zeros(self.ids.shape).scatter(1, self.order[:, 1:], result)  # of token order[i + 1]
+            result = spread[:, 1:]
+        return result
 
 
-def _padded_logprobs(model: nn.Module, input_ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    rows = _LeftRows.of(input_ids, mask)
-    return rows.restored(right_padded_logprobs(model, rows.ids, rows.real, temperature, _kernel(model)), mask)
+def _next_tokens(model: nn.Module, rows: _LeftRows) -> NextTokens:
+    is_shared = _enabled(model) is not None and shares_prefixes(model)
+    compute = shared_next_tokens if is_shared else right_padded_next_tokens
+    return compute(model, rows.ids, rows.real)
 
 
 @torch.no_grad()
@@ -193,8 +199,8 @@ def _packed_logprobs(
 ) -> Tensor:
     mask = None if real.all() else real
     outputs = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
-    wanted = (real & ~starts_of(position_ids))[:, 1:]
-    return logprobs_where(wanted, outputs.logits[:, :-1], input_ids, temperature, _kernel(model))
+    found = next_tokens(outputs.logits[:, :-1], input_ids, (real & ~starts_of(position_ids))[:, 1:])
+    return found.spread(found.logprobs(temperature, _kernel(model)), input_ids.shape[1] - 1)
 
 
 def _kernel(model: nn.Module) -> RowStatsKernel:

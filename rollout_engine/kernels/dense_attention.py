@@ -21,6 +21,25 @@ DenseKernel = Callable[
 """q, k, v, params, sinks, lengths of `DenseAttention` -> its output, and float32 log-sum-exp of scores [B, T, H]."""
 
 
+class TokensAt(torch.autograd.Function):
+    """Differentiable x[:, :, tokens]: x [B, H, T, D], tokens int64 [S] -> [B, H, S, D].
+
+    Gradients of tokens that are taken several times are summed in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape = x.shape
+        return x.index_select(2, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.shape, dtype=torch.float32)
+        return total.index_add_(2, tokens, grad.float()).to(grad.dtype), None
+
+
 class DenseAttention(torch.autograd.Function):
     """Differentiable causal attention: q [B, H, T, Dk], k [B, Hk, T, Dk], v [B, Hk, T, Dv] -> [B, T, H, Dv].
 

@@ -14,9 +14,9 @@ from transformers import AttentionInterface
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.attention_params import AttentionParams
-from rollout_engine.kernels.dense_attention import DenseAttention, DenseKernel
+from rollout_engine.kernels.dense_attention import DenseAttention, DenseKernel, TokensAt
 from rollout_engine.model.modules.geometry import HARMLESS_TENSORS
-from rollout_engine.model.modules.packed_rows import packed_rows_expected, sequence_lengths
+from rollout_engine.model.modules.packed_rows import PackedSequences, packed_rows_expected, packed_sequences
 
 ATTENTION_NAME = "rollout_engine"
 _active = threading.local()
@@ -84,16 +84,23 @@ def rollout_attention(
     params = AttentionParams(scale, sliding_window or 0, softcap or 0.0)
     step = step or current_step()
     if step is None:
-        lengths = _packed_lengths(module, query, key, kwargs.get("position_ids"))
-        return DenseAttention.apply(query, key, value, params, s_aux, dense, lengths), None
+        packed = _packed(module, query, key, kwargs.get("position_ids"))
+        if packed is None or packed.tokens is None:
+            lengths = None if packed is None else packed.lengths
+            return DenseAttention.apply(query, key, value, params, s_aux, dense, lengths), None
+        whole = (TokensAt.apply(x, packed.tokens) for x in (query, key, value))
+        out = DenseAttention.apply(*whole, params, s_aux, dense, packed.lengths)
+        return out.index_select(1, packed.places), None
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
     return step.attend(module.layer_idx, *flat, params, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
 
 
-def _packed_lengths(
-    module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor | None
-) -> tuple[int, ...] | None:
-    """Lengths of the packed sequences of a trainer's batch, None where every row is one."""
+class PositionsMissingError(ConfigError):
+    """A model does not tell its attention which tokens belong together."""
+
+
+def _packed(module: nn.Module, query: Tensor, key: Tensor, position_ids: Tensor | None) -> PackedSequences | None:
+    """The packed sequences of a trainer's batch, None where every row is one."""
     batch, _, length, _ = query.shape
     if key.shape[2] != length:
         raise ConfigError(
@@ -101,11 +108,11 @@ def _packed_lengths(
             "whole sequences. Pass use_cache=False, or generate with the engine."
         )
     if position_ids is None and packed_rows_expected():
-        raise ConfigError(
+        raise PositionsMissingError(
             f"{type(module).__name__} does not hand position_ids to attention, so packed rows would see one another. "
             "Give this model one sequence a row."
         )
-    return sequence_lengths(position_ids, batch, length)
+    return packed_sequences(position_ids, batch, length)
 
 
 AttentionInterface.register(ATTENTION_NAME, rollout_attention)

@@ -1,35 +1,60 @@
 """Log-probs of next tokens by a Hugging Face module: the one way of trainers, and of engines on the CPU that score."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, token_logprobs
+from rollout_engine.model.modules.packed_rows import sharing_prefixes
+from rollout_engine.model.modules.shared_rows import SharedRows
+
+
+class NextTokens(NamedTuple):
+    """Logits of M next tokens of a batch [B, T], and where they belong."""
+
+    logits: Tensor
+    """[M, V]."""
+    token_ids: Tensor
+    """int64 [M]."""
+    wanted: Tensor
+    """bool [B, L]: whether the next token is real; L + 1 tokens are in the longest row."""
+    places: Tensor | None = None
+    """int64 [number of wanted]: which of the M each of them is; None: they are the M, in order."""
+
+    def logprobs(self, temperature: float, kernel: RowStatsKernel) -> Tensor:
+        """float32 [M]."""
+        return token_logprobs(self.logits, self.token_ids, temperature, kernel)
+
+    def spread(self, values: Tensor, length: int) -> Tensor:
+        """Values [M] -> [B, length], 0 where no next token is wanted."""
+        values = values if self.places is None else values.index_select(0, self.places)
+        result = values.new_zeros(len(self.wanted), length)
+        return result.index_put(self.wanted.nonzero(as_tuple=True), values)
+
+
+def next_tokens(logits: Tensor, input_ids: Tensor, wanted: Tensor) -> NextTokens:
+    """Of logits [B, L, V] for input_ids int64 [B, T], where `wanted` bool [B, L]."""
+    return NextTokens(logits[wanted], input_ids[:, 1 : wanted.shape[1] + 1][wanted], wanted)
+
+
+def right_padded_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> NextTokens:
+    """Of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
+    length = max(int(real.sum(1).max()), 2)
+    logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
+    return next_tokens(logits, input_ids, real[:, 1:length])
+
+
+def shared_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> NextTokens:
+    """As `right_padded_next_tokens`, but what rows begin with alike is computed once, and padding is not computed."""
+    rows = SharedRows.of(input_ids, real)
+    with sharing_prefixes():
+        outputs = model(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
+    return NextTokens(outputs.logits[0].index_select(0, rows.sources), rows.targets, rows.wanted, rows.places)
 
 
 def right_padded_logprobs(
     model: nn.Module, input_ids: Tensor, real: Tensor, temperature: float, kernel: RowStatsKernel
 ) -> Tensor:
     """float32 [B, T - 1] of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
-    wanted, logits = right_padded_logits(model, input_ids, real)
-    return logprobs_where(wanted, logits, input_ids, temperature, kernel)
-
-
-def right_padded_logits(model: nn.Module, input_ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the next token is real, bool [B, L], and logits [B, L, V]; L + 1 tokens are in the longest row."""
-    length = max(int(real.sum(1).max()), 2)
-    logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
-    return real[:, 1:length], logits
-
-
-def logprobs_where(
-    wanted: Tensor, logits: Tensor, input_ids: Tensor, temperature: float, kernel: RowStatsKernel
-) -> Tensor:
-    """float32 [B, T - 1] from logits [B, L, V]: of the next tokens where `wanted` bool [B, L], 0 elsewhere."""
-    chosen = input_ids[:, 1 : wanted.shape[1] + 1][wanted]
-    values = token_logprobs(logits[wanted], chosen, temperature, kernel)
-    return spread_where(wanted, values, input_ids)
-
-
-def spread_where(wanted: Tensor, values: Tensor, input_ids: Tensor) -> Tensor:
-    """[B, T - 1] with `values` [N], in order, where `wanted` bool [B, L] is True, and 0 elsewhere."""
-    result = values.new_zeros(input_ids.shape[0], input_ids.shape[1] - 1)
-    return result.index_put(wanted.nonzero(as_tuple=True), values)
+    found = right_padded_next_tokens(model, input_ids, real)
+    return found.spread(found.logprobs(temperature, kernel), input_ids.shape[1] - 1)

@@ -3,11 +3,18 @@
     input_ids      7  3  9  4  8  5      sequences 7 3 9 · 4 8 · 5
     position_ids   0  1  2  0  1  0
 
-Hugging Face's padding-free collators mark them like this.
+Hugging Face's padding-free collators mark them like this. In a batch of one row a sequence may also begin at a later
+position: then it goes on behind the first tokens of the sequence before it, and these are computed once for both.
+
+    input_ids      7  3  9  4  8  5      sequences 7 3 9 4 · 7 3 8 5
+    position_ids   0  1  2  3  2  3
 """
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,21 +22,32 @@ from torch import Tensor
 _state = threading.local()
 
 
-def sequence_lengths(position_ids: Tensor | None, batch: int, length: int) -> tuple[int, ...] | None:
-    """Lengths of the sequences in position_ids int64 [B or 1, T], row after row; None where every row is one sequence.
+class PackedSequences(NamedTuple):
+    """The sequences that a batch of B * T tokens holds, each whole in `tokens`, end to end."""
+
+    lengths: tuple[int, ...]
+    """They add up to S."""
+    tokens: Tensor | None = None
+    """int64 [S]: where each token of each sequence stands among the B * T; None: they stand in this order."""
+    places: Tensor | None = None
+    """int64 [B * T]: where each of them stands first in `tokens`."""
+
+
+def packed_sequences(position_ids: Tensor | None, batch: int, length: int) -> PackedSequences | None:
+    """The sequences in position_ids int64 [B or 1, T], row after row; None where every row is one sequence.
 
     A sequence begins with each row, and wherever a position does not follow the one before it.
     """
     if position_ids is None or length < 2:
         return None
-    known = getattr(_state, "lengths", None)
+    known = getattr(_state, "known", None)
     if known is not None and known[0]() is position_ids and known[1] == _version(position_ids) is not None:
-        lengths: tuple[int, ...] | None = known[2]
-        return lengths
-    lengths = _sequence_lengths(position_ids.expand(batch, length))
+        found: PackedSequences | None = known[2]
+        return found
+    found = _packed_sequences(position_ids.expand(batch, length))
     # All layers of a forward are given the same tensor.
-    _state.lengths = weakref.ref(position_ids), _version(position_ids), lengths
-    return lengths
+    _state.known = weakref.ref(position_ids), _version(position_ids), found
+    return found
 
 
 def starts_of(position_ids: Tensor) -> Tensor:
@@ -67,13 +85,46 @@ def packed_rows_expected() -> bool:
     return getattr(_state, "expected", False)
 
 
-def _sequence_lengths(position_ids: Tensor) -> tuple[int, ...] | None:
+@contextmanager
+def sharing_prefixes() -> Iterator[None]:
+    """Inside, this thread's forwards may have sequences that begin at later positions."""
+    _state.sharing = True
+    try:
+        yield
+    finally:
+        _state.sharing = False
+
+
+def prefixes_are_shared() -> bool:
+    """Whether this thread is inside `sharing_prefixes`."""
+    return getattr(_state, "sharing", False)
+
+
+def _packed_sequences(position_ids: Tensor) -> PackedSequences | None:
     starts = starts_of(position_ids)
     if not bool(starts[:, 1:].any()):
         return None
     first = starts.flatten().nonzero().flatten()
-    ends = torch.cat([first[1:], first.new_tensor([starts.numel()])])
-    return tuple((ends - first).tolist())
+    sizes = torch.cat([first[1:], first.new_tensor([starts.numel()])]) - first
+    begins = position_ids.flatten()[first]
+    lengths = begins + sizes
+    is_shared = len(position_ids) == 1 and bool(begins.any())
+    # Positions of padding may be anything, and then do not fit together.
+    if not is_shared or int(begins[0]) or bool((begins[1:] > lengths[:-1]).any()):
+        return PackedSequences(tuple(sizes.tolist()))
+    return _with_prefixes(first.tolist(), begins.tolist(), lengths, position_ids.device)
+
+
+def _with_prefixes(first: list[int], begins: list[int], lengths: Tensor, device: torch.device) -> PackedSequences:
+    """Sequences of `lengths` whose own tokens stand from `first` on, each behind `begins` tokens of the one before."""
+    sizes = lengths.tolist()
+    rows, places, end = [torch.empty(0, dtype=torch.int64, device=device)], [], 0
+    for start, begin, size in zip(first, begins, sizes, strict=True):
+        own = torch.arange(start, start + size - begin, device=device)
+        rows.append(torch.cat([rows[-1][:begin], own]))
+        places.append(torch.arange(end + begin, end + size, device=device))
+        end += size
+    return PackedSequences(tuple(sizes), torch.cat(rows), torch.cat(places))
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.model.modules.packed_rows import expect_packed_rows, positions_from, starts_of
+from rollout_engine.model.modules.packed_rows import (
+    expect_packed_rows,
+    positions_from,
+    prefixes_are_shared,
+    starts_of,
+)
 
 logger = logging.getLogger("rollout_engine")
 _state = threading.local()
@@ -133,7 +138,7 @@ def _packed(positions: Tensor, mask: Tensor | None) -> bool:
     if mask is not None:
         positions, starts = positions.expand(mask.shape), starts.expand(mask.shape) & mask.bool()
     wrong = (starts & (positions != 0)).nonzero()
-    if len(wrong):
+    if len(wrong) and not prefixes_are_shared():
         row, place = wrong[0].tolist()
         raise ValueError(
             "position_ids must count up from 0 along each row, and start again at 0 where a packed sequence begins; "

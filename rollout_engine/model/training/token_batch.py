@@ -22,13 +22,13 @@ def token_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     else:
         mask = _as_bool(attention_mask, ids)
         ids = ids.masked_fill(~mask, 0)
-    vocabulary = _vocabulary_of(model)
+    vocabulary = vocabulary_of(model)
     if ids.is_cpu and vocabulary is not None:  # checking on a device would wait for it
         check_ids("input_ids", ids, vocabulary, of="the rows of the model's embedding")
     return ids, mask
 
 
-def _vocabulary_of(model: nn.Module) -> int | None:
+def vocabulary_of(model: nn.Module) -> int | None:
     """Rows of the embedding, inside any wrapper of the causal LM; None where it has no plain embedding."""
     owner = next((child for child in model.modules() if hasattr(child, "get_input_embeddings")), None)
     return None if owner is None else getattr(owner.get_input_embeddings(), "num_embeddings", None)

@@ -1,0 +1,37 @@
+"""Whether a trainer's model computes shared prefixes to the same bits: a trial of a few tokens, once per model."""
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from rollout_engine.model.modules.attention_interface import PositionsMissingError
+from rollout_engine.model.modules.next_token_logprobs import right_padded_next_tokens, shared_next_tokens
+from rollout_engine.model.training.token_batch import vocabulary_of
+
+_ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 6, 7, 0], [3, 1]]
+_found: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """Whether rows that begin alike may be computed together. Raises what the model raises.
+
+    Not so where attention is not told of positions, or where anything else mixes the tokens of a row.
+    """
+    if model not in _found:
+        _found[model] = _is_equal(model)
+    return _found[model]
+
+
+def _is_equal(model: nn.Module) -> bool:
+    device = next(model.parameters()).device
+    longest = max(map(len, _ROWS))
+    real = torch.tensor([[place < len(row) for place in range(longest)] for row in _ROWS], device=device)
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in _ROWS], device=device)
+    ids = (ids % (vocabulary_of(model) or longest)).masked_fill(~real, 0)
+    try:
+        shared = shared_next_tokens(model, ids, real)
+    except PositionsMissingError:
+        return False
+    assert shared.places is not None, "some tokens are shared"
+    return torch.equal(shared.logits[shared.places], right_padded_next_tokens(model, ids, real).logits)
