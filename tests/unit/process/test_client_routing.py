@@ -66,7 +66,7 @@ def test_each_client_gets_its_own_columns():
 def test_no_field_of_the_outputs_is_forgotten():
     names = {"policy_version", "sequence_ids", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"}
     names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time", "prompt_logprobs"}
-    names |= {"sampled_ranks", "id_logprobs"}
+    names |= {"sampled_ranks", "id_logprobs", "pooled"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutputs)} == names
 
 
