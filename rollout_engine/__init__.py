@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.outputs import VersionSpan as VersionSpan
     from rollout_engine.policy import RolloutPolicy as RolloutPolicy
     from rollout_engine.pooling_params import PoolingParams as PoolingParams
+    from rollout_engine.reward_model import RewardModel as RewardModel
     from rollout_engine.rollout_collector import CollectorStats as CollectorStats
     from rollout_engine.rollout_collector import RolloutCollector as RolloutCollector
     from rollout_engine.sampling_params import SamplingParams as SamplingParams
@@ -129,6 +130,7 @@ _NAMES = {
     ),
     "rollout_engine.policy": ("RolloutPolicy",),
     "rollout_engine.pooling_params": ("PoolingParams",),
+    "rollout_engine.reward_model": ("RewardModel",),
     "rollout_engine.rollout_collector": ("CollectorStats", "RolloutCollector"),
     "rollout_engine.sampling_params": ("SamplingParams",),
     "rollout_engine.speculation_config": ("SpeculationConfig",),
