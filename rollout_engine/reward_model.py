@@ -96,7 +96,7 @@ def _joined(prompt: Any, completion: Any, completion_ids: Sequence[int] | None) 
     """The prompt to pool: one of any form, and its completion."""
     fields = dict(prompt) if isinstance(prompt, Mapping) and "role" not in prompt else {"prompt": prompt}
     options = {key: value for key, value in fields.items() if key not in ("prompt", "messages", "prompt_token_ids")}
-    inner = fields.get("prompt", fields.get("messages", fields.get("prompt_token_ids")))
+    inner: Any = fields.get("prompt", fields.get("messages", fields.get("prompt_token_ids")))
     if isinstance(inner, str) and isinstance(completion, str):
         return {**options, "prompt": inner + completion}
     if is_conversation(inner):
