@@ -45,7 +45,7 @@ class FakeExecutor:
         self.num_steps = 0
         self.num_tokens_computed = 0
         self.kv_min_versions: dict[int, int] = {}
-        """Sequence id -> oldest version among the KV its last sample attended."""
+        """Sequence id -> oldest version among the KV its last sample, or its pooled prompt, attended."""
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.weights: Literal["live", "kept", "forgotten"] = "live"
         """`restore_weights` sets "live", and so do tests in place of an update."""
@@ -144,6 +144,7 @@ class FakeExecutor:
                 raise FakeKVError(f"sequence {row.sequence_id}: tokens from {state.num_pooled} on are not pooled")
             state.num_pooled = end
             if end == state.num_prompt_tokens:
+                self.kv_min_versions[row.sequence_id] = self._read(row, end)[1]
                 found[index] = fake_pooled(state.token_ids, state.pooling)
         return found
 

@@ -74,6 +74,8 @@ class Rig:
         self.prompt_logprobs: dict[str, list[float]] = {}
         self.pooled: dict[str, Any] = {}
         """Request id -> result of a pooling request."""
+        self.pooled_by: dict[int, tuple[int, int]] = {}
+        """Sequence id -> policy version and oldest KV of what it was pooled to."""
         self.works: list[SchedulerOutput] = []
         self.drawn: dict[tuple[int, int], tuple[int, int]] = {}
         """(sequence id, tokens it had before) -> policy version and oldest KV of what was drawn for it then."""
@@ -118,6 +120,11 @@ class Rig:
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
         assert num_scored <= self.config.max_scored_tokens
+        for index in result.pooled:
+            sequence_id = work.scheduled[index].sequence_id
+            kv_min_version = self.executor.kv_min_versions[sequence_id]
+            assert self.oldest_kv <= kv_min_version <= work.policy_version
+            self.pooled_by[sequence_id] = work.policy_version, kv_min_version
         for task, num_drawn in zip(work.samples, result.num_drawn or [1] * len(work.samples), strict=True):
             state = self.executor.sequences[task.sequence_id]
             kv_min_version = self.executor.kv_min_versions[task.sequence_id]
@@ -291,7 +298,7 @@ class Rig:
         for first, result in outputs.pooled.items():
             name = self.keys[first][0]
             assert name not in self.pooled and (name, 0) not in self.ends, f"{name} was pooled twice, or after its end"
-            assert self.oldest_kv <= result.kv_min_version <= outputs.policy_version
+            assert self.pooled_by[first] == (outputs.policy_version, result.kv_min_version)
             self.pooled[name] = result
         said: dict[int, Said] = {}
         for sequence in dict.fromkeys([*outputs.sequence_ids, *(end.sequence_id for end in outputs.ended)]):
