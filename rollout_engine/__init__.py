@@ -62,10 +62,14 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.model.sampling.logits_processors import SequenceView as SequenceView
     from rollout_engine.outputs import CompletionOutput as CompletionOutput
     from rollout_engine.outputs import Logprob as Logprob
+    from rollout_engine.outputs import PoolingOutput as PoolingOutput
+    from rollout_engine.outputs import PoolingRequestOutput as PoolingRequestOutput
     from rollout_engine.outputs import RequestOutput as RequestOutput
     from rollout_engine.outputs import UpdateReport as UpdateReport
     from rollout_engine.outputs import VersionSpan as VersionSpan
     from rollout_engine.policy import RolloutPolicy as RolloutPolicy
+    from rollout_engine.pooling_params import PoolingParams as PoolingParams
+    from rollout_engine.reward_model import RewardModel as RewardModel
     from rollout_engine.rollout_collector import CollectorStats as CollectorStats
     from rollout_engine.rollout_collector import RolloutCollector as RolloutCollector
     from rollout_engine.sampling_params import SamplingParams as SamplingParams
@@ -115,8 +119,18 @@ _NAMES = {
     "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
     "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),
-    "rollout_engine.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "UpdateReport", "VersionSpan"),
+    "rollout_engine.outputs": (
+        "CompletionOutput",
+        "Logprob",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "RequestOutput",
+        "UpdateReport",
+        "VersionSpan",
+    ),
     "rollout_engine.policy": ("RolloutPolicy",),
+    "rollout_engine.pooling_params": ("PoolingParams",),
+    "rollout_engine.reward_model": ("RewardModel",),
     "rollout_engine.rollout_collector": ("CollectorStats", "RolloutCollector"),
     "rollout_engine.sampling_params": ("SamplingParams",),
     "rollout_engine.speculation_config": ("SpeculationConfig",),

@@ -20,6 +20,7 @@ import numpy as np
 from rollout_engine._structs import plain
 from rollout_engine.errors import WeightUpdateError, refused
 from rollout_engine.outputs import FinishReason
+from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_BYTES = 1_024
@@ -48,6 +49,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int] = []
     """Tokens that the only sample has already, from an engine that is gone: it goes on behind them as if it had sampled
     them here. They are not returned again. Only with `params.n` == 1 and without `prompt_logprobs`."""
+    pooling: PoolingParams | None = None
+    """The request pools its prompt instead of sampling: `params.n` is 1 and `max_tokens` 0."""
 
 
 class SequenceEnd(msgspec.Struct):
@@ -69,6 +72,15 @@ class PromptLogprobs(msgspec.Struct):
     """float32 [P]."""
     top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     """(int32 [P, k], float32 [P, k]), the first row -1 and NaN; None where k is 0."""
+
+
+class Pooled(msgspec.Struct):
+    """Result of a pooling request."""
+
+    data: np.ndarray
+    """float32, in a shape of `PoolingParams`."""
+    kv_min_version: int
+    """Oldest version among the KV that it attended."""
 
 
 _PIECE_VALUES = 1 << 22
@@ -145,6 +157,8 @@ class EngineCoreOutputs(msgspec.Struct):
     """int32 [N], 1 for the most likely token; None when no request of the step asked for more than its log-prob."""
     id_logprobs: IdLogprobs | None = None
     """Values of the sequences that asked; None when none did."""
+    pooled: dict[int, Pooled] = {}
+    """Sequence id -> result of a pooling request; its end comes with it, or with later outputs."""
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these of the N rows in every column. Lists and arrays are replaced, not changed."""
@@ -175,6 +189,8 @@ class NewSequence(msgspec.Struct):
     eos_token_ids: list[int] = []
     bad_words: list[list[int]] = []
     """Token ids of which the last must not complete the rest."""
+    pooling: PoolingParams | None = None
+    """Its prompt is pooled, and nothing sampled."""
 
 
 class ScheduledSequence(msgspec.Struct):
@@ -240,6 +256,8 @@ class ModelRunnerOutput(msgspec.Struct):
     """Sample index -> float32 log-probs of the ids that its request asked for, all of the vocabulary's included."""
     num_drawn: list[int] | None = None
     """Tokens of each sample: they stand end to end in all columns, and a "sample index" counts them. None: one each."""
+    pooled: dict[int, np.ndarray] = {}
+    """Index into `SchedulerOutput.scheduled` -> float32 result of a pooling request, in the step that completes it."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

@@ -82,6 +82,20 @@ class CompletionOutput(msgspec.Struct):
         return _dicts(self.token_ids, self.logprobs, ranks, self.top_logprobs, TokenTexts(tokenizer))
 
 
+class PoolingOutput(msgspec.Struct, frozen=True):
+    """Result of a pooling request."""
+
+    data: np.ndarray | None = None
+    """float32, in a shape of `PoolingParams`; None where the request was aborted or failed."""
+    policy_version: int = -1
+    """Version of the weights when it was complete; -1 where it is not."""
+    kv_min_version: int = -1
+    """The oldest version among the KV that it attended: exact where the two are equal."""
+    finish_reason: FinishReason | None = None
+    """"stop" where there is a result."""
+    error: str | None = None
+
+
 class RequestOutput(msgspec.Struct):
     """A prompt and its n samples so far."""
 
@@ -100,6 +114,8 @@ class RequestOutput(msgspec.Struct):
     """(int32 [P, k] ids, float32 [P, k] log-probs), most likely first; -1 and NaN in the first row."""
     num_dropped: int = 0
     """Samples that were started and are not in `outputs`: others had ended first (`oversample` of a rollout)."""
+    pooled: PoolingOutput | None = None
+    """Result of a request with `PoolingParams`, whose only sample has no tokens; None for others."""
 
     def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
         """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token.
@@ -112,6 +128,34 @@ class RequestOutput(msgspec.Struct):
         texts = TokenTexts(tokenizer)
         rows = _dicts(self.prompt_token_ids, self.prompt_logprobs, None, self.prompt_top_logprobs, texts)
         return [None, *rows[1:]]
+
+
+class PoolingRequestOutput(msgspec.Struct):
+    """A prompt and what it was pooled to: the result of `encode` and `reward`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    """What was pooled: without the pad tokens at the end where a head for sequences is read before them."""
+    outputs: PoolingOutput
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens served from the prefix cache: only where the last token alone is pooled."""
+    metrics: RequestMetrics | None = None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "PoolingRequestOutput":
+        """The same output of a pooling request."""
+        assert output.pooled is not None, "a pooling request"
+        return cls(
+            request_id=output.request_id,
+            prompt=output.prompt,
+            prompt_token_ids=output.prompt_token_ids,
+            outputs=output.pooled,
+            finished=output.finished,
+            num_cached_tokens=output.num_cached_tokens,
+            metrics=output.metrics,
+        )
 
 
 class UpdateReport(msgspec.Struct, frozen=True):

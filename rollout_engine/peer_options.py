@@ -168,6 +168,26 @@ SAMPLING_PEERS: Peers = {
 }
 """Library -> setting of one request -> what to do here instead."""
 
+POOLING_PEERS: Peers = {
+    "vLLM's": {
+        "activation": "give kind='classify' for logits, and apply a function to them yourself",
+        "dimensions": "cut the rows of the result yourself",
+        "embed_dtype": "results are float32; convert them yourself",
+        "pooling_task": "give kind",
+        "pooling_type": "give kind",
+        "returned_token_ids": "choose columns of the result yourself",
+        "softmax": "kind='classify' returns logits; apply softmax yourself",
+        "step_tag_id": "give step_token_ids",
+        "task": "give kind",
+        "use_activation": "kind='classify' returns logits; apply softmax or sigmoid yourself",
+    },
+    "sentence-transformers'": {
+        "normalize_embeddings": "give normalize",
+        "pooling_mode": "give kind",
+    },
+}
+"""Library -> setting of one pooling request -> what to do here instead."""
+
 CALL_PEERS: Peers = {
     "vLLM's": {
         "chat_template_content_format": "text parts become one str, as every template reads it; leave it out",

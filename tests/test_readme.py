@@ -1,4 +1,4 @@
-"""Every Python block of the README, and of the guides to environments, the server and statistics, runs as printed.
+"""Every Python block of the README, and of the guides to environments, the server, statistics and so on, runs as it is.
 
 The blocks of a page share a namespace.
 
@@ -16,6 +16,8 @@ from envs_adapters.families import FAMILIES
 ROOT = Path(__file__).parents[1]
 README, ENVIRONMENTS, SERVER = ROOT / "README.md", ROOT / "docs/environments.md", ROOT / "docs/server.md"
 STATISTICS, SPECULATION = ROOT / "docs/statistics.md", ROOT / "docs/speculation.md"
+POOLING = ROOT / "docs/pooling.md"
+PAGES = [README, ENVIRONMENTS, SERVER, STATISTICS, SPECULATION, POOLING]
 BLOCK = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CLIENTS = (("httpx2", "Client"), ("openai", "OpenAI"))
 """What pages leave open. Where pages of trainers run, the second is not installed."""
@@ -43,7 +45,7 @@ def test_code_comes_early():
     assert text[: BLOCK.search(text).start()].count("\n") < 30
 
 
-@pytest.mark.parametrize("page", [README, ENVIRONMENTS, SERVER, STATISTICS, SPECULATION], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)

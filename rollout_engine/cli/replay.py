@@ -12,10 +12,12 @@ from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError
 from rollout_engine.core.step import Step
 from rollout_engine.errors import RolloutEngineError
 from rollout_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.process import post_mortem
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 
+_POOLING = {"": None, "last": PoolingParams(kind="last"), "all": PoolingParams(kind="token")}
 _CALLS: Mapping[str, Callable[..., Any]] = {
     name: getattr(EngineCore, name)
     for name in ("abort_sequences", "pause", "resume", "sleep", "wake_up", "begin_update", "close_for_update")
@@ -84,7 +86,7 @@ class _Core(EngineCore):
     """A core over the fake model, in which sequences end where they did, and steps fail that did."""
 
     def __init__(self, header: post_mortem.Header, lines: list[post_mortem.Line]) -> None:
-        config = CoreConfig(**header.config)
+        config = msgspec.convert(header.config, CoreConfig)
         self.scheduled: list[Rows] = []
         self.executor = _Executor(
             block_size=config.block_size,
@@ -150,6 +152,7 @@ def _source(request: post_mortem.Request, vocab_size: int, block_size: int) -> E
         eos_token_ids=[vocab_size],
         priority=request.priority,
         cache_salt=request.salt,
+        pooling=_POOLING[request.pools],
     )
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from rollout_engine.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.speculation_config import SpeculationConfig
 
 _MAX_PROMPT_LOGITS = 1 << 25
@@ -34,11 +35,19 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drafted; None: not at all."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
+    generates: bool = True
+    """Whether the model has an output head."""
+    pooling: PoolingInfo | None = None
+    """What the model offers to pool; None: the runner does not pool."""
 
     @property
     def max_scored_tokens(self) -> int:
         """Most prompt tokens in one step whose log-probs were asked for."""
         return max(1, _MAX_PROMPT_LOGITS // self.vocab_size)
+
+    def pools_beyond_last(self, params: PoolingParams | None) -> bool:
+        """Whether a request pools hidden states of tokens before the last: the prefix cache must not skip any."""
+        return params is not None and self.pooling is not None and self.pooling.positions(params) != "last"
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__[:7]:

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, PromptLogprobs, ScheduledSequence, SchedulerOutput
+from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 
@@ -44,7 +45,7 @@ class FakeExecutor:
         self.num_steps = 0
         self.num_tokens_computed = 0
         self.kv_min_versions: dict[int, int] = {}
-        """Sequence id -> oldest version among the KV its last sample attended."""
+        """Sequence id -> oldest version among the KV its last sample, or its pooled prompt, attended."""
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.weights: Literal["live", "kept", "forgotten"] = "live"
         """`restore_weights` sets "live", and so do tests in place of an update."""
@@ -72,10 +73,10 @@ class FakeExecutor:
             if work.step in self.fail_at_steps and index == len(work.scheduled) // 2:
                 raise RuntimeError(f"told to fail at step {work.step}")
             self._compute(row, work.policy_version)
-        prompts = self._score_prompts(work.scheduled)
+        prompts, pooled = self._score_prompts(work.scheduled), self._pool(work.scheduled)
         self.num_steps += 1
         output = self._sample(work)
-        output.prompt_logprobs = prompts
+        output.prompt_logprobs, output.pooled = prompts, pooled
         return output
 
     def release_kv(self) -> None:
@@ -129,6 +130,22 @@ class FakeExecutor:
             state.num_scored += row.num_scheduled_tokens
             if state.num_scored == state.num_prompt_tokens:
                 found[index] = _prompt_columns(state, self.vocab_size)
+        return found
+
+    def _pool(self, scheduled: list[ScheduledSequence]) -> dict[int, np.ndarray]:
+        """Make up results of prompts that are complete. Raises if a part that one is made of was not computed."""
+        found = {}
+        for index, row in enumerate(scheduled):
+            state = self.sequences[row.sequence_id]
+            if state.pooling is None:
+                continue
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            if state.pooling.kind != "last" and state.num_pooled != row.num_computed_tokens:
+                raise FakeKVError(f"sequence {row.sequence_id}: tokens from {state.num_pooled} on are not pooled")
+            state.num_pooled = end
+            if end == state.num_prompt_tokens:
+                self.kv_min_versions[row.sequence_id] = self._read(row, end)[1]
+                found[index] = fake_pooled(state.token_ids, state.pooling)
         return found
 
     def _sample(self, work: SchedulerOutput) -> ModelRunnerOutput:
@@ -187,7 +204,10 @@ class FakeExecutor:
 class FakeSequence:
     """State of a sequence in the fake runner."""
 
-    __slots__ = ("block_ids", "num_prompt_tokens", "num_scored", "params", "seed", "stop_ids", "token_ids")
+    __slots__ = (
+        *("block_ids", "num_pooled", "num_prompt_tokens", "num_scored"),
+        *("params", "pooling", "seed", "stop_ids", "token_ids"),
+    )
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = new.token_ids
@@ -195,7 +215,9 @@ class FakeSequence:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.num_scored = 0
         """Prompt tokens that were scored so far."""
-        self.params = new.params
+        self.params, self.pooling = new.params, new.pooling
+        self.num_pooled = 0
+        """Prompt tokens before this one were computed since the sequence came."""
         self.seed = new.seed
         self.stop_ids = {*new.eos_token_ids, *(new.params.stop_token_ids or ())}
 
@@ -216,6 +238,13 @@ def fake_next_token(context: list[int], seed: int, vocab_size: int, banned: Coll
     for token_id in context:
         digest = mix(digest, token_id)
     return _draw(digest, seed, vocab_size, banned)
+
+
+def fake_pooled(token_ids: list[int], pooling: PoolingParams) -> np.ndarray:
+    """What the fake model pools a prompt to: numbers that tell which tokens they are of."""
+    rows = np.array([[token_id, 1.0] for token_id in token_ids], np.float32)
+    found: np.ndarray = {"last": rows[-1], "cls": rows[0], "mean": rows.mean(0)}.get(pooling.kind, rows)
+    return found
 
 
 def _draw(digest: int, seed: int, vocab_size: int, banned: Collection[int]) -> int:

@@ -6,6 +6,7 @@ from rollout_engine.core.drafts import Draft
 from rollout_engine.core.prefix_cache import PrefixBlock
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.outputs import FinishReason
+from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.seeds import child_seed
 
 
@@ -112,6 +113,11 @@ class Sequence:
         """Whether log-probs of the prompt are still to be computed: then the prefix cache must not skip any of it."""
         asked = self.request.source.params.prompt_logprobs is not None
         return asked and self.num_tokens == self.num_prompt_tokens
+
+    @property
+    def pooling(self) -> PoolingParams | None:
+        """What the prompt is pooled to; None for a sequence that samples."""
+        return self.request.source.pooling
 
     def append(self, token_id: int) -> tuple[FinishReason, int | None] | None:
         """Append the id of the first pending token. Returns (finish_reason, stop_reason) if it ends the sequence."""

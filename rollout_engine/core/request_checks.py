@@ -5,6 +5,7 @@ from typing import NoReturn
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.errors import RequestError, check_text_size
 from rollout_engine.messages import MAX_CACHE_SALT_BYTES, EngineCoreRequest
+from rollout_engine.pooling_params import check_generation, check_pooling
 from rollout_engine.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N, MAX_STOP_TOKEN_IDS
 
 _MAX_SPELLINGS = 2 * MAX_BAD_WORDS
@@ -30,6 +31,10 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     _check_bad_words(request.bad_words, config.vocab_size)
     _check_output(request, config.vocab_size)
     _check_length(request, config)
+    if request.pooling is None:
+        check_generation(config.generates)
+    else:
+        check_pooling(request.pooling, config.pooling, len(request.prompt_token_ids))
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
 
 
@@ -68,20 +73,24 @@ def _check_tokens(field: str, token_ids: list[int], vocab_size: int) -> None:
 
 
 def _check_length(request: EngineCoreRequest, config: CoreConfig) -> None:
-    if request.max_tokens < 1:
+    pools = request.pooling is not None
+    if pools and (request.max_tokens or request.params.n != 1 or request.output_token_ids):
+        bound = "0 with pooling, n=1 and no output_token_ids"
+        raise RequestError.for_field("max_tokens", request.max_tokens, bound)
+    if not pools and request.max_tokens < 1:
         raise RequestError.for_field("max_tokens", request.max_tokens, "at least 1")
     num_prompt_tokens = len(request.prompt_token_ids)
     num_tokens = num_prompt_tokens + request.max_tokens
     if num_tokens > config.max_model_len:
         _refuse_length(request, config.max_model_len - num_prompt_tokens, f"max_model_len={config.max_model_len}")
     capacity = config.num_blocks * config.block_size
-    if num_tokens - 1 > capacity:  # the last token is never fed back, so it needs no KV
+    if num_tokens - (not pools) > capacity:  # the last sampled token is never fed back, so it needs no KV
         _refuse_length(request, capacity + 1 - num_prompt_tokens, f"the KV pool's {capacity} tokens (num_kv_blocks)")
 
 
 def _refuse_length(request: EngineCoreRequest, room: int, limit: str) -> NoReturn:
     num_prompt_tokens = len(request.prompt_token_ids)
-    if room < 1:
+    if room < 1 or request.pooling is not None:
         bound = f"shorter, to stay within {limit}"
         raise RequestError.for_field("prompt_token_ids", f"{num_prompt_tokens} tokens", bound)
     hint = f"The prompt has {num_prompt_tokens} tokens; both together must stay within {limit}."

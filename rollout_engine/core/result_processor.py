@@ -5,14 +5,18 @@ from collections import deque
 from itertools import accumulate, pairwise
 from typing import cast
 
+import numpy as np
+
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.request_table import RequestTable
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.step import Step
-from rollout_engine.messages import EngineCoreOutputs, IdLogprobs, ModelRunnerOutput, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, IdLogprobs, ModelRunnerOutput, Pooled, SequenceEnd
 from rollout_engine.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
+
+BAD_STATES = "its pooled hidden states hold NaN or inf; the model's weights or inputs are broken."
 
 
 class ResultProcessor:
@@ -43,7 +47,7 @@ class ResultProcessor:
 
     def append(self, outputs: EngineCoreOutputs) -> None:
         """Queue the outputs of a step, unless they say nothing."""
-        if outputs.sequence_ids or outputs.num_cached_tokens or outputs.prompt_logprobs:
+        if outputs.sequence_ids or outputs.num_cached_tokens or outputs.prompt_logprobs or outputs.pooled:
             self.pending_outputs.append(outputs)
 
     def update_from_output(self, step: Step, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
@@ -64,6 +68,7 @@ class ResultProcessor:
             request = step.rows[index].request
             if request.num_live:
                 outputs.prompt_logprobs[request.source.first_sequence_id] = logprobs
+        self._pool(step, result, outputs)
         self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
         for sequence, message in drawn.failed:
             self.end(sequence, "error", message)
@@ -73,6 +78,20 @@ class ResultProcessor:
             self._retire(sequence)
         for each in queued:
             self.append(each)
+
+    def _pool(self, step: Step, result: ModelRunnerOutput, outputs: EngineCoreOutputs) -> None:
+        """Report the results of pooling requests that are complete, and end them."""
+        for index, data in result.pooled.items():
+            sequence = step.rows[index]
+            if sequence.ended:
+                continue
+            if not np.isfinite(data).all():
+                self.end(sequence, "error", BAD_STATES)
+                continue
+            assert sequence.kv_min_version is not None, "its prompt is computed"
+            outputs.pooled[sequence.sequence_id] = Pooled(data, sequence.kv_min_version)
+            self._ended.append(SequenceEnd(sequence.sequence_id, "stop"))
+            self._retire(sequence)
 
     def fail(self, step: Step, error: BaseException, later: deque[Step]) -> None:
         """End the sequences of a step in which the executor raised, and roll back the steps in flight behind it."""

@@ -221,7 +221,9 @@ class Scheduler:
         return True
 
     def _looks_up(self, sequence: Sequence) -> bool:
-        return sequence.queue is self.waiting and self.tables.caching and not sequence.scores_prompt
+        if sequence.scores_prompt or self._config.pools_beyond_last(sequence.pooling):
+            return False
+        return sequence.queue is self.waiting and self.tables.caching
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move to `running` if all its tokens fit beside the others. No running sequence loses blocks for it."""
@@ -256,7 +258,7 @@ class Scheduler:
         sequence.num_sent_blocks = len(sequence.block_ids)
         work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, new_blocks, first_block))
         step.rows.append(sequence)
-        if end < sequence.num_tokens:
+        if end < sequence.num_tokens or sequence.pooling is not None:
             return
         row = len(work.scheduled) - 1
         for sample in [sequence] if sequence.request.forked else sequence.request.live_sequences:
@@ -288,6 +290,7 @@ class Scheduler:
                 seed=sequence.seed,
                 eos_token_ids=request.source.eos_token_ids,
                 bad_words=request.source.bad_words,
+                pooling=request.source.pooling,
             )
         )
         sequence.in_runner = True

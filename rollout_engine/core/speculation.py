@@ -215,7 +215,8 @@ class Speculator:
 def _may_draft(sequence: Sequence) -> bool:
     """Whether a row of one token is the last of its sequence, behind which it alone draws."""
     is_last = sequence.num_computed_tokens + 1 == len(sequence.token_ids)
-    return is_last and sequence.request.forked and sequence.request.source.params.speculation
+    source = sequence.request.source
+    return is_last and sequence.request.forked and source.params.speculation and source.pooling is None
 
 
 class RightRates:

@@ -23,6 +23,8 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         async_scheduling=config.schedules_ahead,
         speculation=config.speculates if info.step_seconds else None,
         step_seconds=info.step_seconds,
+        generates=info.generates,
+        pooling=info.pooling,
     )
 
 

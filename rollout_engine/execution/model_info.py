@@ -2,6 +2,8 @@
 
 import msgspec
 
+from rollout_engine.pooling_params import PoolingInfo
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a loaded model that the core and its clients need."""
@@ -16,5 +18,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens, in chunks of more than one, of a step in which other sequences decode; see `CoreConfig`."""
     choices: str
     """Every choice made at start-up, for one log line."""
+    generates: bool = True
+    """Whether it has an output head; a checkpoint that classifies has none."""
+    pooling: PoolingInfo | None = None
+    """What it offers to pool; None: nothing, on this device."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""

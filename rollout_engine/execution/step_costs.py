@@ -27,7 +27,7 @@ def step_costs(config: EngineConfig, backend: Backend) -> Costs:
 
     Raises `ConfigError` where several tokens in one step would round otherwise than one by one.
     """
-    if config.speculates is None:
+    if config.speculates is None or not backend.generates:
         return ()
     if not backend.is_deterministic:
         what = "this model's products are not row-independent, and drafted tokens would change its log-probs"

@@ -62,6 +62,8 @@ class Worker:
             dtype=str(loaded.dtype).removeprefix("torch."),
             max_prefill_beside_decode=backend.max_prefill_beside_decode,
             step_seconds=step_costs(config, backend),
+            generates=backend.generates,
+            pooling=backend.pooling,
             choices=(
                 f"{type(loaded.module).__name__} from {config.model}: {backend.choices}, "
                 f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -17,13 +18,15 @@ from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import connect_client, start_client
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.metrics import StatLogger
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
+from rollout_engine.pooling_params import PoolingLike, as_pooling_params, refuse_pooling
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.input_processor import Params
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options
 from rollout_engine.threads import run_in_thread
 
@@ -142,15 +145,43 @@ class AsyncLLM(AsyncVerbs):
         `LLMEngine.add_request`, `chat` as in `LLM.generate`.
         """
         check_chat_arguments(chat, self.generate)
+        refuse_pooling(sampling_params)
+        options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        outputs = self._outputs(with_chat_options(prompt, chat), sampling_params, request_id, options)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingLike | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        session_id: str | None = None,
+        trace_headers: TraceHeaders | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool one prompt, as `LLM.encode` does; yields one output, with `finished=True`.
+
+        Leaving, arguments and errors as in `generate`.
+        """
+        check_chat_arguments(chat, self.encode)
+        params = as_pooling_params(pooling_params)
+        options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        outputs = self._outputs(with_chat_options(prompt, chat), params, request_id, options)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield PoolingRequestOutput.of(output)
+
+    async def _outputs(
+        self, prompt: Prompt, params: Params | None, request_id: str | None, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what a request brings; `options` of `Frontend.add_request`. Closing the generator aborts it."""
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
         stream = self.frontend.add_request(
-            with_chat_options(prompt, chat),
-            sampling_params,
-            request_id,
-            lambda stream: self._wake(stream, waker, event),
-            priority=priority,
-            session_id=session_id,
-            trace_headers=trace_headers,
+            prompt, params, request_id, lambda stream: self._wake(stream, waker, event), **options
         )
         finished = False
         try:

@@ -23,12 +23,12 @@ from rollout_engine.outputs import RequestOutput
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.results.open_streams import OpenStreams, Stream
 from rollout_engine.results.request_ids import RequestIds, as_request_ids
-from rollout_engine.sampling_params import SamplingLike, SamplingParams
+from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import mix
 from rollout_engine.telemetry.spans import Spans, TraceHeaders, spans_to
 from rollout_engine.telemetry.stat_loggers import all_loggers
 from rollout_engine.telemetry.stat_thread import MetricsReader, StatThread
-from rollout_engine.text.input_processor import CheckedPrompt, InputProcessor, at_index, one_each
+from rollout_engine.text.input_processor import CheckedPrompt, InputProcessor, Params, at_index, one_each
 from rollout_engine.text.prompts import Prompt
 from rollout_engine.text.tokenizer import TextCodec
 from sync.owner_process import OwnerProcess
@@ -111,7 +111,7 @@ class Frontend:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingLike | None,
+        params: Params | None,
         request_id: str | None,
         wake: Wake,
         *,
@@ -135,7 +135,7 @@ class Frontend:
     def add_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingLike | Sequence[SamplingLike] | None,
+        params: Params | Sequence[Params] | None,
         wake: Wake,
         *,
         priority: int | Sequence[int] = 0,

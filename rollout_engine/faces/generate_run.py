@@ -33,10 +33,13 @@ class GenerateRun:
     def __init__(
         self,
         frontend: Frontend,
+        verb: str = "generate",
         *,
         timeout_seconds: float | None = None,
         on_arrival: Callable[[], object] = lambda: None,
     ) -> None:
+        self.verb = verb
+        """The method that was called, for a progress bar."""
         self._timeout_seconds = _checked_seconds(timeout_seconds)
         self._frontend, self._reader = frontend, Reader(frontend, on_arrival)
         self._request_ids: list[str] = []
@@ -115,7 +118,7 @@ def generate(run: GenerateRun, prompts: Any, params: Any, *, use_tqdm: bool, **o
     with held():
         try:
             run.add(prompts, params, **options)
-            with ProgressBar(len(run), desc="generate", unit="prompt", shown=use_tqdm) as bar:
+            with ProgressBar(len(run), desc=run.verb, unit="prompt", shown=use_tqdm) as bar:
                 while len(run):
                     deliver()
                     for output in run.read():
@@ -163,5 +166,5 @@ def _final_only(params: Any) -> Any:
     if params is None or isinstance(params, dict):
         return {**(params or {}), "output_kind": "final_only"}
     if not isinstance(params, SamplingParams):
-        return params  # refused, with its index, by the input processor
+        return params  # it pools, or is refused, with its index, by the input processor
     return msgspec.structs.replace(params, output_kind="final_only")

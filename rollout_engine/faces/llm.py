@@ -10,7 +10,8 @@ from rollout_engine.faces.generate_run import GenerateRun, generate
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.metrics import StatLogger
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
+from rollout_engine.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.text.conversations import ChatOptions, is_conversation
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options
@@ -67,6 +68,7 @@ class LLM(BlockingVerbs):
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
         check_chat_arguments(chat, self.generate)
+        refuse_pooling(sampling_params)
         prompts = with_chat_options(prompts, chat)
         self.frontend.require_running("generate")
         return generate(
@@ -94,6 +96,44 @@ class LLM(BlockingVerbs):
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [{"messages": conversation} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, session_id=session_id, **chat)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingLike | Sequence[PoolingLike] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        session_id: str | Sequence[str | None] | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Pool each prompt to hidden states, or to what the checkpoint's head computes: one output each, in order.
+
+        `pooling_params`: one for all prompts, or a list with one each; a dict of their fields will do; None: the hidden
+        state of the last token. The requests are computed in the same steps as any others. A conversation is pooled as
+        it is, without the header of a next message. Arguments, errors and interrupts otherwise as in `generate`.
+        """
+        check_chat_arguments(chat, self.encode)
+        params = pooling_only(pooling_params)
+        self.frontend.require_running("encode")
+        run, prompts = GenerateRun(self.frontend, "encode"), with_chat_options(prompts, chat)
+        found = generate(run, prompts, params, use_tqdm=use_tqdm, priority=priority, session_id=session_id)
+        return [PoolingRequestOutput.of(output) for output in found]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        step_token_ids: Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        **chat: Unpack[ChatOptions],
+    ) -> list[PoolingRequestOutput]:
+        """`encode` with kind="reward": `outputs.data` is [1], or [S] with `step_token_ids`, one for each in the prompt.
+
+        Raises `RequestError` where the checkpoint has no head with one label.
+        """
+        params = as_pooling_params({"kind": "reward", "step_token_ids": step_token_ids})
+        return self.encode(prompts, params, use_tqdm=use_tqdm, **chat)
 
     def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
         """Requests whose finished output has not been returned. It never waits for `timeout`."""

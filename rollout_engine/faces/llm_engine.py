@@ -14,8 +14,8 @@ from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.metrics import CoreStats, StatLogger
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.results.request_ids import as_request_ids
-from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
+from rollout_engine.text.input_processor import Params
 from rollout_engine.text.prompts import Prompt
 
 
@@ -52,13 +52,15 @@ class LLMEngine(BlockingVerbs):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingLike | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
         session_id: str | None = None,
         trace_headers: TraceHeaders | None = None,
     ) -> str:
         """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued.
+
+        With `PoolingParams` it pools its prompt, and its only output has the result in `pooled`.
 
         `session_id`: over replicas, requests of one id, such as the turns of a conversation, go to the same replica,
         which knows their prefix; once that one is gone, to another. It changes no token. Without replicas it has no
@@ -71,7 +73,7 @@ class LLMEngine(BlockingVerbs):
     def add_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingLike | Sequence[SamplingLike] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,

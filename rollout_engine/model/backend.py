@@ -12,6 +12,7 @@ from rollout_engine.kernels.token_logprobs import RowStatsKernel
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
+from rollout_engine.pooling_params import PoolingInfo
 from sync.tensor_writer import Upload
 
 
@@ -91,6 +92,10 @@ class Backend(Protocol):
     shadow_memory: ShadowMemory
     upload: Upload | None
     """Writes weights from the host's memory to the device; None where they are in the host's memory."""
+    generates: bool
+    """Whether the model has an output head."""
+    pooling: PoolingInfo | None
+    """What it pools; None: nothing."""
     choices: str
     """Choices made at start-up, for one log line."""
 

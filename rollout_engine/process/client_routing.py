@@ -44,7 +44,8 @@ def split(outputs: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:
     """Client index -> what is its own of a step's outputs; clients without news are absent."""
     clients = {number >> _SHIFT for number in outputs.sequence_ids}
     clients.update(end.sequence_id >> _SHIFT for end in outputs.ended)
-    clients.update(number >> _SHIFT for number in (*outputs.num_cached_tokens, *outputs.prompt_logprobs))
+    for column in (outputs.num_cached_tokens, outputs.prompt_logprobs, outputs.pooled):
+        clients.update(number >> _SHIFT for number in column)
     if len(clients) == 1:
         return {clients.pop(): outputs}
     return {client_index: _share(outputs, client_index) for client_index in clients}
@@ -56,6 +57,7 @@ def _share(outputs: EngineCoreOutputs, client_index: int) -> EngineCoreOutputs:
         ended=[end for end in outputs.ended if end.sequence_id >> _SHIFT == client_index],
         num_cached_tokens=_own_keys(outputs.num_cached_tokens, client_index),
         prompt_logprobs=_own_keys(outputs.prompt_logprobs, client_index),
+        pooled=_own_keys(outputs.pooled, client_index),
     )
     share.keep_rows([row for row, id in enumerate(outputs.sequence_ids) if id >> _SHIFT == client_index])
     return share
@@ -70,22 +72,30 @@ def halves(outputs: EngineCoreOutputs) -> list[EngineCoreOutputs]:
     num_rows = len(outputs.sequence_ids)
     first, second = msgspec.structs.replace(outputs), msgspec.structs.replace(outputs)
     if len(outputs.prompt_logprobs) > 1:
-        items = [*outputs.prompt_logprobs.items()]
-        first.prompt_logprobs, second.prompt_logprobs = dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])
-        first.ended, second.num_cached_tokens = [], {}
+        first.prompt_logprobs, second.prompt_logprobs = _halves(outputs.prompt_logprobs)
+        first.ended, first.pooled, second.num_cached_tokens = [], {}, {}
         first.keep_rows([])
-    elif num_rows > 1:
+    elif len(outputs.pooled) > 1:  # each at the latest with its end
+        first.pooled, second.pooled = _halves(outputs.pooled)
         first.ended, second.num_cached_tokens, second.prompt_logprobs = [], {}, {}
+        second.keep_rows([])
+    elif num_rows > 1:
+        first.ended, second.num_cached_tokens, second.prompt_logprobs, second.pooled = [], {}, {}, {}
         first.keep_rows([*range(num_rows // 2)])
         second.keep_rows([*range(num_rows // 2, num_rows)])
     elif len(outputs.ended) > 1:
         middle = len(outputs.ended) // 2
         first.ended, second.ended = outputs.ended[:middle], outputs.ended[middle:]
-        second.num_cached_tokens, second.prompt_logprobs = {}, {}
+        second.num_cached_tokens, second.prompt_logprobs, second.pooled = {}, {}, {}
         second.keep_rows([])
     else:
         return [outputs]
     return [first, second]
+
+
+def _halves(by_sequence: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    items, middle = [*by_sequence.items()], len(by_sequence) // 2
+    return dict(items[:middle]), dict(items[middle:])
 
 
 def slices(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
@@ -100,6 +110,7 @@ def slices(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
             ended=outputs.ended if start + NUM_ROWS >= num_rows else [],
             num_cached_tokens=outputs.num_cached_tokens if start == 0 else {},
             prompt_logprobs=outputs.prompt_logprobs if start == 0 else {},
+            pooled=outputs.pooled if start == 0 else {},
         )
         part.keep_rows(list(range(start, min(start + NUM_ROWS, num_rows))))
         yield part

@@ -16,10 +16,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from rollout_engine.core.config import CoreConfig
 from rollout_engine.engine.history import Added, Called, Live, RecordedCore, Scheduled, Stepped
 from rollout_engine.errors import RequestError
 from rollout_engine.kernels.cpu.build import cache_directory
@@ -46,6 +47,8 @@ class Request(msgspec.Struct, kw_only=True):
     salt: str
     """Digest of the cache salt."""
     scores_prompt: bool
+    pools: Literal["", "last", "all"] = ""
+    """Which hidden states a request pools; "": it samples."""
 
 
 class Header(msgspec.Struct, tag="header", kw_only=True):
@@ -184,14 +187,14 @@ def _lines(core: RecordedCore, reason: str, traceback: str) -> Iterator[Line]:
         is_whole=first.is_first,
     )
     for live in first.live:
-        yield from map(LiveLine, _live_requests(live, core.config.block_size))
+        yield from map(LiveLine, _live_requests(live, core.config))
     start = _time_of(entries[0]) if entries else 0.0
     last = StepLine(0.0, -1, 0, [], [])
     for entry in entries:
         at = round(_time_of(entry) - start, 6)
         match entry:
             case Added(_, request):
-                yield AddLine(at, _request(request, _room(request), core.config.block_size))
+                yield AddLine(at, _request(request, _room(request), core.config))
             case Called(_, name, arguments, is_verb):
                 yield CallLine(at, name, list(arguments), is_verb)
             case _:
@@ -218,13 +221,13 @@ def _step_line(at: float, scheduled: Scheduled | None, last: StepLine) -> StepLi
     return StepLine(at, scheduled.step, scheduled.policy_version, rows, list(scheduled.samples))
 
 
-def _live_requests(live: Live, block_size: int) -> Iterator[Request]:
+def _live_requests(live: Live, config: CoreConfig) -> Iterator[Request]:
     source = live.request
     if not live.is_forked:
-        yield _request(source, _room(source), block_size)
+        yield _request(source, _room(source), config)
         return
     for sequence_id, num_tokens, max_num_tokens in live.sequences:
-        one = _request(source, max_num_tokens - num_tokens, block_size)
+        one = _request(source, max_num_tokens - num_tokens, config)
         yield msgspec.structs.replace(one, id=sequence_id, n=1, num_tokens=num_tokens, scores_prompt=False)
 
 
@@ -233,17 +236,18 @@ def _room(request: EngineCoreRequest) -> int:
     return request.max_tokens - len(request.output_token_ids)
 
 
-def _request(source: EngineCoreRequest, max_tokens: int, block_size: int) -> Request:
+def _request(source: EngineCoreRequest, max_tokens: int, config: CoreConfig) -> Request:
     token_ids = source.prompt_token_ids + source.output_token_ids
     return Request(
         id=source.first_sequence_id,
         n=source.params.n,
-        blocks=_blocks(token_ids, block_size),
+        blocks=_blocks(token_ids, config.block_size),
         num_tokens=len(token_ids),
         max_tokens=max_tokens,
         priority=source.priority,
         salt=_digest(source.cache_salt.encode()).hexdigest() if source.cache_salt else "",
         scores_prompt=source.params.prompt_logprobs is not None,
+        pools="" if source.pooling is None else "all" if config.pools_beyond_last(source.pooling) else "last",
     )
 
 

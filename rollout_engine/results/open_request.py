@@ -4,8 +4,10 @@ import time
 from collections.abc import Iterable, Mapping
 from copy import copy
 
-from rollout_engine.messages import EngineCoreRequest, PromptLogprobs
-from rollout_engine.outputs import RequestMetrics, RequestOutput
+import msgspec
+
+from rollout_engine.messages import EngineCoreRequest, Pooled, PromptLogprobs
+from rollout_engine.outputs import PoolingOutput, RequestMetrics, RequestOutput
 from rollout_engine.results.sample import Sample
 from rollout_engine.seeds import child_seed
 from rollout_engine.text.detokenizer import Detokenizer
@@ -42,6 +44,7 @@ class OpenRequest:
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         """Log-probs of the prompt that have not been returned yet, if asked for."""
+        self._pools, self._pooled = request.pooling is not None, PoolingOutput()
         self._kind = params.output_kind
         self._prompt = prompt
         self._prompt_token_ids = (
@@ -60,6 +63,10 @@ class OpenRequest:
     def num_tokens(self) -> int:
         """Tokens of all samples so far."""
         return sum(sample.num_tokens for sample in self.samples)
+
+    def pool(self, pooled: Pooled, policy_version: int) -> None:
+        """Take the result of a pooling request."""
+        self._pooled = PoolingOutput(pooled.data, policy_version, pooled.kv_min_version)
 
     def keep(self) -> Iterable[int]:
         """Keep the samples that ended in this step, where not all are kept.
@@ -101,7 +108,13 @@ class OpenRequest:
             num_cached_tokens=self.num_cached_tokens,
             metrics=copy(self.metrics),
             num_dropped=len(self.samples) - len(self._kept) if self._has_enough else 0,
+            pooled=self._ended_pooling() if self._pools else None,
         )
+
+    def _ended_pooling(self) -> PoolingOutput:
+        (end,) = self.samples
+        data = self._pooled.data if end.finish_reason == "stop" else None
+        return msgspec.structs.replace(self._pooled, data=data, finish_reason=end.finish_reason, error=end.error)
 
 
 def _detokenizer(codec: TextCodec | None, request: EngineCoreRequest) -> Detokenizer | None:

@@ -109,6 +109,9 @@ class OutputProcessor:
         for sequence_id, logprobs in outputs.prompt_logprobs.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].prompt_logprobs = logprobs
+        for sequence_id, pooled in outputs.pooled.items():
+            if sequence_id in self._owners:
+                self._owners[sequence_id].pool(pooled, outputs.policy_version)
         self._timer.tokens(list(filter(self._live.__contains__, outputs.sequence_ids)), outputs.start_time)
         changed = self._append(outputs)
         stopped = [sequence_id for sequence_id in changed if self._live[sequence_id].read_text()]

@@ -7,11 +7,13 @@ from typing import Any
 
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.outputs import RequestOutput
+from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.text.input_processor import Params
 from rollout_engine.threads import run_in_thread
 
 _LONG_BYTES = 1 << 16
@@ -49,12 +51,22 @@ class Generation:
 
         Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
         """
-        self._served.check_open()
         each = [settings] * len(prompts) if isinstance(settings, Settings) else settings
-        params = [one.params for one in each]
+        seeds = [one.seed for one in each]
+        await self._queue(prompts, [one.params for one in each], priority, session_id, seeds=seeds)
+
+    async def pool(
+        self, prompts: Sequence[Any], params: PoolingParams, *, priority: int = 0, session_id: str | None = None
+    ) -> None:
+        """Queue prompts that are pooled, as `start` does others."""
+        await self._queue(prompts, [params] * len(prompts), priority, session_id)
+
+    async def _queue(
+        self, prompts: Sequence[Any], params: Sequence[Params], priority: int, session_id: str | None, **options: Any
+    ) -> None:
+        self._served.check_open()
         add, session = self._served.engine.frontend.add_requests, session_id or self._asked.session_id
-        options: dict[str, Any] = {"priority": priority, "session_id": session}
-        options |= {"trace_headers": self._asked.trace_headers, "seeds": [one.seed for one in each]}
+        options |= {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
         if sum(map(_num_characters, prompts)) > _LONG_BYTES:
             streams = await run_in_thread(add, list(prompts), params, self._wake, **options)
         else:

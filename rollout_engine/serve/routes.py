@@ -7,6 +7,9 @@ from typing import Any
 
 from rollout_engine.serve import health, telemetry
 from rollout_engine.serve.openai import chat, completions, models
+from rollout_engine.serve.pooling import embeddings, scores
+from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
+from rollout_engine.serve.pooling.call import PEERS as POOLING_PEERS
 from rollout_engine.serve.route import Access, Dialect, Handler, Route
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
 from rollout_engine.serve.sglang import control as sglang
@@ -16,6 +19,7 @@ from rollout_engine.serve.vllm import control, inference, server_info, weights
 
 _WHO = {"anyone": Access.ANYONE, "client": Access.CLIENT, "admin": Access.ADMIN}
 _GENERATION: dict[str, Any] = {"ignored": IGNORED, "neutral": SAMPLING_PEERS}
+_POOLING: dict[str, Any] = {"ignored": POOLING_IGNORED, "neutral": POOLING_PEERS}
 _CHAT: dict[str, Any] = {"ignored": IGNORED, "neutral": {**SAMPLING_PEERS, **CHAT_PEERS}}
 
 
@@ -43,6 +47,16 @@ ROUTES: tuple[Route, ...] = (
     _row("POST", "/v1/chat/completions", "openai", "client", chat.create, "generate", body=chat.ChatBody, **_CHAT),
     _row("POST", "/inference/v1/generate", "vllm", "client", inference.generate, "generate",
          body=inference.InferenceBody, ignored=inference.IGNORED, neutral=inference.PEERS),
+    _row("POST", "/v1/embeddings", "openai", "client", embeddings.embeddings, "encode",
+         body=embeddings.EmbeddingBody, **_POOLING),
+    _row("POST", "/pooling", "vllm", "client", embeddings.pooling, "encode", body=embeddings.PoolingBody, **_POOLING),
+    _row("POST", "/classify", "vllm", "client", embeddings.classify, "encode", body=embeddings.ClassifyBody,
+         **_POOLING),
+    _row("POST", "/score", "vllm", "client", scores.score, "encode", body=scores.ScoreBody, **_POOLING),
+    _row("POST", "/v1/score", "vllm", "client", scores.score, "encode", body=scores.ScoreBody, **_POOLING),
+    _row("POST", "/rerank", "vllm", "client", scores.rerank, "encode", body=scores.RerankBody, **_POOLING),
+    _row("POST", "/v1/rerank", "vllm", "client", scores.rerank, "encode", body=scores.RerankBody, **_POOLING),
+    _row("POST", "/v2/rerank", "vllm", "client", scores.rerank, "encode", body=scores.RerankBody, **_POOLING),
     _row("POST", "/tokenize", "vllm", "client", models.tokenize, body=models.TokenizeBody),
     _row("POST", "/detokenize", "vllm", "client", models.detokenize, body=models.DetokenizeBody),
     _row("GET", "/tokenizer_info", "vllm", "client", models.tokenizer_info),

@@ -6,8 +6,19 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
+_MODELS = {
+    None: AutoModelForCausalLM,
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -57,13 +68,17 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     std: float = 0.2,
+    head: str | None = None,
     **overrides: Any,
 ) -> torch.nn.Module:
-    """A random Hugging Face causal LM; `std` of the weights is large, so that logits are far from uniform."""
+    """A random Hugging Face causal LM; `std` of the weights is large, so that logits are far from uniform.
+
+    `head`: "sequence" or "token" for one that classifies; a reward model has head="sequence" and num_labels=1.
+    """
     config = tiny_config(architecture, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = _MODELS[head].from_config(config, dtype=dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:

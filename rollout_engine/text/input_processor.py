@@ -3,21 +3,28 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from rollout_engine._structs import plain
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError
 from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.pooling_params import PoolingInfo, PoolingParams, check_generation
 from rollout_engine.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix, unsigned
 from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.default_params import read_default_params
+from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
 from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
 from rollout_engine.text.tokenizer import TextCodec
 from rollout_engine.text.vocabulary_fit import end_ids, warn_of_larger_tokenizer
 
 logger = logging.getLogger("rollout_engine")
+
+Params: TypeAlias = SamplingLike | PoolingParams
+"""Settings of a request that samples, or of one that pools its prompt."""
+_NOTHING_SAMPLED = SamplingParams(detokenize=False, output_kind="final_only", speculation=False)
+"""Of requests that pool."""
 
 
 class ModelSizes(Protocol):
@@ -29,6 +36,10 @@ class ModelSizes(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_token_ids(self) -> list[int]: ...
+    @property
+    def generates(self) -> bool: ...
+    @property
+    def pooling(self) -> PoolingInfo | None: ...
 
 
 class CheckedPrompt(NamedTuple):
@@ -40,6 +51,7 @@ class CheckedPrompt(NamedTuple):
     max_tokens: int
     cache_salt: str
     bad_words: list[list[int]]
+    pooling: PoolingParams | None = None
 
 
 class InputProcessor:
@@ -58,12 +70,15 @@ class InputProcessor:
         gives_id_logprobs: bool = True,
         default_params: Callable[[], SamplingParams] = SamplingParams,
         first_sequence_id: int = 0,
+        generates: bool = True,
+        pooling: PoolingInfo | None = None,
     ) -> None:
         """`first_sequence_id`: id of the first admitted sequence; the others count up from it."""
         self.codec = codec
         """None with `skip_tokenizer_init`: all prompts are token ids."""
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._generates, self._pooling = generates, pooling
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
         self._takes_extra_args = takes_extra_args
@@ -106,14 +121,17 @@ class InputProcessor:
             gives_id_logprobs=config.device != "cuda",
             default_params=partial(read_default_params, config.model),
             first_sequence_id=first_sequence_id,
+            generates=sizes.generates,
+            pooling=sizes.pooling,
         )
 
     def check_batch(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingLike | Sequence[SamplingLike] | None
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None
     ) -> list[CheckedPrompt]:
         """Check one prompt or a list of them, with one params or one each. Raises `RequestError` naming the index."""
         batch = as_batch(prompts)
-        params = params if isinstance(params, list | tuple) else as_sampling_params(params)
+        if not isinstance(params, list | tuple | PoolingParams):
+            params = as_sampling_params(params)
         each = one_each("sampling_params", params, 1 if batch is None else len(batch), "one SamplingParams")
         if batch is None:
             return [self.check(prompts, each[0])]
@@ -121,7 +139,7 @@ class InputProcessor:
         self._log_clamped(checked)
         return checked
 
-    def check(self, prompt: Any, params: SamplingLike | None) -> CheckedPrompt:
+    def check(self, prompt: Any, params: Params | None) -> CheckedPrompt:
         """Raise `RequestError` unless this prompt can be served with `params` (a dict of them; None: the defaults)."""
         checked = self._check(prompt, params)
         self._log_clamped([checked])
@@ -157,9 +175,13 @@ class InputProcessor:
             priority=priority,
             cache_salt=checked.cache_salt,
             bad_words=checked.bad_words,
+            pooling=checked.pooling,
         )
 
-    def _check(self, prompt: Any, params: SamplingLike | None) -> CheckedPrompt:
+    def _check(self, prompt: Any, params: Params | None) -> CheckedPrompt:
+        if isinstance(params, PoolingParams):
+            return self._check_pooling(prompt, params.clone())
+        check_generation(self._generates)
         params, bad_words = self._prepare(as_sampling_params(params))
         fields = as_fields(prompt)
         text, token_ids = self._encode(fields)
@@ -175,6 +197,19 @@ class InputProcessor:
             max_tokens=max_tokens,
             cache_salt=fields.get("cache_salt") or "",
             bad_words=bad_words,
+        )
+
+    def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:
+        fields = closed_conversation(as_fields(prompt))
+        text, token_ids = self._encode(fields)
+        return CheckedPrompt(
+            text=text,
+            token_ids=pooled_tokens(token_ids, params, self._pooling, self._max_model_len),
+            params=_NOTHING_SAMPLED,
+            max_tokens=0,
+            cache_salt=fields.get("cache_salt") or "",
+            bad_words=[],
+            pooling=params,
         )
 
     def _check_at(self, index: int, prompt: Any, params: Any) -> CheckedPrompt:

@@ -59,6 +59,10 @@ SIGNATURES = {
     "LoadBalancer.get_stats": "self",
     "SamplingParams.clone": "self",
     **{f"{owner}.apply_model": "self fn" for owner in ("LLM", "LLMEngine", "RolloutPolicy")},
+    "LLM.encode": "self prompts pooling_params *",
+    "LLM.reward": "self prompts *",
+    "AsyncLLM.encode": "self prompt pooling_params request_id * priority session_id trace_headers",
+    "RewardModel": "model *",
     "LLMEngine.from_config": "config",
     "LLMEngine.add_request": "self request_id prompt params * priority session_id trace_headers",
     "LLMEngine.step": "self",
@@ -95,6 +99,8 @@ FIELDS = {
     "spaces_between_special_tokens stop_regex logprob_token_ids "
     "output_kind repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words "
     "prompt_logprobs extra_args",
+    "PoolingParams": "kind normalize step_token_ids",
+    "PoolingRequestOutput": "request_id prompt_token_ids outputs finished num_cached_tokens",
     "RequestOutput": "request_id prompt prompt_token_ids prompt_logprobs outputs finished num_cached_tokens metrics",
     "CompletionOutput": "index text token_ids logprobs top_logprobs cumulative_logprob kept_logprob_mass finish_reason "
     "stop_reason version_spans seed error sampled_ranks token_id_logprobs",

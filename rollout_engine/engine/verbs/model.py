@@ -22,6 +22,7 @@ from rollout_engine.errors import (
     RPCError,
     RPCTimeoutError,
 )
+from rollout_engine.pooling_params import check_generation
 
 
 def _prepare_score(
@@ -58,6 +59,7 @@ def score(
     two batches of sequences; weights are those of the beginning to the end. Raises `RequestError`, and after `timeout`
     seconds `CallTimeoutError` (a `TimeoutError`).
     """
+    check_generation(driver.executor.info.generates)
     require_weights = partial(driver.core.lifecycle.require_weights, "score")
     return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature, require_weights)
 

@@ -26,11 +26,16 @@ logger = logging.getLogger(__name__)
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def build_module(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Construct a module that the static rules allow. Raises `ConfigError` for what is refused or cannot be built."""
+def build_module(
+    config: PretrainedConfig, dtype: torch.dtype, attention: str, head: str | None = None
+) -> PreTrainedModel:
+    """Construct a module that the static rules allow; `head` as in `construct`.
+
+    Raises `ConfigError` for what is refused or cannot be built.
+    """
     try:
         _check_static(config)
-        return _construct(config, dtype, attention)
+        return _construct(config, dtype, attention, head)
     except Refusal as reason:
         raise _worded(config, reason) from None
 
@@ -86,12 +91,13 @@ def _is_composite(config: PretrainedConfig) -> bool:
         return True
 
 
-def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _construct(config: PretrainedConfig, dtype: torch.dtype, attention: str, head: str | None) -> PreTrainedModel:
     try:
-        return construct(config, dtype=dtype, attention=attention)
+        return construct(config, dtype=dtype, attention=attention, head=head)
     except Exception as problem:  # foreign constructors may fail in any way
+        kind = "a causal LM" if head is None else f"a classifier ({head}s)"
         raise Refusal(
-            f"transformers does not build it as a causal LM with our attention ({type(problem).__name__}: {problem})"
+            f"transformers does not build it as {kind} with our attention ({type(problem).__name__}: {problem})"
         ) from None
 
 

@@ -18,8 +18,10 @@ from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, size_pool
+from rollout_engine.model.modules.heads import head_of, pooling_info
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 
 logger = logging.getLogger("rollout_engine")
@@ -50,7 +52,10 @@ class CpuBackend:
         )
         self._vocab_size = loaded.vocab_size
         self.shadow_memory = CpuShadowMemory()
-        self.runner = CpuRunner(model, vocab_size=loaded.vocab_size, processors=processors)
+        self.generates = loaded.head_kind is None
+        self.pooling = pooling_info(loaded.module, loaded.head_kind)
+        pooler = Pooler(self.pooling, head_of(loaded.module))
+        self.runner = CpuRunner(model, vocab_size=loaded.vocab_size, processors=processors, pooler=pooler)
         self.choices = (
             f"device cpu, dtype {_described_dtype(loaded)}, {torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"

@@ -26,7 +26,7 @@ class CpuDecoder:
         self._structure, self._pool = decoder_structure(module, geometry), pool
         embedding, head = self._structure.embedding, self._structure.head
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
-        require(type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
+        require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
         self._groups, self._owners = [], []
         for layer in self._structure.layers:
             _check_replaced(layer)
@@ -36,13 +36,21 @@ class CpuDecoder:
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, rows: Tensor) -> LogitRows:
-        """token_ids and positions int64 [T] -> logits of these rows; KV is written as `plan` says."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, rows: Tensor, state_rows: Tensor
+    ) -> tuple[LogitRows, Tensor]:
+        """Compute tokens at positions, int64 [T] each; KV is written as `plan` says.
+
+        Returns logits of `rows`, none where there is no output head, and hidden states of `state_rows` [n, H].
+        """
         decoder, parts = self._current(), self._structure
         hidden = parts.embedding(token_ids)
         cos, sin = parts.rotary(hidden[None], position_ids=positions[None])
         decoder.run(hidden, cos[0], sin[0], plan)
-        return LogitRows(parts.norm(hidden[rows]), parts.head, parts.head.out_features)
+        states = parts.norm(hidden[state_rows]) if len(state_rows) else hidden[:0]
+        if parts.head is None:
+            return LogitRows.of(states[:0]), states
+        return LogitRows(parts.norm(hidden[rows]), parts.head, parts.head.out_features), states
 
     def release(self) -> None:
         """Let go of packed weights and of the memory of activations until the next step."""

@@ -34,8 +34,9 @@ def _unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry]) ->
         theirs = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE)
         for chunks in _batches(module, geometry):
             rows = [sum(len(chunk.token_ids) for chunk in chunks[: i + 1]) - 1 for i in range(len(chunks))]
-            if not _same_bits(ours.forward(chunks, rows), theirs.forward(chunks, rows)):
-                return "its logits differ from its modules'"
+            pairs = zip(_computed(ours, chunks, rows), _computed(theirs, chunks, rows), strict=True)
+            if not all(_same_bits(*pair) for pair in pairs):
+                return "its logits or hidden states differ from its modules'"
     except UnsupportedStructure as reason:
         return str(reason)
     except Exception as problem:  # foreign modules may fail in any way
@@ -43,6 +44,12 @@ def _unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry]) ->
     if not all(map(_same_bits, ours.kv.tensors(), theirs.kv.tensors())):
         return "its keys and values differ from its modules'"
     return None
+
+
+def _computed(model: CpuModel, chunks: list[SequenceChunk], rows: list[int]) -> tuple[Tensor, Tensor]:
+    """(logits, hidden states) of these rows."""
+    logits, states = model.forward_states(chunks, rows, rows)
+    return logits.take(slice(None)), states
 
 
 def _batches(module: nn.Module, geometry: Sequence[LayerGeometry]) -> Iterator[list[SequenceChunk]]:

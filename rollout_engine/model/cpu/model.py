@@ -1,6 +1,7 @@
-"""One forward of a Hugging Face causal LM over paged KV on the CPU: chunks in, logits of chosen rows out."""
+"""One forward of a Hugging Face module over paged KV on the CPU: chunks in; logits or hidden states of rows out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.cpu.decoder import CpuDecoder
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.modules.layer_watch import LayerWatch
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
@@ -47,12 +49,32 @@ class CpuModel:
         self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]
     ) -> LogitRows:
         """Do as `forward`; the logits of many rows are left to be computed as they are taken, before the next step."""
+        return self.forward_states(chunks, logit_rows, ())[0]
+
+    @torch.inference_mode()
+    def forward_states(
+        self,
+        chunks: FlatBatch | Sequence[SequenceChunk],
+        logit_rows: np.ndarray | Sequence[int],
+        state_rows: np.ndarray | Sequence[int],
+    ) -> tuple[LogitRows, Tensor]:
+        """Do as `forward_rows`; return also the hidden states [n, H] of `state_rows`, behind the final norm.
+
+        A module without an output head has no logits.
+        """
         batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        rows = torch.from_numpy(np.asarray(logit_rows, np.int64))
+        rows, of_states = (torch.from_numpy(np.asarray(each, np.int64)) for each in (logit_rows, state_rows))
         if self.decoder is not None and not self.layer_watch.num_watchers:
             with self.kv.step(batch) as step:
-                return self.decoder.forward(token_ids, positions, step.plan, rows)
+                return self.decoder.forward(token_ids, positions, step.plan, rows, of_states)
+        if trunk_of(self.module) is not self.module:
+            with self.kv.step(batch):
+                output = self.module.base_model(
+                    input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+                )
+            states = output.last_hidden_state[0, of_states]
+            return LogitRows.of(states[:0]), states
 
         def forward(rows: Tensor) -> Any:
             with self.kv.step(batch):
@@ -60,4 +82,20 @@ class CpuModel:
                     input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
                 )
 
-        return module_logits(self.module, forward, rows, self.module.config.vocab_size, may_repeat=True)
+        with _last_states(self.module, wanted=len(of_states) > 0) as found:
+            logits = module_logits(self.module, forward, rows, self.module.config.vocab_size, may_repeat=True)
+        return logits, found[0][of_states] if found else torch.empty(0)
+
+
+@contextmanager
+def _last_states(module: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
+    """Record the hidden states [T, H] that the base model of a causal LM returns, at each of its calls."""
+    found: list[Tensor] = []
+    if not wanted:
+        yield found
+        return
+    hook = module.base_model.register_forward_hook(lambda _, given, out: found.append(out.last_hidden_state[0]))
+    try:
+        yield found
+    finally:
+        hook.remove()

@@ -12,6 +12,7 @@ from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.draw_pieces import sample_rows
 from rollout_engine.model.sampling.logit_rows import LogitRows
@@ -25,8 +26,16 @@ from rollout_engine.model.sequences.sequence_states import SequenceStates
 class CpuRunner:
     """The model, its KV pool, and the sequences they work on."""
 
-    def __init__(self, model: CpuModel, *, vocab_size: int, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self,
+        model: CpuModel,
+        *,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+        pooler: Pooler | None = None,
+    ) -> None:
         self.model = model
+        self._pooler = pooler
         self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts)
@@ -58,10 +67,14 @@ class CpuRunner:
         if has_drafts:
             last_rows = _rows_up_to(last_rows, num_drafted)
         prompt_rows = self._prompts.rows(work.scheduled)
-        logits = self.model.forward_rows(batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows)
+        pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
+        logits, states = self.model.forward_states(
+            batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows, pooled_rows
+        )
+        pooled = self._pooler.pool(states) if self._pooler else {}
         prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))
         if not rows:
-            return ModelRunnerOutput(token_ids=[], logprobs=None)
+            return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled)
         if has_drafts:
             first_of = dict(zip(rows, (np.cumsum(num_drafted + 1) - num_drafted - 1).tolist(), strict=True))
             out = self._sample_drafts(logits, work, first_of)
@@ -69,13 +82,15 @@ class CpuRunner:
             if len(rows) < len(drawn):
                 logits = logits.at(torch.from_numpy(np.searchsorted(rows, drawn)))
             out = self._sample(logits, [task.sequence_id for task in work.samples])
-        out.prompt_logprobs = prompt_logprobs
+        out.prompt_logprobs, out.pooled = prompt_logprobs, pooled
         return out
 
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished_sequence_ids or work.new:
             self._settings = None
         self._sequences.update(work)
+        if self._pooler is not None:
+            self._pooler.update(work)
         for sequence_id in work.finished_sequence_ids:
             self._blocks.forget(sequence_id)
         self._blocks.add(new.sequence_id for new in work.new)

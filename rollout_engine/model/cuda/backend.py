@@ -37,6 +37,8 @@ class CudaBackend:
 
     arithmetic = ARITHMETIC
     runs_ahead = True
+    generates = True
+    pooling = None
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
 

@@ -16,6 +16,7 @@ from rollout_engine.model.loading.checkpoint import as_config_errors, find_direc
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
+from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from sync.checkpoint import CONFIG_FILE, StoredTensor
@@ -37,7 +38,9 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
     hf_config, config_file = _read_config(directory)
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype, hf_config, entries, device)
-    module = build_module(hf_config, dtype, ATTENTION_NAME)
+    head_kind = head_kind_of(hf_config)
+    _check_head_device(head_kind, device)
+    module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind)
     limit = position_limit(module.config)
     _check_length(module.config, limit, config.max_model_len)
     geometry = admit(module)
@@ -52,6 +55,8 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
             config_file.check()
     else:
         initialize(module)
+    if head_kind is not None:
+        check_head(module, head_kind)
     return LoadedModel(
         module=module,
         dtype=dtype,
@@ -59,10 +64,18 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
         geometry=geometry,
         eos_token_ids=_read_eos_token_ids(directory, module.config),
         max_model_len=max_model_len,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
+        vocab_size=(module.get_output_embeddings() or module.get_input_embeddings()).weight.shape[0],
         targets=table.views,
         aliases=table.aliases(),
+        head_kind=head_kind,
     )
+
+
+def _check_head_device(head_kind: HeadKind | None, device: torch.device) -> None:
+    if head_kind is not None and device != _CPU:
+        raise ConfigError(
+            "A checkpoint with a head that classifies is served on a CPU only: use device='cpu', or load a causal LM."
+        )
 
 
 def _read_config(directory: Path) -> tuple[PretrainedConfig, SnapshotFile]:

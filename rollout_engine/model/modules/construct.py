@@ -4,16 +4,31 @@ import copy
 import itertools
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+_KINDS = {
+    None: AutoModelForCausalLM,
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
 
 
-def construct(config: PretrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def construct(
+    config: PretrainedConfig, *, dtype: torch.dtype, attention: str, head: str | None = None
+) -> PreTrainedModel:
     """A causal LM in eval mode, without gradients, on the CPU. Its parameters are uninitialised memory.
 
-    `attention` names a registered attention function. `config` is not changed; the module has its own copy.
+    `head`: "sequence" or "token": with a head that classifies in place of the output head. `attention` names a
+    registered attention function. `config` is not changed; the module has its own copy.
     """
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
+        module = _KINDS[head].from_config(
             copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=attention,

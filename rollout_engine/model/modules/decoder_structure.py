@@ -32,13 +32,14 @@ class DecoderLayer(NamedTuple):
 
 
 class DecoderStructure(NamedTuple):
-    """A causal LM."""
+    """A causal LM, or one with a head that classifies."""
 
     embedding: nn.Module
     rotary: nn.Module
     layers: list[DecoderLayer]
     norm: nn.Module
-    head: nn.Module
+    head: nn.Module | None
+    """The output head; None where a head classifies."""
 
 
 def decoder_structure(module: nn.Module, geometry: Sequence[LayerGeometry]) -> DecoderStructure:

@@ -7,10 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.heads import HeadKind
 
 
 class LoadedModel(NamedTuple):
-    """A causal LM on one device, in eval mode, and what the engine needs to know about it."""
+    """A causal LM or a classifier on one device, in eval mode, and what the engine needs to know about it."""
 
     module: PreTrainedModel
     """Attention goes to `ATTENTION_NAME`; q/k/v and gate/up parameters are slices of one buffer each."""
@@ -29,3 +30,5 @@ class LoadedModel(NamedTuple):
     """Live storage by name, the module's names and the checkpoint's: where a weight update writes."""
     aliases: list[list[str]]
     """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""
+    head_kind: HeadKind | None = None
+    """The head that classifies in place of the output head; None in a causal LM."""

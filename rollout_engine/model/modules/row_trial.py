@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_engine.errors import ConfigError
+from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.packing.linear_groups import without_products
 
 _HARMLESS = set(
@@ -63,6 +64,7 @@ def unproven_operations(module: nn.Module) -> list[str]:
 
     The second forward is watched: the first may compute and keep constants, such as "longrope" rotary frequencies.
     """
+    module = trunk_of(module)
     watch, tokens = _Watch(), torch.tensor([[0, 1]], device=next(module.parameters()).device)
     try:
         with torch.no_grad(), without_products(module):

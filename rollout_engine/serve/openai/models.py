@@ -5,22 +5,25 @@ from typing import Any
 import msgspec
 
 from rollout_engine.errors import RequestError
+from rollout_engine.pooling_params import supported_tasks
 from rollout_engine.serve.openai.chat_fields import chat_options
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 
 
 async def list_models(served: Served, asked: Asked) -> Reply:
-    """The model that is served, with its longest sequence."""
+    """The model that is served, with its longest sequence and the kinds of requests that it serves."""
+    info = served.engine.frontend.client.info
     model = {
         "id": served.model,
         "object": "model",
         "created": served.started,
         "owned_by": "rollout-engine",
-        "root": served.engine.frontend.client.info.config.model,
+        "root": info.config.model,
         "parent": None,
         "max_model_len": served.max_model_len,
         "weight_version": served.weight_version,
+        "tasks": supported_tasks(info.generates, info.pooling),
         "permission": [],
     }
     return Reply({"object": "list", "data": [model]})

@@ -10,8 +10,9 @@ import pytest
 
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError, fake_next_token
+from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError, fake_next_token, fake_pooled
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from rollout_engine.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed
 
@@ -53,6 +54,7 @@ class Rig:
         sizes: dict[str, Any] = dict(
             num_blocks=64, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, vocab_size=97
         )
+        sizes["pooling"] = PoolingInfo(hidden_size=2)
         self.config = CoreConfig(**(sizes | config))
         self.fail_at_steps: set[int] = set()
         self.errors: dict[int, str] = {}
@@ -70,6 +72,10 @@ class Rig:
         """Sequence id -> (request id, sample index); the ids count up from 0 in the order of `add`."""
         self.num_cached_tokens: dict[str, int] = {}
         self.prompt_logprobs: dict[str, list[float]] = {}
+        self.pooled: dict[str, Any] = {}
+        """Request id -> result of a pooling request."""
+        self.pooled_by: dict[int, tuple[int, int]] = {}
+        """Sequence id -> policy version and oldest KV of what it was pooled to."""
         self.works: list[SchedulerOutput] = []
         self.drawn: dict[tuple[int, int], tuple[int, int]] = {}
         """(sequence id, tokens it had before) -> policy version and oldest KV of what was drawn for it then."""
@@ -114,6 +120,11 @@ class Rig:
         after = {name: state.num_scored for name, state in self.executor.sequences.items() if name in scored}
         num_scored = sum(count - before.get(name, 0) for name, count in after.items())
         assert num_scored <= self.config.max_scored_tokens
+        for index in result.pooled:
+            sequence_id = work.scheduled[index].sequence_id
+            kv_min_version = self.executor.kv_min_versions[sequence_id]
+            assert self.oldest_kv <= kv_min_version <= work.policy_version
+            self.pooled_by[sequence_id] = work.policy_version, kv_min_version
         for task, num_drawn in zip(work.samples, result.num_drawn or [1] * len(work.samples), strict=True):
             state = self.executor.sequences[task.sequence_id]
             kv_min_version = self.executor.kv_min_versions[task.sequence_id]
@@ -132,17 +143,19 @@ class Rig:
         eos: Iterable[int] = (),
         priority: int = 0,
         salt: str = "",
+        pooling: PoolingParams | None = None,
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
             prompt_token_ids=list(prompt),
             params=SamplingParams(**params),
-            max_tokens=max_tokens,
+            max_tokens=max_tokens if pooling is None else 0,
             seed=seed,
             first_sequence_id=(first := len(self.keys)),
             eos_token_ids=list(eos),
             priority=priority,
             cache_salt=salt,
+            pooling=pooling,
         )
         self.core.add_request(request)
         self.requests[request_id] = request
@@ -215,6 +228,7 @@ class Rig:
             self.assert_true(key)
         for request_id, request in self.requests.items():
             self.assert_prompt_scored(request_id, request)
+            self.assert_pooled(request_id, request)
         assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == 0.0
@@ -238,8 +252,18 @@ class Rig:
             _, *scored = self.prompt_logprobs[request_id]
             assert scored == pytest.approx([-1 - t / self.config.vocab_size for t in request.prompt_token_ids[1:]])
 
+    def assert_pooled(self, request_id: str, request: EngineCoreRequest) -> None:
+        """A pooling request that stopped has its result, and no other request has one."""
+        stopped = request.pooling is not None and self.ends[request_id, 0].finish_reason == "stop"
+        assert stopped == (request_id in self.pooled), request_id
+        if stopped:
+            expected = fake_pooled(request.prompt_token_ids, request.pooling)
+            assert self.pooled[request_id].data.tolist() == expected.tolist()
+
     def truth(self, key: Key) -> tuple[list[int], tuple[str, int | None]]:
         request = self.requests[key[0]]
+        if request.pooling is not None:
+            return [], ("stop", None)
         params, seed = request.params, child_seed(request.seed, key[1])
         stops = {*request.eos_token_ids, *(params.stop_token_ids or ())}
         context, out = list(request.prompt_token_ids), []
@@ -271,6 +295,11 @@ class Rig:
         for first, found in outputs.prompt_logprobs.items():
             assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
             self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
+        for first, result in outputs.pooled.items():
+            name = self.keys[first][0]
+            assert name not in self.pooled and (name, 0) not in self.ends, f"{name} was pooled twice, or after its end"
+            assert self.pooled_by[first] == (outputs.policy_version, result.kv_min_version)
+            self.pooled[name] = result
         said: dict[int, Said] = {}
         for sequence in dict.fromkeys([*outputs.sequence_ids, *(end.sequence_id for end in outputs.ended)]):
             request_id, index = self.keys[sequence]
@@ -291,8 +320,11 @@ class Rig:
     def _check(self, sequence: int, said: Said) -> None:
         key = (said.request_id, said.index)
         assert key not in self.ends, f"{key} ended twice"
-        may_bring_none = said.finish_reason in ("abort", "error") or (said.finish_reason and self.config.speculation)
-        assert len(said.new_token_ids) == 1 or (may_bring_none and not said.new_token_ids)
+        pools = self.requests[said.request_id].pooling is not None
+        may_bring_none = (
+            pools or said.finish_reason in ("abort", "error") or (said.finish_reason and self.config.speculation)
+        )
+        assert len(said.new_token_ids) == 1 or ((pools or may_bring_none) and not said.new_token_ids)
         if said.new_token_ids:
             had = len(self.requests[said.request_id].prompt_token_ids) + len(self.tokens[key])
             assert self.drawn[sequence, had] == (said.policy_version, said.kv_min_version)

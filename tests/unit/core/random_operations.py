@@ -2,6 +2,8 @@
 
 import random
 
+from rollout_engine.pooling_params import PoolingParams
+
 SALTS = ("", "", "", "tenant")
 
 SHAPES = {
@@ -52,6 +54,11 @@ class Monkey:
         prompt = prompt[: self.capacity - 1]
         max_tokens = choose.randint(1, min(24, self.capacity - len(prompt)))
         self.num_added += 1
+        if choose.random() < 0.2:
+            pooling = PoolingParams(kind=choose.choice(["last", "mean", "cls", "token"]))
+            priority, salt = choose.choice([0, 0, 1, -1]), choose.choice(SALTS)
+            self.rig.add(f"r{self.num_added}", prompt, priority=priority, salt=salt, pooling=pooling)
+            return
         self.rig.add(
             f"r{self.num_added}",
             prompt,

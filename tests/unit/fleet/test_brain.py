@@ -1,10 +1,13 @@
 """What a fleet's brain decides. tests/simulation has storms of random events for it."""
 
-from rollout_engine import SamplingParams
+import msgspec
+import numpy as np
+
+from rollout_engine import PoolingParams, SamplingParams
 from rollout_engine.fleet.actions import Abort, CatchUp, Fail, Send, Start, Stop
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import MAX_FAILURES, Brain
-from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, Pooled, SequenceEnd
 
 
 def request_of(first, n=1):
@@ -71,6 +74,19 @@ def test_nothing_is_kept_of_a_replica_that_is_scaled_away_as_it_lags():
     brain.committed([0], 1, 0.0)
     assert brain.scaled(1, 0.0) == [Stop(1)]
     assert not any(brain.ledger._foreign.values())
+
+
+def test_a_pooling_request_of_a_lost_replica_begins_again_and_what_the_old_one_says_is_dropped():
+    brain = serving(2)
+    request = msgspec.structs.replace(request_of(0), max_tokens=0, pooling=PoolingParams())
+    (sent,) = brain.added(request)
+    brain.committed([1 - sent.replica], 1, 0.0)  # its replica has missed an update
+    late = EngineCoreOutputs(0, pooled={0: Pooled(np.zeros(2, np.float32), 0)}, ended=[SequenceEnd(0, "stop")])
+    brain.received(sent.replica, late)
+    assert late.pooled == {} and late.ended == [] and brain.ledger.get(0).request is request
+    result = EngineCoreOutputs(1, pooled={0: Pooled(np.ones(2, np.float32), 1)}, ended=[SequenceEnd(0, "stop")])
+    brain.received(1 - sent.replica, result)
+    assert 0 in result.pooled and not len(brain.ledger)
 
 
 def test_requests_that_wait_are_spread_over_all_replicas_that_an_update_brings_back():

@@ -45,6 +45,7 @@ def test_each_client_gets_its_own_columns():
         num_cached_tokens={SECOND: 16},
         start_time=9.0,
         prompt_logprobs={SECOND: "theirs", 3: "ours"},
+        pooled={7: "mine", SECOND + 9: "yours"},
         sampled_ranks=np.array([1, 2, 3], np.int32),
         id_logprobs=IdLogprobs.of({3: np.float32([-1.5]), SECOND + 2: np.float32([-2.5, -3.5])}),
     )
@@ -60,13 +61,14 @@ def test_each_client_gets_its_own_columns():
     assert second.ended == [SequenceEnd(SECOND + 2, "stop")] and first.ended == [SequenceEnd(3, "length")]
     assert (first.num_cached_tokens, second.num_cached_tokens) == ({}, {SECOND: 16})
     assert (first.prompt_logprobs, second.prompt_logprobs) == ({3: "ours"}, {SECOND: "theirs"})
+    assert (first.pooled, second.pooled) == ({7: "mine"}, {SECOND + 9: "yours"})
     assert {share.policy_version for share in shares.values()} == {4} and first.start_time == 9.0
 
 
 def test_no_field_of_the_outputs_is_forgotten():
     names = {"policy_version", "sequence_ids", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"}
     names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time", "prompt_logprobs"}
-    names |= {"sampled_ranks", "id_logprobs"}
+    names |= {"sampled_ranks", "id_logprobs", "pooled"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutputs)} == names
 
 

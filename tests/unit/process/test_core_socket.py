@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout_engine.errors import RPCError
-from rollout_engine.messages import EngineCoreOutputs, PromptLogprobs, SequenceEnd
+from rollout_engine.messages import EngineCoreOutputs, Pooled, PromptLogprobs, SequenceEnd
 from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.inbox import MAX_MESSAGES, ClientLeft, FromClient, Stop
@@ -217,6 +217,23 @@ def test_a_result_that_its_client_would_not_take_fails_that_call_alone(core):
         if received.failure is not None:
             error = received.failure.as_error("score")
             assert isinstance(error, RPCError) and str(error).startswith("score: ") and "may take 65536" in str(error)
+
+
+def test_results_of_pooling_that_are_too_long_for_one_message_come_no_later_than_their_ends(core):
+    client = core.client(limits=Limits(struct_bytes=1 << 12, message_bytes=1 << 16))
+    ends = [SequenceEnd(number, "stop") for number in range(40)]
+    pooled = {number: Pooled(np.full(1000, number, np.float32), 3) for number in range(40)}
+    rows = [*range(100, 1600)]
+    core.io.send(0, Outputs([EngineCoreOutputs(0, rows, rows, rows, ended=ends, pooled=pooled)]))
+    core.io.send(0, Outputs([EngineCoreOutputs(2, [9], [9], [9])]))
+    come, steps = set(), []
+    while not steps or steps[-1].policy_version != 2:
+        steps += client.hear().steps
+    for step in steps:
+        assert all(result.data.tolist() == [number] * 1000 for number, result in step.pooled.items())
+        come |= step.pooled.keys()
+        assert come >= {end.sequence_id for end in step.ended}
+    assert come == set(range(40)) and [end for step in steps for end in step.ended] == ends
 
 
 def test_outputs_that_are_too_long_for_one_message_arrive_in_several(core):

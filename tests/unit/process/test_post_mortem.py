@@ -14,6 +14,7 @@ from rollout_engine.engine import history
 from rollout_engine.engine.history import RecordedCore
 from rollout_engine.errors import RequestError
 from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.pooling_params import PoolingInfo, PoolingParams
 from rollout_engine.process import post_mortem
 from rollout_engine.process.post_mortem import AddLine, CallLine, EndLine, LiveLine, StepLine
 from rollout_engine.sampling_params import SamplingParams
@@ -22,7 +23,13 @@ VOCAB_SIZE = 1_000_003
 """So many that two samples hardly ever share a token by chance: a replay draws others."""
 STOP = 3
 CONFIG = CoreConfig(
-    num_blocks=48, block_size=4, max_model_len=96, max_num_seqs=6, max_num_batched_tokens=24, vocab_size=VOCAB_SIZE
+    num_blocks=48,
+    block_size=4,
+    max_model_len=96,
+    max_num_seqs=6,
+    max_num_batched_tokens=24,
+    vocab_size=VOCAB_SIZE,
+    pooling=PoolingInfo(hidden_size=2),
 )
 
 
@@ -32,7 +39,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "post-mortems"
 
 
-def live_through(seed, num_steps, **options):
+def live_through(seed, num_steps, pools=0.0, **options):
     """A core after random requests, aborts, pauses and updates. Sequences end at stop ids, at lengths and by aborts."""
     choose = random.Random(seed)
     scripts = {i: [100 * i + j for j in range(i % 11)] + [STOP] for i in range(0, 5_000, 3)}
@@ -49,6 +56,9 @@ def live_through(seed, num_steps, **options):
                 first_sequence_id=next_id,
                 eos_token_ids=[STOP],
             )
+            if pools and choose.random() < pools:
+                pooling = PoolingParams(kind=choose.choice(["last", "mean"]))
+                request = msgspec.structs.replace(request, params=SamplingParams(), max_tokens=0, pooling=pooling)
             next_id += request.params.n
             core.add_request(request)
         if choose.random() < 0.05 and core.unfinished_sequences:
@@ -69,7 +79,7 @@ def live_through(seed, num_steps, **options):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypatch, seed):
     monkeypatch.setattr(history, "_NUM_ENTRIES", 10_000)
-    core = live_through(seed, num_steps=300)
+    core = live_through(seed, num_steps=300, pools=0.2 * (seed % 2))
     path = post_mortem.write_post_mortem(core, "the test ends it")
     lines = post_mortem.read_post_mortem(path)
     assert lines[0].is_whole and lines[0].reason == "the test ends it"

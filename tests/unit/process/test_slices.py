@@ -17,6 +17,7 @@ def make_outputs(num_rows, **columns):
         ended=[SequenceEnd(0, "stop")],
         num_cached_tokens={1: 16},
         prompt_logprobs={2: "prompt"},
+        pooled={9: "pooled"},
         start_time=9.0,
         **columns,
     )
@@ -51,6 +52,7 @@ def test_slices_hold_every_row_once(num_rows):
 def test_what_belongs_to_no_row_comes_once():
     first, *others, last = slices(make_outputs(3 * NUM_ROWS))
     assert (first.num_cached_tokens, first.prompt_logprobs, first.ended) == ({1: 16}, {2: "prompt"}, [])
+    assert first.pooled == {9: "pooled"} and not any(part.pooled for part in (*others, last))
     assert last.ended == [SequenceEnd(0, "stop")]
     assert not any(part.num_cached_tokens or part.prompt_logprobs for part in (*others, last))
     assert not any(part.ended for part in others)

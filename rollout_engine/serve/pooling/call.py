@@ -1,0 +1,144 @@
+"""One call of a route that pools: its prompts, their results, and the parts that all responses have."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from rollout_engine.errors import RequestError
+from rollout_engine.outputs import RequestOutput
+from rollout_engine.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.serve.generation import Generation, failed
+from rollout_engine.serve.openai.chat_fields import chat_options
+from rollout_engine.serve.openai.shapes import now, total_usage
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Asked
+from rollout_engine.serve.served import Served
+
+Encoding: TypeAlias = Literal["float", "base64"]
+IGNORED = frozenset(("user", "metadata", "safety_identifier"))
+"""Fields of clients that change no result."""
+PEERS: dict[str, tuple[Any, ...]] = {
+    "dimensions": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "mm_processor_kwargs": ({},),
+    "softmax": (),
+    "activation": (),
+}
+"""Fields of other servers that are not served -> the values that ask for nothing."""
+
+
+class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every request that pools."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    session_id: str | None = None
+
+
+class InputFields(PoolingFields, kw_only=True):
+    """Fields of a request with texts, token ids or a conversation."""
+
+    input: str | list[str | int | list[int]] | None = None
+    """A text, token ids, or a list of such."""
+    messages: list[Any] | None = None
+    """A conversation, in place of `input`."""
+    tools: list[Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+def prompts_of(body: InputFields) -> list[dict[str, Any]]:
+    """The prompts of a body, in our own form. Raises `RequestError` where there is none."""
+    common: dict[str, Any] = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    if body.messages is not None and body.input is None:
+        return [{"messages": body.messages, **chat_options(body), **common}]
+    given = body.input
+    if not given or body.messages is not None:
+        bound = "a text, token ids, or a list of such, not empty, or messages= in its place"
+        raise RequestError.for_field("input", given, bound)
+    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    return [
+        text_prompt(body, each) if isinstance(each, str) else {"prompt_token_ids": each, **common} for each in several
+    ]
+
+
+def text_prompt(body: PoolingFields, text: str) -> dict[str, Any]:
+    """The prompt of a text, with the options of a body."""
+    options = {"cache_salt": body.cache_salt, "add_special_tokens": body.add_special_tokens}
+    return {"prompt": text, **{name: value for name, value in options.items() if value is not None}}
+
+
+def info_of(served: Served) -> PoolingInfo:
+    """What the model offers to pool. Raises `HttpProblem` 400 where its engine does not pool."""
+    info = served.engine.frontend.client.info.pooling
+    if info is None:
+        raise HttpProblem(400, "This engine does not pool: its device is not a CPU.")
+    return info
+
+
+class PoolingCall:
+    """One call. Its id begins with `kind`."""
+
+    def __init__(self, served: Served, asked: Asked, kind: str) -> None:
+        body: PoolingFields = asked.body
+        served.check_model(body.model)
+        self._served, self._asked, self._body = served, asked, body
+        self.head = {
+            "id": f"{kind}-{body.request_id or asked.request_id}",
+            "object": "list",
+            "created": now(),
+            "model": served.model,
+        }
+        """Fields that begin a response."""
+
+    async def results(self, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
+        """The results of prompts, all with these `PoolingParams`. Raises `RequestError`, and `HttpProblem`."""
+        body = self._body
+        pooling = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, **params)
+        with Generation(self._served, self._asked, body.request_id) as generation:
+            await generation.pool(prompts, pooling, priority=body.priority, session_id=body.session_id)
+            found = await generation.results()
+        for output in found:
+            problem = failed(output)
+            if problem is None and data_of(output) is None:
+                problem = HttpProblem(503, "The request was aborted.")
+            if problem is not None:
+                raise problem
+        return found
+
+    def response(self, outputs: Sequence[RequestOutput], data: list[dict[str, Any]]) -> dict[str, Any]:
+        """A response with `data`, one for each result."""
+        return {**self.head, "data": data, **self.about(outputs)}
+
+    def about(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Usage, and the version of the weights that made the last result."""
+        versions = [output.pooled.policy_version for output in outputs if output.pooled is not None]
+        return {"usage": total_usage(outputs), "weight_version": max(versions)}
+
+
+def data_of(output: RequestOutput) -> np.ndarray | None:
+    """The result of a request; None where it has none."""
+    return None if output.pooled is None else output.pooled.data
+
+
+def array_of(output: RequestOutput) -> np.ndarray:
+    """The result of a request that has one."""
+    data = data_of(output)
+    assert data is not None, "checked"
+    return data
+
+
+def encoded(output: RequestOutput, encoding: Encoding) -> Any:
+    """A result as nested lists, or as base64 of its float32 values, little-endian, row by row."""
+    data = array_of(output)
+    return data.tolist() if encoding == "float" else base64.b64encode(data.astype("<f4").tobytes()).decode()
