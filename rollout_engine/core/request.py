@@ -108,6 +108,18 @@ class Sequence:
         return self.num_pending_tokens > 0 and self.num_tokens >= self.max_num_tokens
 
     @property
+    def decodes_in_place(self) -> bool:
+        """Whether it computes its last token next, in a block of its own, and the runner knows all that it needs."""
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        return (
+            self.num_computed_tokens + 1 == num_tokens <= self.num_writable_tokens
+            and num_tokens < self.max_num_tokens
+            and self.num_sent_blocks == len(self.block_ids)
+            and self.in_runner
+            and self.request.forked
+        )
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log-probs of the prompt are still to be computed: then the prefix cache must not skip any of it."""
         asked = self.request.source.params.prompt_logprobs is not None

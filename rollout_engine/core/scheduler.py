@@ -155,9 +155,18 @@ class Scheduler:
         self.tables.check_integrity(queued)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        position = 0
+        position, scheduled, samples = 0, step.work.scheduled, step.work.samples
         while budget and position < len(self.running):
             sequence = self.running[position]
+            position += 1
+            if sequence.decodes_in_place:  # most of most steps: all that `_schedule_tokens` would do for it
+                name, start, first_block = sequence.sequence_id, sequence.num_computed_tokens, sequence.num_sent_blocks
+                samples.append(SampleTask(name, len(scheduled)))
+                scheduled.append(ScheduledSequence(name, start, 1, _NO_BLOCKS, first_block))
+                step.rows.append(sequence)
+                step.sampled.append(sequence)
+                budget -= 1
+                continue
             num_tokens = self._take_tokens(sequence, budget)
             if num_tokens:
                 end = sequence.num_computed_tokens + num_tokens
@@ -165,7 +174,6 @@ class Scheduler:
                     break
                 self._schedule_tokens(step, sequence, num_tokens)
                 budget -= num_tokens
-            position += 1
         return budget
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
