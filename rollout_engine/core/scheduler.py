@@ -11,7 +11,8 @@ from rollout_engine.core.step import Step
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.metrics import CoreStats
 
-_NO_BLOCKS: list[int] = []
+_NOTHING: list[int] = []
+"""No blocks, or no drafts: nobody changes the lists of a scheduled sequence."""
 
 
 class Scheduler:
@@ -162,7 +163,7 @@ class Scheduler:
             if sequence.decodes_in_place:  # most of most steps: all that `_schedule_tokens` would do for it
                 name, start, first_block = sequence.sequence_id, sequence.num_computed_tokens, sequence.num_sent_blocks
                 samples.append(SampleTask(name, len(scheduled)))
-                scheduled.append(ScheduledSequence(name, start, 1, _NO_BLOCKS, first_block))
+                scheduled.append(ScheduledSequence(name, start, 1, _NOTHING, first_block, _NOTHING))
                 step.rows.append(sequence)
                 step.sampled.append(sequence)
                 budget -= 1
@@ -260,7 +261,7 @@ class Scheduler:
         if not sequence.in_runner:
             self._add_to_runner(step, sequence)
         first_block = sequence.num_sent_blocks
-        new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NO_BLOCKS
+        new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NOTHING
         sequence.num_sent_blocks = len(sequence.block_ids)
         work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, new_blocks, first_block))
         step.rows.append(sequence)

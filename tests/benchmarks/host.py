@@ -2,7 +2,7 @@
 
 The engine is whole, but its model does nothing: a step prepares attention over the paged KV and returns fixed logits.
 
-    PYTHONPATH=$PWD python tests/benchmarks/host.py --requests 64     processor time of this thread, on a busy machine too
+    PYTHONPATH=$PWD python tests/benchmarks/host.py --requests 64   this thread's processor time, on a busy machine too
 """
 
 import argparse
@@ -79,8 +79,8 @@ class _NoModel:
         self._logits = torch.zeros(1024, _VOCAB_SIZE)
 
     def forward_rows(self, chunks: FlatBatch, logit_rows: np.ndarray | Sequence[int]) -> LogitRows:
-        with self.kv.step(chunks):
-            return LogitRows.of(self._logits[: len(logit_rows)])
+        self.kv.plan(chunks)
+        return LogitRows.of(self._logits[: len(logit_rows)])
 
 
 class _Executor:

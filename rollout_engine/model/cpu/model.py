@@ -51,8 +51,7 @@ class CpuModel:
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows = torch.from_numpy(np.asarray(logit_rows, np.int64))
         if self.decoder is not None and not self.layer_watch.num_watchers:
-            with self.kv.step(batch) as step:
-                return self.decoder.forward(token_ids, positions, step.plan, rows)
+            return self.decoder.forward(token_ids, positions, self.kv.plan(batch), rows)
 
         def forward(rows: Tensor) -> Any:
             with self.kv.step(batch):

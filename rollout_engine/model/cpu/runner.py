@@ -55,7 +55,8 @@ class CpuRunner:
         batch = self._flat_batch(work.scheduled)
         drawn = [task.row for task in work.samples]
         rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
-        last_rows = batch.columns.token_starts[1:][rows] - 1
+        ends = batch.columns.token_starts[1:]
+        last_rows = (ends if len(rows) == len(ends) else ends[rows]) - 1  # rows ascend
         has_drafts = any(row.draft_token_ids for row in work.scheduled)
         if has_drafts:
             num_drafted = np.array([len(work.scheduled[row].draft_token_ids) for row in rows], np.int64)

@@ -156,20 +156,19 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
     u = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions))
     tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules)
     usable = np.isfinite(tempered.maximum.numpy())
+    is_simple = batch.is_plain and not edits and usable.all()
+    if is_simple and rules is None:
+        return ModelRunnerOutput(tokens.tolist(), logprobs.tolist() if batch.wants_logprobs else None)
     truncates = torch.from_numpy(batch.truncates)
-    if rules is None:
-        kept_mass = None
-    else:
-        kept_mass = torch.where(truncates, (processed.log_total - tempered.log_total).clamp(max=0), 0.0).float()
-    if batch.is_plain and not edits and usable.all():
+    kept_mass = torch.where(truncates, (processed.log_total - tempered.log_total).clamp(max=0), 0.0).float()
+    if is_simple:
         return ModelRunnerOutput(
             token_ids=tokens.tolist(),
             logprobs=logprobs.tolist() if batch.wants_logprobs else None,
-            kept_logprob_mass=None if kept_mass is None else kept_mass.tolist(),
+            kept_logprob_mass=kept_mass.tolist(),
         )
 
-    errors = dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS)
-    out = _Columns(batch, tokens, torch.zeros(len(tokens)) if kept_mass is None else kept_mass, errors)
+    out = _Columns(batch, tokens, kept_mass, dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS))
     for rows in _slices([row for row in edits if usable[row]], logits.shape[1]):
         changed = logits.index_select(0, rows).float()
         failures = edit(changed, [edits[row] for row in rows.tolist()])
