@@ -193,7 +193,7 @@ class NewSequence(msgspec.Struct):
     """Its prompt is pooled, and nothing sampled."""
 
 
-class ScheduledSequence(msgspec.Struct):
+class ScheduledSequence(msgspec.Struct, gc=False):
     """Work of one sequence in one step: compute `num_scheduled_tokens` tokens from `num_computed_tokens` on."""
 
     sequence_id: int
@@ -207,7 +207,7 @@ class ScheduledSequence(msgspec.Struct):
     first that differs from its guess are kept."""
 
 
-class SampleTask(msgspec.Struct):
+class SampleTask(msgspec.Struct, gc=False):
     """Draw one token for `sequence_id` from the logits of the last scheduled token of `scheduled[row]`.
 
     Several tasks share a row when the prompt of n samples has just been computed.

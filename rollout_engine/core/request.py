@@ -109,6 +109,18 @@ class Sequence:
         return self.num_pending_tokens > 0 and self.num_tokens >= self.max_num_tokens
 
     @property
+    def decodes_in_place(self) -> bool:
+        """Whether it computes its last token next, in a block of its own, and the runner knows all that it needs."""
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        return (
+            self.num_computed_tokens + 1 == num_tokens <= self.num_writable_tokens
+            and num_tokens < self.max_num_tokens
+            and self.num_sent_blocks == len(self.block_ids)
+            and self.in_runner
+            and self.request.forked
+        )
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log-probs of the prompt are still to be computed: then the prefix cache must not skip any of it."""
         asked = self.request.source.params.prompt_logprobs is not None
@@ -122,14 +134,15 @@ class Sequence:
     def append(self, token_id: int) -> tuple[FinishReason, int | None] | None:
         """Append the id of the first pending token. Returns (finish_reason, stop_reason) if it ends the sequence."""
         self.num_pending_tokens -= 1
-        if len(self.token_ids) == self.num_prompt_tokens:
-            self.token_ids = self.token_ids.copy()
-        self.token_ids.append(token_id)
+        token_ids = self.token_ids
+        if len(token_ids) == self.num_prompt_tokens:
+            self.token_ids = token_ids = token_ids.copy()
+        token_ids.append(token_id)
         if token_id in self.request.end_token_ids:
             source = self.request.source
-            if len(self.token_ids) - self.num_prompt_tokens >= source.params.min_tokens:
+            if len(token_ids) - self.num_prompt_tokens >= source.params.min_tokens:
                 return "stop", None if token_id in source.eos_token_ids else token_id
-        return ("length", None) if len(self.token_ids) >= self.max_num_tokens else None
+        return ("length", None) if len(token_ids) >= self.max_num_tokens else None
 
     def append_drafted(self, token_id: int) -> tuple[FinishReason, int | None] | None:
         """Append the id of a further token of the same step: the one before it was drafted, and its KV is computed."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from collections.abc import Collection
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -173,7 +174,7 @@ class _Drawn:
 
 
 def fill_columns(
-    outputs: EngineCoreOutputs, sampled: list[Sequence], result: ModelRunnerOutput, rows: list[int] | None = None
+    outputs: EngineCoreOutputs, sampled: list[Sequence], result: ModelRunnerOutput, rows: Collection[int] | None = None
 ) -> None:
     """Fill in the tokens of `sampled`, the sequences of the rows of `result`: of `rows` alone where they are given.
 
@@ -188,9 +189,9 @@ def fill_columns(
     outputs.sampled_ranks = result.sampled_ranks
     if rows is None:
         left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
-        rows = [row for row in range(len(sampled)) if row not in left_out]
+        rows = [row for row in range(len(sampled)) if row not in left_out] if left_out else range(len(sampled))
     if len(rows) < len(sampled):
-        outputs.keep_rows(rows)
+        outputs.keep_rows(list(rows))
     if result.id_logprobs:
         values = ((sampled[row].sequence_id, result.id_logprobs.get(row)) for row in rows)
         outputs.id_logprobs = IdLogprobs.of({name: each for name, each in values if each is not None})

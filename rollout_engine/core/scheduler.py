@@ -11,7 +11,8 @@ from rollout_engine.core.step import Step
 from rollout_engine.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.metrics import CoreStats
 
-_NO_BLOCKS: list[int] = []
+_NOTHING: list[int] = []
+"""No blocks, or no drafts: nobody changes the lists of a scheduled sequence."""
 
 
 class Scheduler:
@@ -155,9 +156,18 @@ class Scheduler:
         self.tables.check_integrity(queued)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        position = 0
+        position, scheduled, samples = 0, step.work.scheduled, step.work.samples
         while budget and position < len(self.running):
             sequence = self.running[position]
+            position += 1
+            if sequence.decodes_in_place:  # most of most steps: all that `_schedule_tokens` would do for it
+                name, start, first_block = sequence.sequence_id, sequence.num_computed_tokens, sequence.num_sent_blocks
+                samples.append(SampleTask(name, len(scheduled)))
+                scheduled.append(ScheduledSequence(name, start, 1, _NOTHING, first_block, _NOTHING))
+                step.rows.append(sequence)
+                step.sampled.append(sequence)
+                budget -= 1
+                continue
             num_tokens = self._take_tokens(sequence, budget)
             if num_tokens:
                 end = sequence.num_computed_tokens + num_tokens
@@ -165,7 +175,6 @@ class Scheduler:
                     break
                 self._schedule_tokens(step, sequence, num_tokens)
                 budget -= num_tokens
-            position += 1
         return budget
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
@@ -254,7 +263,7 @@ class Scheduler:
         if not sequence.in_runner:
             self._add_to_runner(step, sequence)
         first_block = sequence.num_sent_blocks
-        new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NO_BLOCKS
+        new_blocks = sequence.block_ids[first_block:] if first_block < len(sequence.block_ids) else _NOTHING
         sequence.num_sent_blocks = len(sequence.block_ids)
         work.scheduled.append(ScheduledSequence(sequence.sequence_id, start, num_tokens, new_blocks, first_block))
         step.rows.append(sequence)

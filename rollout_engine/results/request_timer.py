@@ -9,12 +9,14 @@ from rollout_engine.outputs import FinishReason, RequestMetrics
 
 
 class RequestTimer:
-    """Fills the `RequestStats` of one client. Per step it makes two passes over the live sequences, both in C."""
+    """Fills the `RequestStats` of one client. While steps sample for the same sequences, it compares a list a step."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
         self._last_token: dict[int, float] = {}
-        """Start time of the last step that sampled a token of each live sequence, by its id."""
+        """Start time of the last step that sampled a token of each live sequence, by its id, up to the last step."""
+        self._of_last_step: tuple[list[int], float] = ([], 0.0)
+        """The sequences of the last step, and when it began: not yet in `_last_token`."""
 
     def scheduled(self, metrics: RequestMetrics, start: float) -> None:
         """Record that a step on a request's prompt began at `start`; only the first such step counts."""
@@ -29,15 +31,21 @@ class RequestTimer:
         Arrival times would not do: several steps may arrive together.
         """
         at = start or time.monotonic()
-        for last, times in Counter(map(self._last_token.get, sequence_ids)).items():
-            if last is not None:
-                self.stats.inter_token_seconds.observe(at - last, times)
-        self._last_token.update(dict.fromkeys(sequence_ids, at))
+        before, last_at = self._of_last_step
+        if before == sequence_ids:
+            self.stats.inter_token_seconds.observe(at - last_at, len(sequence_ids))
+        else:
+            self._note_last_step()
+            for last, times in Counter(map(self._last_token.get, sequence_ids)).items():
+                if last is not None:
+                    self.stats.inter_token_seconds.observe(at - last, times)
+        self._of_last_step = (sequence_ids, at)
 
     def ended(
         self, sequence_id: int, reason: FinishReason | None, policy_versions: set[int], live_version: int
     ) -> None:
         """Record the end of a sequence. `policy_versions`: those that sampled its tokens."""
+        self._note_last_step()
         self._last_token.pop(sequence_id, None)
         assert reason is not None, "ended without a reason"
         self.stats.finished[reason] += 1
@@ -55,5 +63,11 @@ class RequestTimer:
 
     def discarded(self, sequence_ids: Iterable[int]) -> None:
         """Forget these sequences: nobody reads them any more."""
+        self._note_last_step()
         for sequence_id in sequence_ids:
             self._last_token.pop(sequence_id, None)
+
+    def _note_last_step(self) -> None:
+        sequence_ids, at = self._of_last_step
+        self._last_token.update(dict.fromkeys(sequence_ids, at))
+        self._of_last_step = ([], 0.0)

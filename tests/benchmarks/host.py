@@ -1,8 +1,11 @@
 """What a step costs besides the model: scheduling, preparation, sampling from a tiny vocabulary, outputs.
 
 The engine is whole, but its model does nothing: a step prepares attention over the paged KV and returns fixed logits.
+
+    PYTHONPATH=$PWD python tests/benchmarks/host.py --requests 64   this thread's processor time, on a busy machine too
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,41 +16,48 @@ import numpy as np
 import torch
 from prompts import FreshPrompts
 
-from rollout_engine import SamplingParams
+from rollout_engine import EngineConfig, SamplingParams
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.engine.client import EngineInfo
+from rollout_engine.engine.local_client import LocalClient
+from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.runner import CpuRunner
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.results.output_processor import OutputProcessor
-from rollout_engine.text.input_processor import InputProcessor
+from rollout_engine.model.sampling.logit_rows import LogitRows
 
 _VOCAB_SIZE, _NUM_BLOCKS, _BLOCK_SIZE, _MAX_MODEL_LEN = 64, 8192, 16, 1024
 _NUM_PROMPT_TOKENS, _NUM_SAMPLED_TOKENS = 64, 128
+_PARAMS = SamplingParams(
+    max_tokens=_NUM_SAMPLED_TOKENS, logprobs=0, ignore_eos=True, detokenize=False, output_kind="final_only"
+)
 
 
 def measure(num_requests: int, rounds: int) -> dict[str, Any]:
-    """Median and mean milliseconds per step, prefill included, of the best round."""
-    engine = LLMEngine(*_parts())
+    """Milliseconds per step: by the clock, mean and median of the best round, prefill included; and the median of this
+    thread's processor time over the decode steps of all rounds, which other processes change little."""
+    engine = make_engine()
     prompts = FreshPrompts(_VOCAB_SIZE)
-    params = SamplingParams(
-        max_tokens=_NUM_SAMPLED_TOKENS, logprobs=0, ignore_eos=True, detokenize=False, output_kind="final_only"
-    )
     best: list[float] = []
+    of_processor: list[int] = []
     for _ in range(rounds + 1):
-        engine.add_requests(prompts.draw(num_requests, _NUM_PROMPT_TOKENS), params)
-        seconds = []
+        engine.add_requests(prompts.draw(num_requests, _NUM_PROMPT_TOKENS), _PARAMS)
+        seconds, nanoseconds = [], []
         while engine.has_unfinished_requests():
-            start = time.perf_counter()
+            start, start_ns = time.perf_counter(), time.thread_time_ns()
             engine.step()
+            nanoseconds.append(time.thread_time_ns() - start_ns)
             seconds.append(time.perf_counter() - start)
         best = min(best or seconds, seconds, key=sum)
+        of_processor += nanoseconds[1:-1]
     return {
         "milliseconds_per_step": round(1e3 * statistics.mean(best), 4),
         "median_milliseconds": round(1e3 * statistics.median(best), 4),
+        "median_processor_milliseconds": round(1e-6 * statistics.median(of_processor), 4),
     }
 
 
@@ -68,25 +78,44 @@ class _NoModel:
         self.kv = CpuKVPool([layer], num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, dtype=torch.float32)
         self._logits = torch.zeros(1024, _VOCAB_SIZE)
 
-    def forward(self, chunks: FlatBatch, logit_rows: np.ndarray | Sequence[int]) -> torch.Tensor:
-        with self.kv.step(chunks):
-            return self._logits[: len(logit_rows)]
+    def forward_rows(self, chunks: FlatBatch, logit_rows: np.ndarray | Sequence[int]) -> LogitRows:
+        self.kv.plan(chunks)
+        return LogitRows.of(self._logits[: len(logit_rows)])
 
 
 class _Executor:
+    threads = ()
+    dirty = False
+    num_weight_bytes = 0
+
     def __init__(self) -> None:
         self._runner = CpuRunner(_NoModel(), vocab_size=_VOCAB_SIZE)
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         return partial(self._runner.execute, work)
 
-    def shutdown(self) -> None:
-        pass
+    def attach_core(self, core: EngineCore, boundary: object) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
-def _parts() -> tuple[Any, ...]:
+def make_engine() -> LLMEngine:
+    """An engine whose steps do everything but run layers."""
     sizes = dict(num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_model_len=_MAX_MODEL_LEN, vocab_size=_VOCAB_SIZE)
+    core_config = CoreConfig(max_num_seqs=256, max_num_batched_tokens=8192, **sizes)
+    config = EngineConfig(model="none", skip_tokenizer_init=True)
+    info = EngineInfo(
+        config=config, max_prefill_beside_decode=0, eos_token_ids=[], dtype="float32", choices="no model",
+        num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_model_len=_MAX_MODEL_LEN, vocab_size=_VOCAB_SIZE,
+    )  # fmt: skip
     executor = _Executor()
-    core = EngineCore(executor, CoreConfig(max_num_seqs=256, max_num_batched_tokens=8192, **sizes))
-    inputs = InputProcessor(None, max_model_len=_MAX_MODEL_LEN, vocab_size=_VOCAB_SIZE, eos_token_ids=[])
-    return core, executor, inputs, OutputProcessor(None)
+    return LLMEngine(Frontend(LocalClient(EngineCore(executor, core_config), executor, info), None))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(measure(args.requests, args.rounds))

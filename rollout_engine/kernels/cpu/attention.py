@@ -87,11 +87,11 @@ class AttentionPlan:
         self.num_tokens = int(token_starts[-1])
         if token_starts[0] != 0 or not 0 <= self.num_tokens < _MOST_TOKENS:
             raise ValueError(f"token_starts should ascend from 0, and is {token_starts}.")
-        members = np.empty(num_sequences, np.int32)
-        items = np.empty(_BYTES_PER_ITEM * (num_sequences + self.num_tokens // _ITEM_TOKENS), np.uint8)
+        num_items = num_sequences + self.num_tokens // _ITEM_TOKENS
+        memory = torch.empty(4 * num_sequences + _BYTES_PER_ITEM * num_items, dtype=torch.uint8)
         self.num_threads = torch.get_num_threads()
-        self._memory = (blocks, block_starts, token_starts, first_positions, members, items)
-        places += [members.ctypes.data, items.ctypes.data]
+        self._memory = (blocks, block_starts, token_starts, first_positions, memory)
+        places += [memory.data_ptr(), memory.data_ptr() + 4 * num_sequences]
         wanted = -(-2 * self.num_threads // max(num_kv_heads, 1))
         self._plan = _Plan(*places, blocks.size, num_sequences, block_size, 0, wanted)
         self.address = ctypes.addressof(self._plan)
@@ -103,11 +103,11 @@ class AttentionPlan:
             )
         self.max_block = self._plan.max_block
         """The largest block id that is read or written; -1 without tokens."""
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch: Tensor | None = None
 
     def scratch(self, bytes_per_thread: int) -> int:
         """Address of working memory for one layer's kernel."""
-        if len(self._scratch) < bytes_per_thread * self.num_threads:
+        if self._scratch is None or len(self._scratch) < bytes_per_thread * self.num_threads:
             self._scratch = torch.empty(bytes_per_thread * self.num_threads, dtype=torch.uint8)
         return self._scratch.data_ptr()
 

@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import c_int64, c_void_p
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def draw(
         kept = KeptTokens.empty(n)
         args.candidate = candidate.data_ptr()
         args.kept_log_total, args.floor, args.last_tie = (column.data_ptr() for column in kept)
-    build.load_kernels().sampling_draw(ctypes.byref(args))
+    _library().sampling_draw(ctypes.addressof(args))
     return stats, kept
 
 
@@ -60,7 +61,7 @@ def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
     logits = _readable(logits)
     args, stats = _rows(logits, temperatures, tokens.contiguous())
     check_ids("token_ids", tokens, logits.shape[1], of="the vocabulary of these logits")
-    build.load_kernels().sampling_score(ctypes.byref(args))
+    _library().sampling_score(ctypes.addressof(args))
     return stats
 
 
@@ -76,7 +77,7 @@ def gradient(logits: Tensor, temperatures: Tensor, stats: RowStats, grad: Tensor
     args.maximum = address("stats.maximum", stats.maximum, torch.float32, rows)
     args.log_total = address("stats.log_total", stats.log_total, torch.float64, rows)
     args.grad, args.grad_logits = address("grad", grad, torch.float32, rows), result.data_ptr()
-    build.load_kernels().sampling_gradient(ctypes.byref(args))
+    _library().sampling_gradient(ctypes.addressof(args))
     return result.to(logits.dtype)
 
 
@@ -84,11 +85,11 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """C++ side of `kernels.rng.uniforms`. Raises `ValueError` for tensors it cannot read."""
     if not isinstance(seeds, Tensor) or seeds.dim() != 1:
         raise argument_error("seeds", seeds, "a tensor of one dimension")
-    seeds, positions = seeds.contiguous(), positions.contiguous()
-    result = torch.empty(len(seeds), dtype=torch.float64)
-    named = (("seeds", seeds), ("positions", positions))
-    pointers = [c_void_p(address(name, column, torch.int64, seeds.shape)) for name, column in named]
-    build.load_kernels().sampling_uniforms(*pointers, c_int64(len(seeds)), c_void_p(result.data_ptr()))
+    count = len(seeds)
+    result = torch.empty(count, dtype=torch.float64)
+    keys = address("seeds", seeds.contiguous(), torch.int64, (count,))
+    counters = address("positions", positions.contiguous(), torch.int64, (count,))
+    _library().sampling_uniforms(keys, counters, count, result.data_ptr())
     return result
 
 
@@ -129,3 +130,13 @@ def _readable(logits: Tensor) -> Tensor:
     if logits.dtype not in DTYPES:
         logits = logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return build.declared(
+        sampling_draw=(None, c_void_p),
+        sampling_score=(None, c_void_p),
+        sampling_gradient=(None, c_void_p),
+        sampling_uniforms=(None, c_void_p, c_void_p, c_int64, c_void_p),
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention as compiled
 from rollout_engine.kernels.memory import release_pages, resident_bytes
-from rollout_engine.model.cpu.eager_attention import EagerPool, EagerStep
+from rollout_engine.model.cpu.eager_attention import EagerPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.modules.attention_interface import attending
 from rollout_engine.model.modules.geometry import LayerGeometry
@@ -26,11 +26,15 @@ class CpuKVPool:
         self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
 
     @contextmanager
-    def step(self, batch: FlatBatch) -> "Iterator[_CompiledStep | EagerStep]":
+    def step(self, batch: FlatBatch) -> Iterator[None]:
         """Inside, attention of this thread's forwards runs over the chunks of `batch`."""
-        step = self._pool.step(batch)
-        with attending(step):
-            yield step
+        with attending(self._pool.step(batch)):
+            yield
+
+    def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:
+        """The C++ kernel's plan of attention over `batch`."""
+        assert isinstance(self._pool, CompiledPool), "the eager twin has no plan"
+        return self._pool.plan(batch)
 
     @property
     def num_resident_bytes(self) -> int:
@@ -85,10 +89,13 @@ class CompiledPool:
         for layer in self.layers:
             yield from (layer.keys, layer.values)
 
-    def step(self, batch: FlatBatch) -> "_CompiledStep":
+    def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:
         """Plan attention of `batch`."""
-        plan = compiled.AttentionPlan(batch.columns, block_size=self.block_size, num_kv_heads=self._num_kv_heads)
-        return _CompiledStep(self, plan)
+        return compiled.AttentionPlan(batch.columns, block_size=self.block_size, num_kv_heads=self._num_kv_heads)
+
+    def step(self, batch: FlatBatch) -> "_CompiledStep":
+        """Attention of `batch`, for modules."""
+        return _CompiledStep(self, self.plan(batch))
 
 
 class _CompiledStep(NamedTuple):

@@ -66,8 +66,7 @@ class CpuModel:
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows, of_states = (torch.from_numpy(np.asarray(each, np.int64)) for each in (logit_rows, state_rows))
         if self.decoder is not None and not self.layer_watch.num_watchers:
-            with self.kv.step(batch) as step:
-                return self.decoder.forward(token_ids, positions, step.plan, rows, of_states)
+            return self.decoder.forward(token_ids, positions, self.kv.plan(batch), rows, of_states)
         if trunk_of(self.module) is not self.module:
             with self.kv.step(batch):
                 output = self.module.base_model(

@@ -4,6 +4,8 @@ The tokens and block tables of live sequences are kept between steps, so that a 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +42,9 @@ class CpuRunner:
         self._prompts = PromptScorer(vocab_size)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts)
         self._blocks = BlockTableMatrix()
-        self._settings: tuple[list[int], SamplingBatch] | None = None
-        """The sequences of the last step's draws and their sampling columns."""
+        self._computed = _Computed([], [], np.empty(0, np.int64))
+        self._drawn: _Drawn | None = None
+        """What the last step computed, and drew; kept while steps work on the same sequences."""
 
     @property
     def num_sequences(self) -> int:
@@ -61,10 +64,11 @@ class CpuRunner:
         batch = self._flat_batch(work.scheduled)
         drawn = [task.row for task in work.samples]
         rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
-        last_rows = batch.columns.token_starts[1:][rows] - 1
-        num_drafted = np.array([len(work.scheduled[row].draft_token_ids) for row in rows], np.int64)
-        has_drafts = bool(num_drafted.any())
+        ends = batch.columns.token_starts[1:]
+        last_rows = (ends if len(rows) == len(ends) else ends[rows]) - 1  # rows ascend
+        has_drafts = any(row.draft_token_ids for row in work.scheduled)
         if has_drafts:
+            num_drafted = np.array([len(work.scheduled[row].draft_token_ids) for row in rows], np.int64)
             last_rows = _rows_up_to(last_rows, num_drafted)
         prompt_rows = self._prompts.rows(work.scheduled)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
@@ -72,7 +76,10 @@ class CpuRunner:
             batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows, pooled_rows
         )
         pooled = self._pooler.pool(states) if self._pooler else {}
-        prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))
+        if self._prompts.has_pieces:
+            prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))
+        else:
+            prompt_logprobs = {}
         if not rows:
             return ModelRunnerOutput(token_ids=[], logprobs=None, pooled=pooled)
         if has_drafts:
@@ -87,7 +94,7 @@ class CpuRunner:
 
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished_sequence_ids or work.new:
-            self._settings = None
+            self._computed, self._drawn = _Computed([], [], np.empty(0, np.int64)), None
         self._sequences.update(work)
         if self._pooler is not None:
             self._pooler.update(work)
@@ -99,7 +106,7 @@ class CpuRunner:
     def _flat_batch(self, scheduled: list[ScheduledSequence]) -> FlatBatch:
         first = [chunk.num_computed_tokens for chunk in scheduled]
         sizes = [chunk.num_scheduled_tokens for chunk in scheduled]
-        tokens = [self._sequences[chunk.sequence_id].token_ids for chunk in scheduled]
+        _, tokens, rows = self._chunk_sequences([chunk.sequence_id for chunk in scheduled])
         if max(sizes) == 1:
             token_ids = [ids[start] for ids, start in zip(tokens, first, strict=True)]
         else:
@@ -108,23 +115,34 @@ class CpuRunner:
                 start = chunk.num_computed_tokens
                 token_ids += ids[start : start + chunk.num_scheduled_tokens]
                 token_ids += chunk.draft_token_ids
-        rows = self._blocks.rows([chunk.sequence_id for chunk in scheduled])
         columns = ChunkColumns(
             first_positions=np.array(first, np.int64),
-            token_starts=np.cumsum([0, *sizes], dtype=np.int64),
+            token_starts=np.array([0, *accumulate(sizes)], np.int64),
             blocks=self._blocks.matrix,
             block_starts=rows * self._blocks.matrix.shape[1],
         )
         return FlatBatch(np.array(token_ids, np.int64), columns)
 
+    def _chunk_sequences(self, sequence_ids: list[int]) -> "_Computed":
+        """Tokens and block tables of these sequences."""
+        if self._computed.sequence_ids != sequence_ids:
+            tokens = [self._sequences[sequence_id].token_ids for sequence_id in sequence_ids]
+            self._computed = _Computed(sequence_ids, tokens, self._blocks.rows(sequence_ids))
+        return self._computed
+
     def _sample(self, logits: LogitRows, sequence_ids: list[int]) -> ModelRunnerOutput:
-        sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
-        positions = [len(sequence.token_ids) for sequence in sequences]
-        batch = self._batch(sequence_ids, sequences, positions)
+        if self._drawn is None or self._drawn.sequence_ids != sequence_ids:
+            sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
+            params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
+            settings = SamplingBatch.from_tasks(params, seeds=seeds, positions=[0] * len(sequences))
+            self._drawn = _Drawn(sequence_ids, sequences, [s.token_ids for s in sequences], settings)
+        _, sequences, tokens, batch = self._drawn
+        positions = [len(ids) for ids in tokens]
+        batch.positions = np.array(positions, np.int64)
         edits = self._sequences.edits_of(sequences, positions)
         out = sample_rows(logits, batch, edits, self._vocab_size)
-        for sequence, token in zip(sequences, out.token_ids, strict=True):
-            sequence.token_ids.append(max(token, 0))  # after a failure the next step may be on its way already
+        for ids, token in zip(tokens, out.token_ids, strict=True):
+            ids.append(token if token >= 0 else 0)  # after a failure the next step may be on its way already
         return out
 
     def _sample_drafts(self, logits: LogitRows, work: SchedulerOutput, first_of: dict[int, int]) -> ModelRunnerOutput:
@@ -145,17 +163,25 @@ class CpuRunner:
 
         return draw_behind_drafts(tasks, draw)
 
-    def _batch(self, sequence_ids: list[int], sequences: list[NewSequence], positions: list[int]) -> SamplingBatch:
-        """Sampling columns; while the same sequences are drawn from, only positions change."""
-        if self._settings is not None and self._settings[0] == sequence_ids:
-            return self._settings[1]._replace(positions=np.array(positions, np.int64))
-        batch = SamplingBatch.from_tasks(
-            [s.params for s in sequences],
-            seeds=[s.seed for s in sequences],
-            positions=positions,
-        )
-        self._settings = (sequence_ids, batch)
-        return batch
+
+class _Computed(NamedTuple):
+    """The sequences of a step's chunks."""
+
+    sequence_ids: list[int]
+    token_ids: list[list[int]]
+    """The lists that grow with the sequences."""
+    rows: np.ndarray
+    """int64: where their block tables stand in the matrix."""
+
+
+class _Drawn(NamedTuple):
+    """The sequences that a step draws for."""
+
+    sequence_ids: list[int]
+    sequences: list[NewSequence]
+    token_ids: list[list[int]]
+    settings: SamplingBatch
+    """Sampling columns; the positions change with every step."""
 
 
 def _rows_up_to(last_rows: np.ndarray, num_before: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ def draw_rows(out: ModelRunnerOutput, draws: Draws, logits: LogitRows, vocab_siz
 
 
 def _draw_piece(out: ModelRunnerOutput, draws: Draws, source: LogitRows, rows: np.ndarray) -> None:
-    batch = draws.batch._replace(positions=draws.columns.positions).rows(rows)
+    batch = draws.batch.at(draws.columns.positions).rows(rows)
     logits = source.take(torch.from_numpy(rows))
     found = sample(logits.cpu(), batch, {place: draws.on_host[row] for place, row in enumerate(rows.tolist())})
     _fill_tempered(found, logits, batch)

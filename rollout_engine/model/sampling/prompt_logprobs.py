@@ -53,6 +53,11 @@ class PromptScorer:
             first_row += chunk.num_scheduled_tokens
         return rows
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether this step computes any part of a prompt to score."""
+        return bool(self._pieces)
+
     def score(self, logits: Tensor) -> dict[int, PromptLogprobs]:
         """Score the logits [n, V] of `rows`; returns index into `scheduled` -> log-probs of prompts now complete."""
         start = 0

@@ -10,6 +10,9 @@ of the batch. Weights are those of `kernels.token_logprobs`, so the log-prob has
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -39,8 +42,9 @@ _EDITED_NUMEL = 1 << 23
 _NO_EDITS: Mapping[int, LogitEdits] = MappingProxyType({})
 
 
-class SamplingBatch(NamedTuple):
-    """Sampling settings of N tasks as columns."""
+@dataclass(eq=False)
+class SamplingBatch:
+    """Sampling settings of N tasks as columns. What is derived from them is computed once, whatever the positions."""
 
     temperature: np.ndarray
     """float64 [N]; 0 is greedy."""
@@ -62,7 +66,7 @@ class SamplingBatch(NamedTuple):
     """bool [N], whether to report the sampled token's rank."""
     wants_logprobs: bool
     """Whether any task asked for log-probs."""
-    asked_ids: Mapping[int, list[int] | None] = MappingProxyType({})
+    asked_ids: Mapping[int, list[int] | None] = field(default_factory=dict)
     """Row -> token ids whose log-probs to report, None for all; rows that did not ask are absent."""
 
     @classmethod
@@ -90,32 +94,38 @@ class SamplingBatch(NamedTuple):
             asked_ids=_asked_ids(params) if any(p.asks_for_ids for p in kinds) else {},
         )
 
-    @property
+    @cached_property
     def truncates(self) -> np.ndarray:
         """bool [N]: rows that top-k, top-p or min-p may truncate."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
-    @property
+    @cached_property
     def is_raw(self) -> np.ndarray:
         """bool [N]: rows whose log-probs are raw and differ from tempered ones."""
         return (self.modes == _RAW) & (self.temperature != 0) & (self.temperature != 1)
 
-    @property
+    @cached_property
     def is_processed(self) -> np.ndarray:
         """bool [N]: rows whose log-probs are of the distribution they are drawn from."""
         return self.modes == _PROCESSED
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether each row asks for nothing but a token and its tempered log-prob."""
         return not (self.wants_rank | self.is_processed | self.is_raw).any() and not self.asked_ids
 
-    def rows(self, index: np.ndarray) -> "SamplingBatch":
-        """The settings of rows `index`, int64 [n]."""
-        columns = (column[index] for column in self[:-2])
-        asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
-        return SamplingBatch(*columns, self.wants_logprobs, asked)
+    @cached_property
+    def greedy(self) -> Tensor:
+        """bool [N]: rows that take the most likely token."""
+        return torch.from_numpy(self.temperature == 0)
 
+    @cached_property
+    def row_temperatures(self) -> Tensor:
+        """float32 [N], of the log-probs."""
+        given = torch.from_numpy(self.temperature)
+        return row_temperatures(given, given[:, None])
+
+    @cached_property
     def rules(self) -> Truncation | None:
         """The truncation of each row; None where no row is truncated."""
         truncates = self.truncates
@@ -124,28 +134,41 @@ class SamplingBatch(NamedTuple):
         columns = ((self.temperature, 1.0), (self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0))
         return Truncation(*(torch.from_numpy(np.where(truncates, column, idle)) for column, idle in columns))
 
+    def rows(self, index: np.ndarray) -> "SamplingBatch":
+        """The settings of rows `index`, int64 [n]."""
+        columns = (getattr(self, each.name)[index] for each in fields(self)[:-2])
+        asked = {place: self.asked_ids[row] for place, row in enumerate(index.tolist()) if row in self.asked_ids}
+        return SamplingBatch(*columns, self.wants_logprobs, asked)
+
+    def at(self, positions: np.ndarray) -> "SamplingBatch":
+        """The same tasks at other `positions`, int64 [N]."""
+        moved = copy(self)
+        moved.positions = positions
+        return moved
+
 
 def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits] = _NO_EDITS) -> ModelRunnerOutput:
     """Draw one token for each row of `logits` [N, V], any floating dtype; `batch` has N rows, `edits` some of them.
 
     A row that cannot be sampled (NaN, +inf, nothing but -inf) gets token -1 and an entry in `errors`.
     """
-    temperatures = row_temperatures(torch.from_numpy(batch.temperature), logits)
-    greedy = torch.from_numpy(batch.temperature == 0)
+    temperatures, greedy, rules = batch.row_temperatures, batch.greedy, batch.rules
     u = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions))
-    rules = batch.rules()
     tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules)
-    usable = tempered.maximum.isfinite()
+    usable = np.isfinite(tempered.maximum.numpy())
+    is_simple = batch.is_plain and not edits and usable.all()
+    if is_simple and rules is None:
+        return ModelRunnerOutput(tokens.tolist(), logprobs.tolist() if batch.wants_logprobs else None)
     truncates = torch.from_numpy(batch.truncates)
     kept_mass = torch.where(truncates, (processed.log_total - tempered.log_total).clamp(max=0), 0.0).float()
-    if batch.is_plain and not edits and usable.all():
+    if is_simple:
         return ModelRunnerOutput(
             token_ids=tokens.tolist(),
             logprobs=logprobs.tolist() if batch.wants_logprobs else None,
-            kept_logprob_mass=None if rules is None else kept_mass.tolist(),
+            kept_logprob_mass=kept_mass.tolist(),
         )
 
-    out = _Columns(batch, tokens, kept_mass, dict.fromkeys((~usable).nonzero()[:, 0].tolist(), BAD_LOGITS))
+    out = _Columns(batch, tokens, kept_mass, dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS))
     for rows in _slices([row for row in edits if usable[row]], logits.shape[1]):
         changed = logits.index_select(0, rows).float()
         failures = edit(changed, [edits[row] for row in rows.tolist()])

@@ -197,7 +197,8 @@ def test_bits_do_not_depend_on_turns(window, dtype, thread_count):
 
 def groups(plan):
     """Per work item: (sequences, shared tiles)."""
-    members, items = plan._memory[4], memoryview(plan._memory[5]).cast("i")
+    memory, count = plan._memory[-1].view(torch.int32).tolist(), plan._plan.num_sequences
+    members, items = memory[:count], memory[count:]
     found = [items[5 * i : 5 * i + 5] for i in range(plan._plan.num_items)]
     return [(set(members[first : first + count]), shared) for first, count, _, _, shared in found]
 

@@ -180,8 +180,9 @@ def test_many_tokens_of_one_step_keep_their_ranks_and_log_probs_of_ids(streams):
 
 def tables_of(streams):
     """Everything that is kept of requests."""
-    processor = streams._processor
-    tables = (streams._streams, processor._requests, processor._owners, processor._live, processor._timer._last_token)
+    processor, timer = streams._processor, streams._processor._timer
+    timed = timer._last_token.keys() | timer._of_last_step[0]
+    tables = (streams._streams, processor._requests, processor._owners, processor._live, timed)
     return [len(table) for table in tables]
 
 

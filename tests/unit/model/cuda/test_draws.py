@@ -52,7 +52,7 @@ def draw_both(params, device, broken=None, seed=0):
     last_tokens = torch.full((len(params),), -1, device=device)
     drawn = CudaSampler(VOCAB_SIZE, torch.device(device)).draw(logits.to(device), arrived, last_tokens)
     ours = to_output(draws, Download(drawn).wait())
-    batch = chosen.batch._replace(positions=positions)
+    batch = chosen.batch.at(positions)
     assert [max(token, 0) for row, token in enumerate(ours.token_ids) if row not in ours.errors] == [
         token for row, token in enumerate(last_tokens.tolist()[::-1]) if row not in ours.errors
     ]

@@ -61,8 +61,7 @@ def _many_draws(row, settings, seed):
     tokens = []
     for start in range(0, NUM_DRAWS, 20_000):
         one = SamplingBatch.from_tasks([params], [seed], [0])
-        columns = {name: np.repeat(getattr(one, name), 20_000) for name in one._fields[:8]}
-        batch = one._replace(**columns)._replace(positions=np.arange(start, start + 20_000))
+        batch = one.rows(np.zeros(20_000, np.int64)).at(np.arange(start, start + 20_000))
         tokens += sample(row.expand(20_000, -1), batch).token_ids
     return np.array(tokens)
 
