@@ -1,7 +1,8 @@
 """What drafted tokens bring: the same requests with speculation and without, taking turns, in one engine.
 
 Drafts come from the answers themselves, of which a share of tokens was replaced at random: rollouts of a policy that
-agrees in that share of its tokens. Tokens and log-probs must be the same with them and without.
+agrees in that share of its tokens. Tokens and log-probs must be the same with them and without. What other processes do
+to the machine shows in seconds, and hardly in the process's own, by one thread: OMP_NUM_THREADS=1.
 """
 
 import random
@@ -38,6 +39,14 @@ CASES = {
 }
 
 
+class Seconds(NamedTuple):
+    """How long something took."""
+
+    wall: float
+    cpu: float
+    """Of all threads of this process."""
+
+
 class Engine:
     """One engine, with speculation and without: two engines differ by more, such as where their weights lie."""
 
@@ -52,13 +61,16 @@ class Engine:
         """Of the core."""
         return self._core.stats
 
-    def run(self, asked: list[list[int]], params: SamplingParams, *, drafts: bool) -> tuple[list[RequestOutput], float]:
-        """Answers, computed from nothing, and seconds."""
+    def run(
+        self, asked: list[list[int]], params: SamplingParams, *, drafts: bool
+    ) -> tuple[list[RequestOutput], Seconds]:
+        """Answers, and the time of their tokens: the KV of the prompts is known, which drafts do not speed up."""
         self._llm.reset_prefix_cache()
+        self._llm.generate(asked, SamplingParams(max_tokens=1, speculation=False), use_tqdm=False)
         self._core._scheduler.speculator = self._speculator if drafts else None
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         answers = self._llm.generate(asked, params, use_tqdm=False)
-        return answers, time.perf_counter() - start
+        return answers, Seconds(time.perf_counter() - start[0], time.process_time() - start[1])
 
     def keep(self, answers: list[RequestOutput], share: float, rng: random.Random) -> None:
         """Keep the answers as rollouts to draft from, with this share of their tokens right."""
@@ -71,7 +83,7 @@ class Engine:
 
 def measure(engine: Engine, case: Case, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
     """Seconds without / with, and what was drafted."""
-    rng, ratios = random.Random(0), []
+    rng, ratios, cpu_ratios = random.Random(0), [], []
     before = _counts(engine.stats)
     num_steps = 0
     for number in range(rounds + 1):
@@ -82,7 +94,7 @@ def measure(engine: Engine, case: Case, prompts: FreshPrompts, rounds: int) -> d
         if case.drafts != "none":
             answers, _ = engine.run(asked, params, drafts=False)
             engine.keep(answers, float(case.drafts.removesuffix(" %")) / 100, rng)
-        seconds: dict[bool, float] = {}
+        seconds: dict[bool, Seconds] = {}
         for drafts in (True, False) if number % 2 else (False, True):
             steps = engine.stats.num_steps
             found, seconds[drafts] = engine.run(asked, params, drafts=drafts)
@@ -91,12 +103,14 @@ def measure(engine: Engine, case: Case, prompts: FreshPrompts, rounds: int) -> d
             if case.drafts != "none":
                 _require_equal(answers, found)
         if number:  # the first warms up
-            ratios.append(seconds[False] / seconds[True])
+            ratios.append(seconds[False].wall / seconds[True].wall)
+            cpu_ratios.append(seconds[False].cpu / seconds[True].cpu)
         else:
             before, num_steps = _counts(engine.stats), 0
     drafted, accepted = (now - then for now, then in zip(_counts(engine.stats), before, strict=True))
     return {
         "ratio": round(statistics.median(ratios), 3),
+        "cpu_ratio": round(statistics.median(cpu_ratios), 3),
         "rounds": [round(ratio, 3) for ratio in ratios],
         "accepted": round(accepted / max(drafted, 1), 3),
         "tokens_per_step": round(rounds * case.num_prompts * case.num_tokens / num_steps, 2),
