@@ -28,14 +28,24 @@ class Case(NamedTuple):
     drafts: str
     """"90 %", "0 %": answers with that share of right tokens; "none"."""
 
+    frequency_penalty: float = 0.0
+
     def __str__(self) -> str:
-        return f"{self.num_prompts} x 64+{self.num_tokens}, drafts {self.drafts}"
+        edits = f", frequency_penalty {self.frequency_penalty}" if self.frequency_penalty else ""
+        return f"{self.num_prompts} x 64+{self.num_tokens}, drafts {self.drafts}{edits}"
 
 
 CASES = {
     "L": [Case(1, 64, "90 %"), Case(1, 64, "0 %")],
     "M": [Case(4, 128, "90 %"), Case(4, 128, "0 %")],
-    "S": [Case(64, 128, "0 %"), Case(64, 128, "90 %"), Case(8, 128, "0 %"), Case(64, 128, "none")],
+    "S": [
+        Case(64, 128, "0 %"),
+        Case(64, 128, "90 %"),
+        Case(8, 128, "0 %"),
+        Case(64, 128, "none"),
+        Case(4, 128, "90 %"),
+        Case(4, 128, "90 %", frequency_penalty=0.1),
+    ],
 }
 
 
@@ -88,7 +98,12 @@ def measure(engine: Engine, case: Case, prompts: FreshPrompts, rounds: int) -> d
     num_steps = 0
     for number in range(rounds + 1):
         params = SamplingParams(
-            max_tokens=case.num_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=1000 + number
+            max_tokens=case.num_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            seed=1000 + number,
+            frequency_penalty=case.frequency_penalty,
         )
         asked = prompts.draw(case.num_prompts, 64)
         if case.drafts != "none":
