@@ -49,9 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     training, unseen = make_items(options.seed)
+    training = training[: options.words]
     if options.model is None:
         options.model = make_policy(options.out / "policy", training, options)
-    with RolloutPolicy.from_pretrained(str(options.model), dtype="float32") as policy:
+    with RolloutPolicy.from_pretrained(str(options.model), dtype="float32", speculation=options.speculation) as policy:
         trainer = exact.enable(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32))
         start = time.perf_counter()
         history = list(train(policy, trainer, Task(policy.tokenizer), training, unseen, options))
@@ -70,6 +71,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up-steps", type=int, default=600, help="imitation steps of the made policy")
     parser.add_argument("--learning-rate", type=float, help="default: 4e-5; 1e-6 with --model")
     parser.add_argument("--micro-batch", type=int, default=256, help="sequences per backward pass")
+    parser.add_argument("--words", type=int, help="train on so many words alone, epoch after epoch; default: all")
+    parser.add_argument("--speculation", choices=["off", "auto"], default="off", help="draft from earlier answers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shuffle-advantages", action="store_true", help="control: nothing should be learned")
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"))

@@ -59,11 +59,19 @@ class DraftIndex:
         run = array("I", sequence.token_ids[max(first - NUM_KEY_TOKENS, 0) :])
         self.load(_key_of(sequence.request), [run])
 
+    def add(self, prompts: Iterable[tuple[bytes, Iterable[Iterable[int]]]]) -> None:
+        """Keep runs by the key of their prompt, the newest last. Where rollouts are not kept, nothing is."""
+        for key, runs in prompts if self._max_rollout_tokens else ():
+            self.load(key, [array("I", run) for run in runs])
+
     def load(self, key: bytes, runs: Iterable["array[int]"]) -> None:
-        """Keep runs of the prompt of this key, the newest last."""
+        """Keep runs of the prompt of this key, the newest last, and each once."""
         kept = self._kept.setdefault(key, deque())
         self._kept.move_to_end(key)
         for run in runs:
+            if run in kept:
+                kept.remove(run)
+                self.num_kept_tokens -= len(run)
             kept.append(run)
             self.num_kept_tokens += len(run)
         while len(kept) > _RUNS_PER_PROMPT:

@@ -6,6 +6,7 @@ from copy import deepcopy
 
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.draft_index import DraftIndex
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.request_checks import check_request
@@ -231,6 +232,12 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """Counters since start."""
         return self._scheduler.stats
+
+    @property
+    def draft_index(self) -> DraftIndex | None:
+        """The finished samples that tokens are drafted from; None where no token is drafted."""
+        speculator = self._scheduler.speculator
+        return None if speculator is None else speculator.index
 
     def num_draining(self, verb: str) -> int:
         """Requests in flight, which steps will finish. Raises `LifecycleError`, naming `verb`, when they are frozen."""

@@ -6,8 +6,10 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout_engine.engine.health import Health
+from rollout_engine.messages import KeptSamples
 from rollout_engine.metrics import CoreMetrics, CoreStats, Histogram
 
 
@@ -23,6 +25,15 @@ def end_to_end(results: Sequence[list[Any]]) -> list[Any]:
 def mean(results: Sequence[float]) -> float:
     """Mean over the engines."""
     return sum(results) / len(results)
+
+
+def samples(results: Sequence[KeptSamples]) -> KeptSamples:
+    """The samples of all engines by prompt, each once: the prompts that any engine has seen last at the end."""
+    prompts: dict[bytes, dict[bytes, np.ndarray]] = {}
+    newest_first = (reversed(list(each.prompts())) for each in results)
+    for key, kept in filter(None, chain.from_iterable(zip_longest(*newest_first))):
+        prompts[key] = {sample.tobytes(): sample for sample in kept} | prompts.get(key, {})
+    return KeptSamples.of([(key, [*samples.values()]) for key, samples in reversed(prompts.items())])
 
 
 def health(results: Sequence[Health]) -> Health:

@@ -17,6 +17,7 @@ from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
+from rollout_engine.faces.draft_files import load_drafts, save_drafts
 from rollout_engine.faces.weight_updates import update_weights
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput
@@ -209,6 +210,8 @@ class Frontend:
         return self.streams.sequence_ids_of([request_id])
 
     update_weights = update_weights
+    save_drafts = save_drafts
+    load_drafts = load_drafts
 
     def num_open(self) -> int:
         """Requests whose finished output has not been taken."""
@@ -226,6 +229,11 @@ class Frontend:
         """Show the metrics to every stat logger now. `timeout` as in `get_metrics`."""
         self.client.require_usable()
         self._stat_thread.write(timeout)
+
+    @property
+    def codec(self) -> TextCodec | None:
+        """The tokenizer; None with `skip_tokenizer_init`."""
+        return self.inputs.codec
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The Hugging Face tokenizer. Raises `LifecycleError` with `skip_tokenizer_init=True`."""

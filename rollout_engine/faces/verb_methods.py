@@ -150,6 +150,8 @@ class BlockingVerbs(Face):
     stop_profile = blocking(verbs.stop_profile)
 
     update_weights = of_frontend(Frontend.update_weights)
+    save_drafts = of_frontend(Frontend.save_drafts)
+    load_drafts = of_frontend(Frontend.load_drafts)
     get_sequence_ids = of_frontend(Frontend.get_sequence_ids)
     get_metrics = of_frontend(Frontend.get_metrics)
     do_log_stats = of_frontend(Frontend.do_log_stats)
@@ -180,6 +182,8 @@ class AsyncVerbs(Face):
     stop_profile = awaitable(verbs.stop_profile)
 
     update_weights = of_frontend_async(Frontend.update_weights)
+    save_drafts = of_frontend_async(Frontend.save_drafts)
+    load_drafts = of_frontend_async(Frontend.load_drafts)
     get_sequence_ids = of_frontend_async(Frontend.get_sequence_ids)
     get_metrics = of_frontend_async(Frontend.get_metrics)
     do_log_stats = of_frontend_async(Frontend.do_log_stats)

@@ -19,6 +19,7 @@ import pytest
 
 from rollout_engine import LLMEngine
 from rollout_engine.errors import LifecycleError, RequestError, RPCError
+from rollout_engine.messages import KeptSamples
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
 
 
@@ -267,6 +268,20 @@ def steps_in(path):
     """Steps that a trace shows."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     return sum(event["name"].startswith("step ") for event in events if event.get("cat") == "user_annotation")
+
+
+@scenario()
+def get_kept_samples(engine):
+    samples = call(engine, "get_kept_samples")  # none: it does not draft
+    return [plain(getattr(samples, name)) for name in ("prompt_keys", "num_samples", "lengths", "token_ids")]
+
+
+@scenario(samples=KeptSamples.of([]))
+def add_kept_samples(engine):
+    with pytest.raises(RequestError, match="add_kept_samples: the samples have token 999; must be tokens of the model"):
+        call(engine, "add_kept_samples", samples=KeptSamples.of([(bytes(16), [[5, 999]])]))
+    call(engine, "add_kept_samples", samples=KeptSamples.of([(bytes(16), [[5, 6, 7, 8], [9]])]))
+    return len(call(engine, "get_kept_samples").lengths)
 
 
 @scenario()

@@ -114,6 +114,14 @@ def test_grpo_trains_a_given_checkpoint_and_learns_nothing_from_shuffled_advanta
     assert max(row["max_logprob_diff"] for row in rows) == 0.0
 
 
+def test_grpo_samples_the_same_with_drafted_tokens_over_words_that_come_again(short_run, tmp_path):
+    options = ["--model", str(short_run[0] / "policy"), "--steps", "2", "--words", "40"]
+    for speculation in ("off", "auto"):
+        load("grpo").main([*options, "--speculation", speculation, "--out", str(tmp_path / speculation)])
+    off, auto = ((tmp_path / name / "rollouts.jsonl").read_text() for name in ("off", "auto"))
+    assert off == auto and len(off.splitlines()) == 3 * 8
+
+
 @pytest.fixture(scope="module")
 def two_steps(short_run, tmp_path_factory):
     """Two steps of examples/ppo.py on the policy of `short_run`: its folder and its metrics."""

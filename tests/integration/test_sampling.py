@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout_engine import LLM, ConfigError, SamplingParams
+from rollout_engine import LLM, ConfigError, SamplingParams, SpeculationConfig
 from rollout_engine.testing import tiny_checkpoint
 
 PROMPT = list(range(3, 43))
@@ -35,6 +35,16 @@ class AtLeast:
         return logits
 
 
+class Watching(AtLeast):
+    """The same; remembers the outputs that it was shown."""
+
+    shown: list = []
+
+    def apply(self, logits, sequence):
+        self.shown.append(sequence.output_token_ids)
+        return super().apply(logits, sequence)
+
+
 class NotAProcessor:
     def __init__(self, vocab_size):
         pass
@@ -53,6 +63,23 @@ def make(checkpoint, **options):
 def llm(checkpoint):
     with make(checkpoint, num_kv_blocks=512) as llm:
         yield llm
+
+
+def test_a_logits_processor_is_shown_no_drafted_token_that_was_not_drawn(checkpoint, llm):
+    (expected,) = generate(llm, [PROMPT], n=3, **RULES)
+    options = dict(logits_processors=[f"{__name__}:Watching"], log_stats=False, num_kv_blocks=512)
+    with LLM(checkpoint, speculation=SpeculationConfig(), **options) as drafting:
+        core = drafting.frontend.client.driver.core
+        core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
+        other_seed, same_seed = PARAMS["seed"] + 1, PARAMS["seed"]
+        for seed in (other_seed, same_seed, same_seed):
+            Watching.shown.clear()
+            (found,) = generate(drafting, [PROMPT], n=3, **RULES | {"seed": seed})
+        assert sum(core.stats.drafts.num_drafted) > sum(core.stats.drafts.num_accepted) > 20
+    outputs = [tuple(sample.token_ids) for sample in found.outputs]
+    assert outputs == [tuple(sample.token_ids) for sample in expected.outputs]
+    assert [a.logprobs.tobytes() for a in found.outputs] == [a.logprobs.tobytes() for a in expected.outputs]
+    assert all(any(output[: len(shown)] == tuple(shown) for output in outputs) for shown in Watching.shown)
 
 
 def generate(llm, prompts, **params):

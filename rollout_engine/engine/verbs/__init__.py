@@ -14,6 +14,7 @@ requests are complete (`LLM.generate`, `RolloutPolicy.rollout`) refuse to start;
 """
 
 from rollout_engine.engine.verb_table import VERBS
+from rollout_engine.engine.verbs.drafts import add_kept_samples, get_kept_samples
 from rollout_engine.engine.verbs.lifecycle import (
     is_paused,
     is_sleeping,
@@ -43,6 +44,8 @@ from rollout_engine.engine.verbs.reports import (
 
 __all__ = [
     "VERBS",
+    "add_kept_samples",
+    "get_kept_samples",
     "is_paused",
     "is_sleeping",
     "pause_generation",

@@ -151,7 +151,12 @@ class CpuRunner:
         edits = self._sequences.edits_of(sequences, [len(sequence.token_ids) for sequence in sequences])
         pairs = enumerate(zip(work.samples, sequences, strict=True))
         tasks = [
-            DraftTask(sequence, first_of[task.row], work.scheduled[task.row].draft_token_ids, index in edits)
+            DraftTask(
+                sequence,
+                first_of[task.row],
+                work.scheduled[task.row].draft_token_ids,
+                one_by_one=index in edits and edits[index].need_host,
+            )
             for index, (task, sequence) in pairs
         ]
 
@@ -159,7 +164,11 @@ class CpuRunner:
             of, positions = [row.sequence for row in rows], [row.position for row in rows]
             batch = SamplingBatch.from_tasks([s.params for s in of], seeds=[s.seed for s in of], positions=positions)
             places = torch.tensor([row.row for row in rows])
-            return sample_rows(logits.at(places), batch, self._sequences.edits_of(of, positions), self._vocab_size)
+            edits = self._sequences.edits_of(of, positions)
+            for index, each in edits.items():
+                if rows[index].drafted:
+                    edits[index] = each.behind(rows[index].drafted)
+            return sample_rows(logits.at(places), batch, edits, self._vocab_size)
 
         return draw_behind_drafts(tasks, draw)
 

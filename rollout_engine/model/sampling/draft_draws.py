@@ -1,7 +1,8 @@
 """Draws behind drafted tokens: of each sequence as many as its draft was right, and one more.
 
-Rows without edits are drawn all at once, those behind a wrong token in vain: a row costs little. An edit depends on the
-tokens before it, so edited sequences draw their next token when the one before is known.
+Rows are drawn all at once, those behind a wrong token in vain: a row costs little. Logits are edited as if the drafted
+tokens before them were right. But a logits processor, which is code of the user's, is to see drawn tokens alone, so a
+sequence that has one draws its next token when the one before is known.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ class DraftTask(NamedTuple):
     row: int
     """Index of the first row of logits; those behind the drafted tokens follow it."""
     draft: list[int]
-    is_edited: bool
+    one_by_one: bool
+    """Whether a token is drawn only when the one before it is known."""
 
 
 class Row(NamedTuple):
@@ -31,11 +33,13 @@ class Row(NamedTuple):
     """Index into the logits."""
     position: int
     """Index of the token to draw in its sequence."""
+    drafted: list[int]
+    """The drafted tokens between those of the sequence and this one."""
 
 
 def draw_behind_drafts(tasks: Sequence[DraftTask], draw: Callable[[list[Row]], ModelRunnerOutput]) -> ModelRunnerOutput:
     """Draw the tokens of `tasks` by `draw`, and append those that stand to their sequences."""
-    todo = [(task, 1 if task.is_edited else 1 + len(task.draft)) for task in tasks]
+    todo = [(task, 1 if task.one_by_one else 1 + len(task.draft)) for task in tasks]
     kept: dict[int, list[int]] = {id(task): [] for task in tasks}
     """Rows of all parts end to end that stand, by task."""
     parts: list[ModelRunnerOutput] = []
@@ -45,7 +49,9 @@ def draw_behind_drafts(tasks: Sequence[DraftTask], draw: Callable[[list[Row]], M
         for task, num in todo:
             first = len(kept[id(task)])
             position = len(task.sequence.token_ids)
-            rows += [Row(task.sequence, task.row + first + i, position + i) for i in range(num)]
+            for i in range(num):
+                drafted = task.draft[first : first + i]
+                rows.append(Row(task.sequence, task.row + first + i, position + i, drafted))
         part = draw(rows)
         parts.append(part)
         again, start = [], 0

@@ -7,7 +7,9 @@ tokens only, so the result does not depend on the batch, on preemption or on for
 """
 
 from collections.abc import Sequence
+from copy import copy
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -58,6 +60,19 @@ class LogitEdits:
     def need_host(self) -> bool:
         """Whether a logits processor edits the row, or has failed."""
         return bool(self._processors) or self._failure is not None
+
+    def behind(self, draft: list[int]) -> "LogitEdits":
+        """The edits of the token behind some more tokens, which the sequence may not come to have.
+
+        Not where a logits processor edits the row: it is shown no token that was not drawn.
+        """
+        assert not self.need_host, "a logits processor sees drawn tokens alone"
+        made, tokens = copy(self), self.sequence.token_ids
+        made.sequence = msgspec.structs.replace(self.sequence, token_ids=tokens + draft)
+        if self.counts is not None:
+            self.counts.follow(tokens)
+            made.counts = self.counts.behind(draft)
+        return made
 
     def active_at(self, position: int) -> bool:
         """Whether the logits of the token at `position` of the sequence are edited."""

@@ -7,7 +7,9 @@ All in float32, in this order. Penalties depend on a sequence's tokens alone, so
 sequences are penalised alike.
 """
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -22,17 +24,19 @@ class TokenCounts:
         self._ids = ids
         self._counts = np.zeros(len(ids), np.float32)
         self._size = len(ids)
-        self._place = {token: i for i, token in enumerate(ids.tolist())}
+        self._place: MutableMapping[int, int] = {token: i for i, token in enumerate(ids.tolist())}
         self._num_followed = len(prompt_token_ids)
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Count the tokens appended to `token_ids`, prompt included, since the last call."""
-        for token in token_ids[self._num_followed :]:
-            place = self._place.setdefault(token, self._size)
-            if place == self._size:
-                self._append(token)
-            self._counts[place] += 1
-        self._num_followed = len(token_ids)
+        self._count(token_ids[self._num_followed :])
+
+    def behind(self, token_ids: Sequence[int]) -> "TokenCounts":
+        """The counts behind some more tokens. These here stay as they are, and must do so while the others are used."""
+        made = copy(self)
+        made._ids, made._counts, made._place = self._ids.copy(), self._counts.copy(), ChainMap({}, self._place)
+        made._count(token_ids)
+        return made
 
     @property
     def ids(self) -> np.ndarray:
@@ -43,6 +47,14 @@ class TokenCounts:
     def counts(self) -> np.ndarray:
         """How often each occurs in the output, float32 [U]."""
         return self._counts[: self._size]
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            place = self._place.setdefault(token, self._size)
+            if place == self._size:
+                self._append(token)
+            self._counts[place] += 1
+        self._num_followed += len(token_ids)
 
     def _append(self, token: int) -> None:
         if self._size == len(self._ids):

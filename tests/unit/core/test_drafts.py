@@ -94,12 +94,12 @@ def test_sequences_of_a_prompt_share_its_drafts_while_one_lives():
 
 
 def test_memory_is_bounded_and_the_prompt_seen_longest_ago_is_forgotten_first():
-    index = DraftIndex(max_rollout_tokens=30)
+    index = DraftIndex(max_rollout_tokens=21)
     for prompt in ([1, 1, 1], [2, 2, 2], [1, 1, 1], [3, 3, 3]):
         index.keep(ended([4, 5, 6, 7], prompt=prompt))
     assert [key for key, _ in index.kept()] == [prompt_key([n, n, n]) for n in (2, 1, 3)]
     index.keep(ended([4, 5, 6, 7], prompt=[4, 4, 4]))
-    assert index.num_kept_tokens == sum(len(run) for _, runs in index.kept() for run in runs) <= 30
+    assert index.num_kept_tokens == sum(len(run) for _, runs in index.kept() for run in runs) <= 21
     assert prompt_key([2, 2, 2]) not in dict(index.kept())
 
 
@@ -109,6 +109,15 @@ def test_of_one_prompt_the_newest_samples_are_kept():
         index.keep(ended([number, number + 1]))
     ((_, runs),) = index.kept()
     assert [run[-2] for run in runs] == list(range(24, 40))
+
+
+def test_equal_samples_are_kept_once_and_count_as_new():
+    index = DraftIndex(max_rollout_tokens=10_000)
+    for number in (1, 2, 1):
+        index.keep(ended([number, number + 1]))
+    ((_, runs),) = index.kept()
+    assert [run[-2] for run in runs] == [2, 1]
+    assert index.num_kept_tokens == sum(map(len, runs))
 
 
 def test_costs_lie_on_lines_between_what_was_measured():

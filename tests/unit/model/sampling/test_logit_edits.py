@@ -45,6 +45,25 @@ def test_any_combination_has_the_bits_of_the_definition(seed, params, prompts, o
     assert copy.numpy().tobytes() == expected.numpy().tobytes()
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    prompt=tokens,
+    output=tokens,
+    draft=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30),
+    params=some_params,
+    bad_words=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3),
+)
+def test_edits_behind_a_draft_are_those_of_a_sequence_with_its_tokens(prompt, output, draft, params, bad_words):
+    row = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    of = sequence(prompt, output, params=params, bad_words=bad_words)
+    edits = LogitEdits(of, (), VOCAB_SIZE)
+    for end in (len(draft), len(draft) // 2, 0, len(draft)):  # what was not drawn leaves no trace
+        longer = sequence(prompt, output + draft[:end], params=params, bad_words=bad_words)
+        found, expected = row[None].clone(), row[None].clone()
+        assert edit(found, [edits.behind(draft[:end])]) == edit(expected, [LogitEdits(longer, (), VOCAB_SIZE)]) == {}
+        assert found.numpy().tobytes() == expected.numpy().tobytes()
+
+
 @settings(max_examples=50, deadline=None)
 @given(prompt=tokens, output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60), params=some_params)
 def test_counts_kept_while_a_sequence_grows_equal_those_of_its_return_after_preemption(prompt, output, params):
