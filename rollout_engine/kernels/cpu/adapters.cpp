@@ -11,6 +11,10 @@
 #include "team.h"
 #include "vec.h"
 
+#if defined(__FMA__) && !defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 extern "C" {
 
 // One adapter's matrices for one linear layer. Mirrored in adapters.py.
@@ -42,14 +46,67 @@ struct AdapterCall {
 
 namespace {
 
-using vec::F;
-using vec::LANES;
-
 #ifdef __AVX512F__
+using vec::F;
+using vec::fma, vec::load, vec::product, vec::store;
+constexpr int LANES = vec::LANES;
 constexpr int ROWS = 4, CHAINS = 4;  // 16 accumulators of 32 registers
 #else
-constexpr int ROWS = 2, CHAINS = 2;
+// Eight floats: compilers keep vectors wider than a register in memory.
+typedef float F __attribute__((vector_size(32)));
+typedef uint32_t U __attribute__((vector_size(32)));
+typedef uint16_t Half __attribute__((vector_size(16)));
+constexpr int LANES = 8;
+constexpr int ROWS = 4, CHAINS = 2;  // 8 accumulators of 16 registers
+
+// Fused always: a compiler fuses a * b + c in one place and not in another.
+VEC_INLINE F fma(F a, F b, F c) {
+#ifdef __FMA__
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
 #endif
+}
+VEC_INLINE F product(F a, F b) {  // rounded even where it feeds a sum
+    F result = a * b;
+    __asm__("" : "+m"(result));
+    return result;
+}
+VEC_INLINE F load(const float* p) {
+    F x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+VEC_INLINE F load(const bf16* p) {
+    Half x;
+    memcpy(&x, p, sizeof x);
+    return (F)(__builtin_convertvector(x, U) << 16);
+}
+VEC_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof x); }
+VEC_INLINE void store(bf16* p, F x) {  // to nearest, ties to even; NaN stays NaN
+    const U bits = (U)x;
+    U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    rounded = x == x ? rounded : U{} + 0x7fc0;
+    const Half half = __builtin_convertvector(rounded, Half);
+    memcpy(p, &half, sizeof half);
+}
+template <typename T>
+VEC_INLINE F load(const T* p, int n) {
+    T padded[LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+template <typename T>
+VEC_INLINE void store(T* p, F x, int n) {
+    T padded[LANES];
+    store(padded, x);
+    memcpy(p, padded, n * sizeof(T));
+}
+#endif
+
+VEC_INLINE F set1(float x) { return F{} + x; }
+
 constexpr int64_t COLUMNS = 256;  // of one piece of work in the second product
 
 template <typename T>
@@ -100,7 +157,7 @@ struct Worker {
             }
     }
 
-    // low = x A, of sixteen columns of A. Chain i adds rows i, i + CHAINS, ... of A.
+    // low = x A, of a vector of columns of A. Chain i adds rows i, i + CHAINS, ... of A.
     template <int N>
     void down_rows(const AdapterBlock& block, int row, const AdapterPart& part, int64_t index, int64_t lane) const {
         const T* a = (const T*)part.a + lane;
@@ -111,19 +168,19 @@ struct Worker {
         for (; k + CHAINS <= c.in_features; k += CHAINS)
 #pragma GCC unroll 4
             for (int i = 0; i < CHAINS; i++) {
-                const F weights = vec::load(a + (k + i) * part.rank);
+                const F weights = load(a + (k + i) * part.rank);
 #pragma GCC unroll 4
                 for (int r = 0; r < N; r++)
-                    sums[r][i] = vec::fma(vec::set1(vec::to_float(x[r][k + i])), weights, sums[r][i]);
+                    sums[r][i] = fma(set1(vec::to_float(x[r][k + i])), weights, sums[r][i]);
             }
         for (int i = 0; k < c.in_features; k++, i++) {
-            const F weights = vec::load(a + k * part.rank);
-            for (int r = 0; r < N; r++) sums[r][i] = vec::fma(vec::set1(vec::to_float(x[r][k])), weights, sums[r][i]);
+            const F weights = load(a + k * part.rank);
+            for (int r = 0; r < N; r++) sums[r][i] = fma(set1(vec::to_float(x[r][k])), weights, sums[r][i]);
         }
         for (int r = 0; r < N; r++) {
             F sum = sums[r][0];
             for (int i = 1; i < CHAINS; i++) sum += sums[r][i];
-            vec::store(low_of(block, row + r, index) + lane, sum);
+            store(low_of(block, row + r, index) + lane, sum);
         }
     }
 
@@ -138,7 +195,7 @@ struct Worker {
             }
     }
 
-    // out += scale * low B, of n <= 16 columns of B.
+    // out += scale * low B, of n <= LANES columns of B.
     template <int N>
     void up_rows(
         const AdapterBlock& block, int row, const AdapterPart& part, int64_t index, int64_t column, int n) const {
@@ -147,17 +204,17 @@ struct Worker {
         F sums[N] = {};
         for (int r = 0; r < N; r++) low[r] = low_of(block, row + r, index);
         for (int64_t k = 0; k < part.rank; k++, b += part.size) {
-            const F weights = n == LANES ? vec::load(b) : vec::load(b, n);
+            const F weights = n == LANES ? load(b) : load(b, n);
 #pragma GCC unroll 4
-            for (int r = 0; r < N; r++) sums[r] = vec::fma(vec::set1(low[r][k]), weights, sums[r]);
+            for (int r = 0; r < N; r++) sums[r] = fma(set1(low[r][k]), weights, sums[r]);
         }
-        const F scale = vec::set1(part.scale);
+        const F scale = set1(part.scale);
         for (int r = 0; r < N; r++) {
             T* out = out_of(block, row + r, part) + column;
             if (n == LANES)
-                vec::store(out, vec::load(out) + vec::product(sums[r], scale));
+                store(out, load(out) + product(sums[r], scale));
             else
-                vec::store(out, vec::load(out, n) + vec::product(sums[r], scale), n);
+                store(out, load(out, n) + product(sums[r], scale), n);
         }
     }
 };
