@@ -20,7 +20,7 @@ from rollout_engine.fleet.together import call_all, call_one, is_refused
 
 _WEIGHT_METHODS = ("begin_weight_update", "init_weight_update_group", "load_weights_from_storage")
 
-_ADAPTER_VERBS = ("add_lora", "ensure_lora", "pin_lora", "remove_lora")
+_ADAPTER_VERBS = ("add_lora", "ensure_lora", "pin_lora", "remove_lora", "update_lora")
 
 
 class Load(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rollout_engine import LLMEngine, LoRARequest
-from rollout_engine.errors import LifecycleError, RequestError, RPCError
+from rollout_engine.errors import LifecycleError, RequestError, RPCError, StaleVersionError
 from rollout_engine.messages import KeptSamples
 from rollout_engine.testing import random_adapter, tiny_model
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
@@ -202,6 +202,18 @@ def ensure_lora(engine):
     with pytest.raises(RequestError, match="Unknown adapter 'a'"):
         call(engine, "ensure_lora", lora_request=LoRARequest("a"))
     return first.digest, again == first
+
+
+@scenario(refused_in="asleep updating", lora_request=ADAPTER)
+def update_lora(engine):
+    before = engine.policy_version
+    report = call(engine, "update_lora", lora_request=ADAPTER, version=before + 3, timeout=60)
+    assert report.version == before + 3
+    with pytest.raises(StaleVersionError, match="must be more than"):
+        call(engine, "update_lora", lora_request=random_adapter(tiny_model(), "a", seed=2), version=before + 3)
+    found = last_of(engine, "hello", SHORT, lora_request="a").outputs[0]
+    assert engine.policy_version == before + 3 == found.version_spans[0].policy_version
+    return report.digest, report.num_tensors, found.token_ids
 
 
 @scenario(lora_request="a")

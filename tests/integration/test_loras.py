@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_engine import LLM, AsyncLLM, EngineConfig, LLMEngine, LoRARequest, RolloutPolicy, SamplingParams
-from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine import LLM, AsyncLLM, EngineConfig, LLMEngine, LoRARequest, RolloutPolicy, SamplingParams, exact
+from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
 from rollout_engine.testing import merge_adapter, random_adapter, save_adapter, tiny_checkpoint, tiny_model
+from tests.unit.peft_layers import PeftModel
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0, seed=3)
 PROMPT = list(range(3, 45))
@@ -256,3 +257,36 @@ def test_another_process_computes_the_same(llm, checkpoint, dtype, tmp_path):
     info, got, other, names, removed = asyncio.run(run())
     assert info == llm.list_loras()[0] and same(got, expected) and not same(other, expected)
     assert names == ["a", "b"] and removed
+
+
+def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
+    trainer = PeftModel(tiny_model(dtype=dtype))
+    exact.enable(trainer)
+    name = str(dtype).removeprefix("torch.")
+    with RolloutPolicy.from_pretrained(checkpoint, dtype=name, **SIZES) as policy:
+        for version in (1, 2):
+            report = policy.update_weights(trainer, merge=False)
+            assert (report.version, report.num_tensors) == (version, 2 * len(trainer.adapters()))
+            options = dict(num_samples=2, lora_request="default", use_tqdm=False)
+            batch = policy.rollout(["x", "y"], PARAMS.clone(seed=None), **options)
+            mask = batch["masks", "all_assistant_mask"][:, 1:]
+            assert set(batch["policy_version"][:, 1:][mask].tolist()) == {version}
+            ids = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+            assert torch.equal(exact.token_logprobs(trainer, *ids)[mask], batch["log_probs", "full"][:, 1:][mask])
+            with torch.no_grad():
+                trainer.adapters()[0].lora_B["default"].weight.mul_(-1)
+        whole = policy.update_weights(tiny_model(seed=1, dtype=dtype))
+        assert whole.version == 3 and whole.num_tensors > report.num_tensors
+
+
+def test_what_does_not_go_with_an_adapter_alone_is_refused(llm):
+    trainer = PeftModel(tiny_model())
+    for wrong, options, match in (
+        (tiny_model(), {}, "merge=False sends the adapter of a PeftModel"),
+        (trainer, dict(mode="abort"), "mode='abort' does not go with merge=False"),
+        (trainer, dict(version=0), "version=0 .* more than 0"),
+        (PeftModel(tiny_model(), rank=65), {}, "rank=65"),
+    ):
+        with pytest.raises(WeightUpdateError, match=match):
+            llm.update_weights(wrong, merge=False, **options)
+    assert llm.policy_version == 0 and not llm.list_loras()

@@ -1,10 +1,12 @@
 """Verbs on LoRA adapters: add, remove, list, pin. What an adapter is: `rollout_engine.lora_request`."""
 
-from rollout_engine.engine.adapters import ensure_adapter, load_adapter, remove_adapter
+from rollout_engine.engine.adapters import ensure_adapter, load_adapter, remove_adapter, update_adapter
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.verb import Arguments
 from rollout_engine.engine.verb_table import VERBS
 from rollout_engine.lora_request import LoRAInfo, LoRALike, LoRARequest, as_lora_request
+from rollout_engine.messages import KvMode
+from rollout_engine.outputs import UpdateReport
 
 
 def _prepare_add(lora_request: LoRARequest, timeout: float | None) -> Arguments:
@@ -57,3 +59,20 @@ def pin_lora(driver: EngineDriver, lora_request: str, *, timeout: float | None =
 def ensure_lora(driver: EngineDriver, lora_request: LoRARequest, *, timeout: float | None = None) -> LoRAInfo:
     """Load the adapter that a request brings along, unless it is there in this revision or a later one."""
     return ensure_adapter(driver, lora_request)
+
+
+def _prepare_update(lora_request: LoRARequest, version: int | None, kv: KvMode, timeout: float | None) -> Arguments:
+    return {"lora_request": lora_request.sendable(), "version": version, "kv": kv, "timeout": timeout}
+
+
+@VERBS.add(prepare=_prepare_update, beside_steps=_always, public=False)
+def update_lora(
+    driver: EngineDriver,
+    lora_request: LoRARequest,
+    version: int | None = None,
+    kv: KvMode = "keep",
+    *,
+    timeout: float | None = None,
+) -> UpdateReport:
+    """Load an adapter's values as a policy version, by default one more than the live one, whatever its revision is."""
+    return driver.core.stats.updates.count(lambda: update_adapter(driver, lora_request, version, kv))

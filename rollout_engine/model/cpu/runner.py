@@ -74,9 +74,7 @@ class CpuRunner:
         prompt_rows = self._prompts.rows(work.scheduled)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
-        logits, states = self.model.forward_states(
-            batch, logit_rows, pooled_rows, self._adapter_rows(work.scheduled)
-        )
+        logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, self._adapter_rows(work.scheduled))
         pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:
             prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))

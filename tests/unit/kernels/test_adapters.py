@@ -136,3 +136,12 @@ def test_rows_beyond_the_batch_are_refused():
     table = _table(torch.float32)
     with pytest.raises(ValueError, match="more than 6 rows"):
         table.add(torch.zeros(6, 67), torch.zeros(6, 81), AdapterRows.of([0], [7]))
+
+
+@pytest.mark.parametrize("rank", [3, 16])
+def test_matrices_are_copies(rank):
+    a, b = torch.randn(20, rank).t(), torch.randn(rank, 30).t()
+    pair = padded_pair(a, b, 1.0, torch.float32)
+    before = pair.a.clone(), pair.b.clone()
+    a.zero_(), b.zero_()
+    assert torch.equal(pair.a, before[0]) and torch.equal(pair.b, before[1])
