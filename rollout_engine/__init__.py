@@ -56,6 +56,8 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.faces.rollout_service import make_rollout_service as make_rollout_service
     from rollout_engine.fleet.balancer import BalancerStats as BalancerStats
     from rollout_engine.fleet.replica_health import ReplicaHealth as ReplicaHealth
+    from rollout_engine.lora_request import LoRAInfo as LoRAInfo
+    from rollout_engine.lora_request import LoRARequest as LoRARequest
     from rollout_engine.metrics import EngineMetrics as EngineMetrics
     from rollout_engine.metrics import StatLogger as StatLogger
     from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
@@ -132,6 +134,7 @@ _NAMES = {
     "rollout_engine.pooling_params": ("PoolingParams",),
     "rollout_engine.reward_model": ("RewardModel",),
     "rollout_engine.rollout_collector": ("CollectorStats", "RolloutCollector"),
+    "rollout_engine.lora_request": ("LoRAInfo", "LoRARequest"),
     "rollout_engine.sampling_params": ("SamplingParams",),
     "rollout_engine.speculation_config": ("SpeculationConfig",),
 }

@@ -126,6 +126,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Draft tokens from earlier rollouts and from the sample itself, and compute several in one step: same tokens, same
     log-probs, to the bit. "auto": where measurements at load say that it pays, by the defaults of `SpeculationConfig`.
     On a CPU, with `deterministic` and without `async_scheduling`."""
+    max_loras: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+    """Most LoRA adapters held at a time (`add_lora`). They take no memory and no time before they are added."""
+    max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
+    """Highest rank of an adapter."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Root of the sequence seeds of requests that name none."""
     deterministic: bool | Literal["auto"] = "auto"

@@ -31,6 +31,7 @@ from rollout_engine.model.modules.next_token_logprobs import (
 from rollout_engine.model.modules.packed_rows import positions_from, starts_of
 from rollout_engine.model.modules.rotary import refuse_long_batches
 from rollout_engine.model.packing.output_head import has_float32_head, set_float32_head
+from rollout_engine.model.training.adapted_layers import make_adapters_exact, plain_model, without_adapters
 from rollout_engine.model.training.call_checks import install_checks, refuse_moved, warn_once
 from rollout_engine.model.training.prefix_trial import shares_prefixes
 from rollout_engine.model.training.token_batch import token_batch
@@ -46,10 +47,12 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
     `save_pretrained` are unaffected; the next forward sees every write to a parameter, however it was made. Batches
     must be right-padded or packed (`token_logprobs` accepts any padding). Call it again after replacing modules;
     calling it twice is harmless. Enable the model itself, on the device on which it will stay, before it is wrapped
-    (DDP, FSDP, adapters). Dropout, autocast and `torch.compile` are refused at the first forward that uses them.
-    `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32; None leaves the head as it
-    is. Raises `ConfigError` for a model that cannot be exact.
+    (DDP, FSDP). Of a `PeftModel` on the CPU one active LoRA is computed as an engine computes it that has the adapter
+    (`add_lora`), with gradients of its matrices. Dropout, autocast and `torch.compile` are refused at the first
+    forward that uses them. `fp32_head=True` is for engines with that option: logits of a bfloat16 model in float32;
+    None leaves the head as it is. Raises `ConfigError` for a model that cannot be exact.
     """
+    wrapped, model = model, plain_model(model)
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
             f"exact.enable expects a Hugging Face causal LM, not {type(model).__name__}. Enable the model before it is "
@@ -62,19 +65,22 @@ def enable(model: nn.Module, *, fp32_head: bool | None = None) -> nn.Module:
     arithmetic = arithmetic_of(device)
     causal_lm: Any = model  # nn.Module declares none of the attributes below
     causal_lm.set_attn_implementation(arithmetic.attention_name)
-    arithmetic.make_row_invariant(model)
-    if fp32_head is not None:
-        set_float32_head(model, fp32_head)
-    if unproven := arithmetic.unproven_parts(model):
-        raise ConfigError(
-            f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on the "
-            f"batch, such as {unproven[0]}."
-        )
+    with without_adapters(model):
+        arithmetic.make_row_invariant(model)
+        if fp32_head is not None:
+            set_float32_head(model, fp32_head)
+        if unproven := arithmetic.unproven_parts(model):
+            raise ConfigError(
+                f"{type(model).__name__} cannot be exact: {len(unproven)} of its parts compute rows that may depend on "
+                f"the batch, such as {unproven[0]}."
+            )
+    if device.type == "cpu":
+        make_adapters_exact(model)
     if enabled is None:
         install_checks(causal_lm.base_model, device)
         refuse_long_batches(causal_lm.base_model)
         causal_lm._rollout_engine_exact = _Enabled(arithmetic, device.type)
-    return model
+    return wrapped
 
 
 def token_logprobs(

@@ -51,6 +51,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     them here. They are not returned again. Only with `params.n` == 1 and without `prompt_logprobs`."""
     pooling: PoolingParams | None = None
     """The request pools its prompt instead of sampling: `params.n` is 1 and `max_tokens` 0."""
+    lora: str = ""
+    """Name of the adapter that it runs under; "": the base model."""
 
 
 class SequenceEnd(msgspec.Struct):
@@ -191,6 +193,8 @@ class NewSequence(msgspec.Struct):
     """Token ids of which the last must not complete the rest."""
     pooling: PoolingParams | None = None
     """Its prompt is pooled, and nothing sampled."""
+    adapter_slot: int = -1
+    """Where the runner has its adapter; -1: it runs under the base model."""
 
 
 class ScheduledSequence(msgspec.Struct, gc=False):

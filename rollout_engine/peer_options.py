@@ -13,7 +13,8 @@ _NO_GRAMMAR = "output is not constrained by a grammar; EngineConfig(logits_proce
 _NO_PARALLEL = "a model runs on one device of one machine; leave it out"
 _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
-_NO_LORA = "adapters are not served; merge them first (merge_and_unload) and give or push the merged weights"
+_NO_LORA = "replicas have no adapters: use one engine, or merge them (merge_and_unload) and push merged weights"
+_ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
 _ALWAYS_ON = "it is always on; leave it out"
 _NO_QUANTIZATION = "weights are float32, bfloat16 or float16 (dtype=...), never quantized"
 
@@ -32,7 +33,7 @@ ENGINE_PEERS: Peers = {
         "download_dir": "set the environment variable HF_HOME, or give a directory as model",
         "enable_chunked_prefill": f"{_ALWAYS_ON}; max_num_batched_tokens bounds a chunk",
         "enable_expert_parallel": _NO_PARALLEL,
-        "enable_lora": _NO_LORA,
+        "enable_lora": _ADD_LORA,
         "enable_sleep_mode": _ALWAYS_ON,
         "enforce_eager": "on a CPU nothing is captured or compiled; on a device give cuda_graphs=False",
         "generation_config": "end ids come from the checkpoint's generation_config.json, sampling settings never do",
@@ -45,8 +46,6 @@ ENGINE_PEERS: Peers = {
         "limit_mm_per_prompt": "prompts are text or token ids only; leave it out",
         "logprobs_mode": "it belongs to one request: SamplingParams(logprobs_mode=...)",
         "max_logprobs": "SamplingParams(logprobs=...) is bounded by itself; leave it out",
-        "max_lora_rank": _NO_LORA,
-        "max_loras": _NO_LORA,
         "max_seq_len_to_capture": "leave it out",
         "mm_processor_kwargs": "prompts are text or token ids only; leave it out",
         "model_impl": "models are transformers' own modules; leave it out",

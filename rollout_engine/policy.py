@@ -21,6 +21,7 @@ from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
+from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import StatLogger
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rollout_arguments import RolloutArguments, check_for_prompts, run_to_end
@@ -31,7 +32,7 @@ from rollout_engine.rollout_plan import Columns, dataset_tasks
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import ChatOptions
-from rollout_engine.threads import no_thread
+from rollout_engine.threads import no_thread, run_in_thread
 
 _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
@@ -108,6 +109,7 @@ class RolloutPolicy(BlockingVerbs):
         layout: Layout = "padded",
         oversample: int | None = None,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | None = None,
         on_group: OnGroup | None = None,
         use_tqdm: bool = True,
         **options: Unpack[RolloutOptions],
@@ -131,7 +133,7 @@ class RolloutPolicy(BlockingVerbs):
             oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others are
                 aborted at once ("num_dropped" counts them). This is biased: short answers end first, long ones are
                 missing, and a policy trained on the rest learns to be brief. `collect` is not biased. None: off.
-            session_id: prompts of one id go to the same replica, which has their KV; one for all, or one per prompt.
+            session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
             on_group: called with the TensorDict of each group as soon as it is complete, while others run.
             use_tqdm: show a progress bar; without it nothing is printed.
             options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
@@ -146,7 +148,8 @@ class RolloutPolicy(BlockingVerbs):
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
         start = time.perf_counter()
-        run = RolloutArguments(*given, session_id, options).begin(self.frontend, self._kept_workers, self.rollout)
+        arguments = RolloutArguments(*given, session_id, lora_request, options)
+        run = arguments.begin(self.frontend, self._kept_workers, self.rollout)
         bar = ProgressBar(run.num_groups, desc="rollout", unit="group", shown=use_tqdm)
         groups = run_to_end(run, bar, lambda group: self._batcher.tell(on_group, group, layout))
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
@@ -166,6 +169,7 @@ class RolloutPolicy(BlockingVerbs):
         layout: Layout = "padded",
         oversample: int | None = None,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | None = None,
         **options: Unpack[RolloutOptions],
     ) -> AsyncIterator[TensorDict]:
         """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
@@ -178,7 +182,9 @@ class RolloutPolicy(BlockingVerbs):
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         loop = asyncio.get_running_loop()
         step: asyncio.Future[Sequence[Any]] | None = None
-        run = RolloutArguments(*given, session_id, options).begin(
+        if lora_request is not None:
+            await run_in_thread(self.frontend.ensure_loras, lora_request)
+        run = RolloutArguments(*given, session_id, lora_request, options).begin(
             self.frontend, self._kept_workers, self.arollout, loop
         )
         try:
@@ -211,6 +217,7 @@ class RolloutPolicy(BlockingVerbs):
         reward_fn: RewardFunctions | None = None,
         reward_weights: Sequence[float] | None = None,
         seed: int | None = None,
+        lora_request: LoRALike | None = None,
         on_group: OnGroup | None = None,
         layout: Layout = "padded",
         **chat: Unpack[ChatOptions],
@@ -241,15 +248,15 @@ class RolloutPolicy(BlockingVerbs):
             max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
                 `groups_per_batch`.
             on_group: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
-
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; what `next`
         raises is what `rollout` does, except that groups cut short by an abort are started again.
         """
         check_for_prompts(self.collect, layout, chat)
+        self.frontend.ensure_loras(lora_request)
         return RolloutCollector(
             self.frontend,
             self._batcher,
-            dataset_tasks(dataset, sampling_params, num_samples, seed, chat, oversample),
+            dataset_tasks(dataset, sampling_params, num_samples, seed, chat, oversample, lora_request),
             staleness_control(groups_per_batch, max_staleness, max_in_flight),
             reward_fn=reward_fn,
             reward_weights=reward_weights,
@@ -258,13 +265,18 @@ class RolloutPolicy(BlockingVerbs):
         )
 
     def score(  # type: ignore[override]
-        self, batch: TensorDict, temperature: float = 1.0, *, timeout: float | None = None
+        self,
+        batch: TensorDict,
+        temperature: float = 1.0,
+        *,
+        lora: LoRALike | None = None,
+        timeout: float | None = None,
     ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
         float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
-        as the weights are the same and the engine is deterministic. After `timeout` seconds it raises
-        `CallTimeoutError`.
+        as the weights are the same and the engine is deterministic. `lora`: the adapter that scores; None: the base
+        model alone. After `timeout` seconds it raises `CallTimeoutError`.
         """
         tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
         full = full_places(batch)
@@ -276,6 +288,7 @@ class RolloutPolicy(BlockingVerbs):
             [row[:first] for row, (_, first) in zip(ids, scored, strict=True)],
             [row[first:] for row, (_, first) in zip(ids, scored, strict=True)],
             temperature=temperature,
+            lora=lora,  # type: ignore[arg-type]  # the verb's `prepare` reads it
             timeout=timeout,
         )
         logprobs = torch.zeros(tokens.shape, dtype=torch.float32)

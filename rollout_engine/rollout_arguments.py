@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import msgspec
+
 from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import (
@@ -18,6 +20,7 @@ from rollout_engine.episodes.plan import (
 from rollout_engine.episodes.run import EpisodeRun
 from rollout_engine.errors import RequestError
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rollout_batch import Layout, check_layout
 from rollout_engine.rollout_plan import Columns, RolloutPlan
@@ -41,6 +44,7 @@ class RolloutArguments(NamedTuple):
     layout: Layout
     oversample: int | None
     session_id: str | Sequence[str | None] | None
+    lora_request: LoRALike | None
     options: RolloutOptions
 
     def begin(
@@ -54,6 +58,7 @@ class RolloutArguments(NamedTuple):
         check_layout(self.layout)
         check_chat_arguments(self.options, verb, [*CHAT_KEYS, *EPISODE_KEYS])
         chat, episodes = divided(self.options)
+        frontend.ensure_loras(self.lora_request)
         if episodes:
             refuse_beside_env(
                 prompts=self.prompts,
@@ -64,7 +69,8 @@ class RolloutArguments(NamedTuple):
                 session_id=self.session_id,
             )
             plan = EpisodePlan.of(frontend, self.params, self.num_samples, self.seed, chat, episodes)
-            return EpisodeRun(frontend, plan, kept_workers)
+            lora = None if self.lora_request is None else as_lora_request(self.lora_request).name
+            return EpisodeRun(frontend, msgspec.structs.replace(plan, lora=lora), kept_workers)
         if self.prompts is None:
             raise RequestError("prompts=None needs env=, whose environments give the prompts.", field="prompts")
         prompts = RolloutPlan.of(
@@ -76,6 +82,7 @@ class RolloutArguments(NamedTuple):
             chat,
             self.oversample,
             self.session_id,
+            self.lora_request,
         )
         return RolloutRun(frontend, prompts.tasks(), self.reward_fn, loop, reward_weights=self.reward_weights)
 

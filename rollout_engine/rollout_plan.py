@@ -7,13 +7,14 @@ import msgspec
 
 from rollout_engine._structs import plain
 from rollout_engine.errors import RequestError
+from rollout_engine.lora_request import LoRALike
 from rollout_engine.reward_functions import ARGUMENTS
 from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
 from rollout_engine.text.conversations import PROMPT_KINDS, ChatOptions
 from rollout_engine.text.input_processor import at_index, one_each
-from rollout_engine.text.prompts import PROMPT_KEYS, as_batch, with_chat_options
+from rollout_engine.text.prompts import PROMPT_KEYS, as_batch, with_chat_options, with_lora
 
 Columns = Mapping[str, Sequence[Any]]
 """Name -> one value per prompt."""
@@ -67,6 +68,7 @@ class RolloutPlan(NamedTuple):
         chat: ChatOptions | None = None,
         oversample: int | None = None,
         session_id: str | Sequence[str | None] | None = None,
+        lora: LoRALike | None = None,
     ) -> "RolloutPlan":
         """Check the arguments of `RolloutPolicy.rollout`. Raises `RequestError` where they do not fit together."""
         listed = _as_list(prompts)
@@ -85,7 +87,8 @@ class RolloutPlan(NamedTuple):
         if oversample is not None:
             each_params, num_kept = map(list, zip(*(_oversampled(p, oversample) for p in each_params), strict=True))
         sessions = one_each("session_id", session_id, len(listed), "a str")
-        return cls(listed, each_params, columns or {}, with_chat_options(listed, chat or {}), num_kept, sessions)
+        inputs = with_lora(with_chat_options(listed, chat or {}), lora)
+        return cls(listed, each_params, columns or {}, inputs, num_kept, sessions)
 
     def tasks(self) -> list[GroupTask]:
         """Return what to sample of each prompt."""
@@ -102,6 +105,7 @@ def dataset_tasks(
     seed: int | None = None,
     chat: ChatOptions | None = None,
     oversample: int | None = None,
+    lora: LoRALike | None = None,
 ) -> Iterator[GroupTask]:
     """Iterate over what to sample of each row of a dataset, with the seeds that a rollout of all rows would have.
 
@@ -118,11 +122,16 @@ def dataset_tasks(
     shared, num_kept = for_rollout(as_sampling_params(params), num_samples, seed, 0), None
     if oversample is not None:
         shared, num_kept = _oversampled(shared, oversample)
-    return _tasks(dataset, shared, num_kept, seed, chat or {})
+    return _tasks(dataset, shared, num_kept, seed, chat or {}, lora)
 
 
 def _tasks(
-    dataset: Iterable[Any], shared: SamplingParams, num_kept: int | None, seed: int | None, chat: ChatOptions
+    dataset: Iterable[Any],
+    shared: SamplingParams,
+    num_kept: int | None,
+    seed: int | None,
+    chat: ChatOptions,
+    lora: LoRALike | None,
 ) -> Iterator[GroupTask]:
     first: set[str] | None = None
     for index, row in enumerate(dataset):
@@ -134,7 +143,7 @@ def _tasks(
             raise RequestError.for_field(f"dataset[{index}]", sorted(columns), what)
         first = set(columns)
         params = shared if seed is None else shared.clone(seed=mix(seed, index))
-        [input] = with_chat_options([prompt], chat)
+        [input] = with_lora(with_chat_options([prompt], chat), lora)
         yield GroupTask(index, prompt, input, params, num_kept, columns)
     if first is None:
         raise RequestError.for_field("dataset", dataset, "at least one row long")

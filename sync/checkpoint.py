@@ -88,6 +88,19 @@ def read_checkpoint(directory: Path, *, being_trained: bool = False) -> list[Sto
     return tensors
 
 
+def read_tensor_file(path: Path) -> list[StoredTensor]:
+    """Every tensor of one safetensors file, as `read_checkpoint` reads those of a checkpoint, with its errors."""
+    files = open_snapshot(lambda: _OneFile(path))
+    return list(_read_header(files.files[0], files.check))
+
+
+class _OneFile(FileSet):
+    """One file, held open."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = [SnapshotFile(path)]
+
+
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 

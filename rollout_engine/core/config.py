@@ -33,6 +33,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Submit the next step before the result of the last one is in."""
     speculation: SpeculationConfig | None = None
     """How tokens are drafted; None: not at all."""
+    max_loras: int = 8
+    """Most adapters held at a time."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
     generates: bool = True

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
 
+from rollout_engine.core.adapters import Adapter, AdapterTable
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.draft_index import DraftIndex
@@ -28,6 +29,8 @@ class EngineCore:
         self._tables = BlockTables(config, policy_version)
         self._scheduler = Scheduler(self._tables, config)
         self._requests = RequestTable()
+        self.adapters = AdapterTable(config.max_loras)
+        """Adapters that requests may name. What changes here has to change in the model runner."""
         self._results = ResultProcessor(self._scheduler, self._requests)
         self._steps: deque[Step] = deque()
         """Steps in flight, oldest first."""
@@ -101,7 +104,8 @@ class EngineCore:
             state = self.lifecycle.describe()
             raise RetryableError(f"The engine is {state} and takes no requests (admission='reject'); try again later.")
         check_request(request, self._config)
-        added = self._requests.add(request, held=not admits)
+        adapter = self.adapters.use(request.lora) if request.lora else None
+        added = self._requests.add(request, adapter, held=not admits)
         if admits:
             self._scheduler.add(added)
 
@@ -223,6 +227,10 @@ class EngineCore:
         """Ids of all sequences that have not ended, in order of arrival."""
         return [s.sequence_id for request in self._requests.by_id.values() for s in request.live_sequences]
 
+    def num_using(self, adapter: Adapter) -> int:
+        """Unfinished requests that run under an adapter."""
+        return self._requests.num_using(adapter)
+
     @property
     def num_in_flight(self) -> int:
         """Unfinished requests, without those held until resume, wake-up or the end of an update."""
@@ -274,6 +282,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError says what is off."""
         self._scheduler.check_integrity()
+        self.adapters.check_integrity()
         self._requests.check_integrity(may_hold=not self.lifecycle.admits, num_queued=self._scheduler.num_queued)
         # a pause that waited for the last ends is complete once they are returned
         drains = self.num_in_flight or self._results.has_pending

@@ -1,4 +1,5 @@
-"""KV blocks that may be found again: by their tokens, all tokens before them, policy version and salt.
+"""KV blocks that may be found again: by their tokens, all tokens before them, policy version,
+adapter and salt.
 
 Full ones and tails: the last block of a sequence that has ended, filled in part, in which the next turn goes on.
 """
@@ -10,16 +11,19 @@ from collections.abc import Sequence
 
 
 class PrefixBlock:
-    """The identity of one KV block: its own tokens after its parent's, under one policy version and salt."""
+    """The identity of one KV block: its own tokens after its parent's, under one policy version, adapter, salt."""
 
-    __slots__ = ("content", "hash", "parent", "salt", "version")
+    __slots__ = ("adapter", "content", "hash", "parent", "salt", "version")
 
-    def __init__(self, parent: "PrefixBlock | None", token_ids: Sequence[int], version: int, salt: str) -> None:
+    def __init__(
+        self, parent: "PrefixBlock | None", token_ids: Sequence[int], version: int, salt: str, adapter: int = 0
+    ) -> None:
+        """`adapter`: serial number of the adapter's values; 0: the base model's KV."""
         self.parent = parent
         self.content = array("I", token_ids).tobytes()
         self.version = version
-        self.salt = salt
-        self.hash: bytes = block_hash(self.parent_hash, self.content, version, salt)
+        self.salt, self.adapter = salt, adapter
+        self.hash: bytes = block_hash(self.parent_hash, self.content, version, salt, adapter)
 
     @property
     def num_tokens(self) -> int:
@@ -45,15 +49,16 @@ class PrefixBlock:
         while one is not two:
             if one is None or two is None:
                 return False
-            if (one.content, one.version, one.salt) != (two.content, two.version, two.salt):
+            if (one.content, one.version, one.salt, one.adapter) != (two.content, two.version, two.salt, two.adapter):
                 return False
             one, two = one.parent, two.parent
         return True
 
 
-def block_hash(parent: bytes, content: bytes, version: int, salt: str) -> bytes:
+def block_hash(parent: bytes, content: bytes, version: int, salt: str, adapter: int = 0) -> bytes:
     """Hash a block with its prefix: blake2b-128 over fields of fixed or stated width and, last, the salt."""
     numbers = version.to_bytes(8, "big", signed=True) + len(content).to_bytes(4, "big")
+    numbers += adapter.to_bytes(8, "big")
     salt_bytes = salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(parent.rjust(16, b"\0") + numbers + content + salt_bytes, digest_size=16).digest()
 
@@ -79,8 +84,8 @@ class PrefixCache:
         token_ids = array("I", whole.content)
         for num_tokens in sorted(self._tail_lengths.get(whole.parent_hash, ()), reverse=True):
             if num_tokens <= len(token_ids):
-                found = self.find(PrefixBlock(whole.parent, token_ids[:num_tokens], whole.version, whole.salt))
-                if found is not None:
+                tail = PrefixBlock(whole.parent, token_ids[:num_tokens], whole.version, whole.salt, whole.adapter)
+                if (found := self.find(tail)) is not None:
                     return found
         return None
 

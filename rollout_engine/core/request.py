@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.drafts import Draft
 from rollout_engine.core.prefix_cache import PrefixBlock
 from rollout_engine.messages import EngineCoreRequest
@@ -16,10 +17,10 @@ class Request:
     Until the prompt is computed only one sequence exists for the scheduler: the leader, the first that has not ended.
     """
 
-    __slots__ = ("end_token_ids", "forked", "num_cached_tokens", "num_live", "sequences", "source")
+    __slots__ = ("adapter", "end_token_ids", "forked", "num_cached_tokens", "num_live", "sequences", "source")
 
-    def __init__(self, source: EngineCoreRequest, arrival: int) -> None:
-        self.source = source
+    def __init__(self, source: EngineCoreRequest, arrival: int, adapter: Adapter | None = None) -> None:
+        self.source, self.adapter = source, adapter
         self.end_token_ids = frozenset([*source.eos_token_ids, *(source.params.stop_token_ids or ())])
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when the request was first scheduled; None before that."""

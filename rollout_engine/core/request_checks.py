@@ -25,6 +25,7 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
     for field in ("allowed_token_ids", "logit_bias", "logprob_token_ids"):
         _check_tokens(field, list(getattr(request.params, field) or ()), config.vocab_size)
     check_text_size("cache_salt", request.cache_salt, MAX_CACHE_SALT_BYTES)
+    check_text_size("lora", request.lora, MAX_CACHE_SALT_BYTES)
     _check_count("eos_token_ids", len(request.eos_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     if min(request.eos_token_ids, default=0) < 0:  # those past the vocabulary are never drawn
         raise RequestError.for_field("eos_token_ids", request.eos_token_ids, "token ids >= 0")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.errors import RequestError
 from rollout_engine.messages import EngineCoreRequest
@@ -30,9 +31,9 @@ class RequestTable:
         """Requests that are not held."""
         return [request for first, request in self.by_id.items() if first not in self._held]
 
-    def add(self, source: EngineCoreRequest, *, held: bool) -> Request:
+    def add(self, source: EngineCoreRequest, adapter: Adapter | None = None, *, held: bool) -> Request:
         """Add a request. Raises `RequestError` when the id of one of its sequences is in use."""
-        request = Request(source, self._num_arrived)
+        request = Request(source, self._num_arrived, adapter)
         sequences = {sequence.sequence_id: sequence for sequence in request.sequences}
         if not sequences.keys().isdisjoint(self._sequences):
             bound = f"the first of {len(sequences)} ids that no unfinished sequence has"
@@ -50,6 +51,10 @@ class RequestTable:
         self._held.pop(request.source.first_sequence_id, None)
         for ended in request.sequences:
             del self._sequences[ended.sequence_id]
+
+    def num_using(self, adapter: Adapter) -> int:
+        """Unfinished requests that run under `adapter`."""
+        return sum(request.adapter is adapter for request in self.by_id.values())
 
     def live(self, sequence_id: int) -> Sequence | None:
         """The sequence with this id; None if it has ended or never existed."""

@@ -300,6 +300,7 @@ class Scheduler:
                 eos_token_ids=request.source.eos_token_ids,
                 bad_words=request.source.bad_words,
                 pooling=request.source.pooling,
+                adapter_slot=-1 if request.adapter is None else request.adapter.slot,
             )
         )
         sequence.in_runner = True

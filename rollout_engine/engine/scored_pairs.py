@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +20,12 @@ class Scorer(Protocol):
         ...
 
     def score(
-        self, sequences: list[list[int]], num_prompt: list[int], temperature: float
+        self, sequences: list[list[int]], num_prompt: list[int], temperature: float, adapter_slot: int = -1
     ) -> Iterator[dict[int, np.ndarray]]:
         """Yield, a piece at a time, the log-probs of some sequences by their index.
 
-        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights.
+        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights and the adapter
+        in a slot.
         """
         ...
 
@@ -34,6 +36,7 @@ def score_pairs(
     completions: Sequence[list[int]],
     temperature: float,
     require_weights: Callable[[], None] = lambda: None,
+    adapter_slot: int = -1,
 ) -> Generator[None, None, list[np.ndarray]]:
     """Compute log-probs of completions, per pair float32 [len(completion)], and yield between two pieces of the work.
 
@@ -52,7 +55,9 @@ def score_pairs(
     scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
     sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
     num_left = len(asked)
-    for found in scorer.score(sequences, [len(pairs[i][0]) for i in asked], temperature or 1.0) if asked else ():
+    num_prompt = [len(pairs[i][0]) for i in asked]
+    score = scorer.score if adapter_slot < 0 else partial(scorer.score, adapter_slot=adapter_slot)
+    for found in score(sequences, num_prompt, temperature or 1.0) if asked else ():
         for k, value in found.items():
             scores[asked[k]] = value
         num_left -= len(found)

@@ -21,6 +21,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         enable_prefix_caching=config.enable_prefix_caching,
         admission=config.admission,
         async_scheduling=config.schedules_ahead,
+        max_loras=config.max_loras,
         speculation=config.speculates if info.step_seconds else None,
         step_seconds=info.step_seconds,
         generates=info.generates,

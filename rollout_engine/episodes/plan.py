@@ -81,6 +81,8 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     """Functions that the rollout calls, for every environment."""
     chat: ChatOptions
     """Without tools."""
+    lora: str | None = None
+    """Name of the adapter that this policy plays under."""
 
     @classmethod
     def of(

@@ -12,6 +12,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
 from rollout_engine.outputs import CompletionOutput
 from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.prompts import with_lora
 from rollout_engine.text.text_turns import TextTurns
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -66,7 +67,7 @@ class Player:
         asked, self._asked = self._asked, []
         params = self._plan.params
         request_ids = self.reader.add_all(
-            [{"prompt_token_ids": ask.token_ids} for _, ask in asked],
+            with_lora([{"prompt_token_ids": ask.token_ids} for _, ask in asked], self._plan.lora),
             [params if (params.max_tokens or 0) <= ask.room else self._shortened(ask.room) for _, ask in asked],
             session_id=[f"{self._session}-{key}-{ask.seat}" for key, ask in asked],
             seeds=[ask.seed for _, ask in asked],

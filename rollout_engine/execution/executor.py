@@ -15,6 +15,7 @@ from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import Core
 
@@ -73,14 +74,18 @@ class InlineExecutor:
         return run if self._thread is None else self._thread.submit(run)
 
     def score(
-        self, sequences: list[list[int]], num_prompt: list[int], temperature: float
+        self, sequences: list[list[int]], num_prompt: list[int], temperature: float, adapter_slot: int = -1
     ) -> Iterator[dict[int, np.ndarray]]:
         """Yield, a piece at a time, the log-probs of some sequences by their index.
 
-        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights.
+        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights and the adapter
+        in a slot.
         """
         self._wait_until_idle()
-        for found in self.worker.backend.score(sequences, num_prompt, temperature):
+        score = self.worker.backend.score
+        if adapter_slot >= 0:
+            score = partial(score, adapter_slot=adapter_slot)
+        for found in score(sequences, num_prompt, temperature):
             yield found
             self._wait_until_idle()
 
@@ -107,6 +112,13 @@ class InlineExecutor:
     def attach_core(self, core: Core, boundary: Callable[[], AbstractContextManager[object]]) -> None:
         """Report updates that come as calls to `core`, inside `boundary()`, which keeps steps out."""
         self.worker.update.attach_core(core, boundary)
+
+    def require_adapters(self, verb: str) -> AdapterPool:
+        """The model's adapters. Raises `LifecycleError`, naming `verb`, where it computes none."""
+        if (adapters := self.worker.backend.adapters) is None:
+            what = f"{verb}: this engine computes no adapters: it runs on a device, or with deterministic off"
+            raise LifecycleError(f"{what}. Merge the adapter (merge_and_unload), or use device='cpu'.")
+        return adapters
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
         """Results of `fn(module)`, one per rank. Raises as `Worker.apply_model`."""

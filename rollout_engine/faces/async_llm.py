@@ -17,6 +17,7 @@ from rollout_engine.faces.verb_methods import AsyncVerbs, Face
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import connect_client, start_client
 from rollout_engine.fleet.replica_health import ReplicaHealth
+from rollout_engine.lora_request import LoRALike, LoRARequest
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.pooling_params import PoolingLike, as_pooling_params, refuse_pooling
@@ -27,7 +28,7 @@ from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.input_processor import Params
-from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options
+from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options, with_lora
 from rollout_engine.threads import run_in_thread
 
 
@@ -134,6 +135,7 @@ class AsyncLLM(AsyncVerbs):
         *,
         priority: int = 0,
         session_id: str | None = None,
+        lora_request: LoRALike | None = None,
         trace_headers: TraceHeaders | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -142,12 +144,15 @@ class AsyncLLM(AsyncVerbs):
         A reader slower than the engine gets at once what has gathered since its last output. Leaving the iteration,
         cancelling it, dropping the generator or closing its event loop aborts the request. Lower `priority` runs first.
         Raises `RequestError`, nothing queued, and `EngineDeadError`. `session_id`, `trace_headers` as in
-        `LLMEngine.add_request`, `chat` as in `LLM.generate`.
+        `LLMEngine.add_request`, `lora_request` and `chat` as in `LLM.generate`.
         """
         check_chat_arguments(chat, self.generate)
         refuse_pooling(sampling_params)
+        prompt = with_lora(with_chat_options(prompt, chat), lora_request)
+        if isinstance(lora_request, LoRARequest) and lora_request.has_values:
+            await run_in_thread(self.frontend.ensure_loras, lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
-        outputs = self._outputs(with_chat_options(prompt, chat), sampling_params, request_id, options)
+        outputs = self._outputs(prompt, sampling_params, request_id, options)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output

@@ -19,6 +19,7 @@ from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.faces.draft_files import load_drafts, save_drafts
 from rollout_engine.faces.weight_updates import update_weights
+from rollout_engine.lora_request import LoRALike, LoRARequest
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.process.client_routing import first_sequence_of
@@ -244,6 +245,17 @@ class Frontend:
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling settings that the checkpoint's generation_config.json recommends; nothing applies them by itself."""
         return self.inputs.default_params()
+
+    def ensure_loras(self, lora: LoRALike | Sequence[LoRALike | None] | None, timeout: float | None = None) -> None:
+        """Load the adapters that a call brings along, where the engine has not these revisions. Blocks.
+
+        Raises as `add_lora`.
+        """
+        verb = VERBS["ensure_lora"]
+        given = lora if isinstance(lora, list | tuple) else [lora]
+        for request in {id(each): each for each in given if isinstance(each, LoRARequest) and each.has_values}.values():
+            arguments = verb.bind((request,), {"timeout": timeout})
+            self.client.call(verb.name, arguments).wait(verb, arguments)
 
     def require_own_process(self) -> None:
         """Raise `LifecycleError` in a forked child: another thread may have held a lock that is a copy here."""

@@ -9,12 +9,13 @@ from rollout_engine.errors import RequestError
 from rollout_engine.faces.generate_run import GenerateRun, generate
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.text.conversations import ChatOptions, is_conversation
-from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options
+from rollout_engine.text.prompts import Prompt, check_chat_arguments, with_chat_options, with_lora
 
 Conversation = list[dict[str, Any]]
 
@@ -50,6 +51,7 @@ class LLM(BlockingVerbs):
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order. Several threads may call it at once.
@@ -60,17 +62,20 @@ class LLM(BlockingVerbs):
         `step()`.
 
         `priority`: one for all prompts, or a list with one each; lower runs first. `session_id`, the same way, as
-        in `LLMEngine.add_request`: it has an effect over replicas only. `chat`: the options of `ChatOptions` (`tools`,
-        `chat_template`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`), for prompts that
-        are conversations.
+        in `LLMEngine.add_request`: it has an effect over replicas only. `lora_request`: the adapter, one for all or one
+        each, None for the base model: the name of one that the engine has, or a `LoRARequest` with its path or tensors,
+        which is added first (`add_lora`) unless it is there in this revision. `chat`: the options of `ChatOptions`
+        (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`), for
+        prompts that are conversations.
 
         Raises `LifecycleError` while paused or asleep, since it would wait for ever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
         check_chat_arguments(chat, self.generate)
         refuse_pooling(sampling_params)
-        prompts = with_chat_options(prompts, chat)
+        prompts = with_lora(with_chat_options(prompts, chat), lora_request)
         self.frontend.require_running("generate")
+        self.frontend.ensure_loras(lora_request)
         return generate(
             GenerateRun(self.frontend),
             prompts,
@@ -87,6 +92,7 @@ class LLM(BlockingVerbs):
         *,
         use_tqdm: bool = True,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, through the tokenizer's chat template."""
@@ -95,7 +101,9 @@ class LLM(BlockingVerbs):
             raise RequestError.for_field("messages", messages, "a conversation (a list of dict), or a list of them")
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [{"messages": conversation} for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, session_id=session_id, **chat)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, session_id=session_id, lora_request=lora_request, **chat
+        )
 
     def encode(
         self,

@@ -11,12 +11,13 @@ from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
 from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import CoreStats, StatLogger
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.results.request_ids import as_request_ids
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.input_processor import Params
-from rollout_engine.text.prompts import Prompt
+from rollout_engine.text.prompts import Prompt, with_lora
 
 
 class LLMEngine(BlockingVerbs):
@@ -56,6 +57,7 @@ class LLMEngine(BlockingVerbs):
         *,
         priority: int = 0,
         session_id: str | None = None,
+        lora_request: LoRALike | None = None,
         trace_headers: TraceHeaders | None = None,
     ) -> str:
         """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued.
@@ -64,8 +66,11 @@ class LLMEngine(BlockingVerbs):
 
         `session_id`: over replicas, requests of one id, such as the turns of a conversation, go to the same replica,
         which knows their prefix; once that one is gone, to another. It changes no token. Without replicas it has no
-        effect. `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
+        effect. `lora_request`: the adapter, as in `LLM.generate`. `trace_headers` (W3C `traceparent`) make its span, if
+        there is one, part of the caller's trace.
         """
+        prompt = with_lora(prompt, lora_request)
+        self.frontend.ensure_loras(lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
         (added,) = self._add(lambda: [self._reader.add(prompt, params, request_id, **options)])
         return added
@@ -77,12 +82,15 @@ class LLMEngine(BlockingVerbs):
         *,
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
     ) -> list[str]:
         """Queue one prompt or a list of them, under new ids, which are returned in order.
 
-        `params`, `priority`, `session_id`: one for all or one each. All are checked before any is queued:
-        `RequestError` names the index.
+        `params`, `priority`, `session_id`, `lora_request`: one for all or one each. All are checked before any is
+        queued: `RequestError` names the index.
         """
+        prompts = with_lora(prompts, lora_request)
+        self.frontend.ensure_loras(lora_request)
         return self._add(partial(self._reader.add_all, prompts, params, priority=priority, session_id=session_id))
 
     def step(self) -> list[RequestOutput]:

@@ -7,6 +7,7 @@ from typing import Protocol
 from rollout_engine._structs import plain
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.errors import as_weight_errors
+from rollout_engine.faces.adapter_updates import update_adapter
 from rollout_engine.messages import KvMode, Staging, UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.telemetry.spans import Spans
@@ -36,6 +37,7 @@ def update_weights(
     allow_nonfinite: bool = False,
     timeout: float = 300,
     partial: bool = False,
+    merge: bool = True,
 ) -> UpdateReport:
     """Replace the live weights between two steps, wholly or not at all.
 
@@ -56,16 +58,15 @@ def update_weights(
         staging: "shadow": a copy beside the live weights, which serve until the commit. "inplace": over them, with
             no memory but theirs; no steps meanwhile, and after a failure none before a complete update. "auto":
             "shadow" where memory allows, "inplace" where the live weights are incomplete anyway.
-        transport: how the weights reach the engine. In process there is one way, "inproc"; to an engine in a
-            process of its own "shm" (shared memory, the default), "store", "gloo", or "ipc" where both use one CUDA
-            device. A path needs none.
+        transport: in process "inproc"; to an engine in a process of its own "shm" (shared memory, the default),
+            "store", "gloo", or "ipc" where both use one CUDA device. A path needs none.
         reset_version: allow any `version`, for a trainer that restarted.
         allow_nonfinite: take NaN and infinities, which are refused otherwise.
         timeout: seconds for the weights to arrive, requests in flight to finish, and other work of the engine to end.
-        partial: `source` may lack weights, which keep their values; otherwise that is refused. It is as
-            transactional as a whole update, takes the same memory, gives all live weights the new version, and the
-            report's digest is of all of them. After `DirtyWeightsError`, and after a sleep that forgot the weights,
-            send all. A fleet takes a part once all weights were sent; both as tensors then, not as a path.
+        partial: `source` may lack weights, which keep their values: a transaction as of all, whose version and digest
+            are those of all live weights. After `DirtyWeightsError`, or a sleep that forgot the weights, send all. A
+            fleet takes a part once all weights were sent; both as tensors then, not as a path.
+        merge: False sends the active LoRA of a `PeftModel` alone, for requests that name it (`docs/adapters.md`).
 
     Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
@@ -81,7 +82,7 @@ def update_weights(
         timeout=timeout,
         partial=partial,
     )
-    return _carry_out(frontend, source, version, options)
+    return (_carry_out if merge else _carry_out_adapter)(frontend, source, version, options)
 
 
 def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
@@ -94,3 +95,9 @@ def _carry_out(frontend: HasUpdates, source: WeightSource, version: int | None, 
         pairs = read_source(source)
     with as_weight_errors(), gathers_finished(pairs):
         return send(pairs)
+
+
+def _carry_out_adapter(
+    frontend: HasUpdates, source: WeightSource, version: int | None, options: UpdateOptions
+) -> UpdateReport:
+    return frontend.spans.update(lambda: update_adapter(frontend.client, source, plain(version), options))

@@ -20,6 +20,8 @@ from rollout_engine.fleet.together import call_all, call_one, is_refused
 
 _WEIGHT_METHODS = ("begin_weight_update", "init_weight_update_group", "load_weights_from_storage")
 
+_ADAPTER_VERBS = ("add_lora", "ensure_lora", "pin_lora", "remove_lora", "update_lora")
+
 
 class Load(NamedTuple):
     """What a replica has in flight."""
@@ -138,6 +140,9 @@ class FleetCalls:
 
 
 def _checked(name: str, arguments: Mapping[str, Any]) -> Verb:
+    if name in _ADAPTER_VERBS:
+        what = f"{name}: a fleet has no adapters: a replica that starts later would not have them"
+        raise LifecycleError(f"{what}. Use one engine, or send merged weights by update_weights.")
     if arguments.get("method") in _WEIGHT_METHODS:
         what = f"collective_rpc: {arguments['method']} would change weights past the fleet"
         raise LifecycleError(f"{what}, and a replica that starts later would not have them: use update_weights.")

@@ -9,6 +9,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.kernels.token_logprobs import RowStatsKernel
+from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -96,17 +97,20 @@ class Backend(Protocol):
     """Whether the model has an output head."""
     pooling: PoolingInfo | None
     """What it pools; None: nothing."""
+    adapters: AdapterPool | None
+    """Adapters beside the linears; None where they are not computed: on a device, and without `is_deterministic`."""
     choices: str
     """Choices made at start-up, for one log line."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None: ...
 
     def score(
-        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float
+        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float, adapter_slot: int = -1
     ) -> Iterator[dict[int, np.ndarray]]:
         """Yield, a piece at a time, the log-probs of some sequences by their index: float32 [len - num_prompt].
 
-        They are of every token after the prompt, under the live weights. A piece takes about as long as a step.
+        They are of every token after the prompt, under the live weights, and the adapter in a slot of `adapters`. A
+        piece takes about as long as a step.
         """
         ...
 

@@ -14,6 +14,7 @@ from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.input_processor import Params
+from rollout_engine.text.prompts import with_lora
 from rollout_engine.threads import run_in_thread
 
 _LONG_BYTES = 1 << 16
@@ -46,13 +47,15 @@ class Generation:
         *,
         priority: int = 0,
         session_id: str | None = None,
+        lora: str | None = None,
     ) -> None:
-        """Queue the prompts, with settings for all or one each.
+        """Queue the prompts, with settings for all or one each; `lora`: the adapter that they run under.
 
         Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
         """
         each = [settings] * len(prompts) if isinstance(settings, Settings) else settings
         seeds = [one.seed for one in each]
+        prompts = with_lora(list(prompts), lora)
         await self._queue(prompts, [one.params for one in each], priority, session_id, seeds=seeds)
 
     async def pool(

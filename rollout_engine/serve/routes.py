@@ -85,10 +85,12 @@ ROUTES: tuple[Route, ...] = (
     _row("GET", "/weight_info", "vllm", "client", weights.weight_info, "get_model_metadata"),
     _row("GET POST", "/weight_checker", "vllm", "admin", weights.weight_checker, "collective_rpc",
          body=weights.CheckerBody),
-    _row("POST", "/v1/load_lora_adapter", "vllm", "admin", control.lora),
-    _row("POST", "/v1/unload_lora_adapter", "vllm", "admin", control.lora),
-    _row("POST", "/load_lora_adapter", "vllm", "admin", control.lora),
-    _row("POST", "/unload_lora_adapter", "vllm", "admin", control.lora),
+    _row("POST", "/v1/load_lora_adapter", "vllm", "admin", control.load_lora, "add_lora", body=control.LoadLoraBody),
+    _row("POST", "/v1/unload_lora_adapter", "vllm", "admin", control.unload_lora, "remove_lora",
+         body=control.UnloadLoraBody),
+    _row("POST", "/load_lora_adapter", "vllm", "admin", control.load_lora, "add_lora", body=control.LoadLoraBody),
+    _row("POST", "/unload_lora_adapter", "vllm", "admin", control.unload_lora, "remove_lora",
+         body=control.UnloadLoraBody),
     _row("POST", "/init_broadcaster", "vllm", "admin", control.broadcaster),
 
     _row("POST PUT", "/generate", "sglang", "client", sglang_generate.generate, "generate",
@@ -134,7 +136,7 @@ ROUTES: tuple[Route, ...] = (
          body=sglang_weights.NameBody),
     _row("POST", "/weights_checker", "sglang", "admin", weights.weight_checker, "collective_rpc",
          body=weights.CheckerBody),
-    _row("POST", "/load_lora_adapter_from_tensors", "sglang", "admin", control.lora),
+    _row("POST", "/load_lora_adapter_from_tensors", "sglang", "admin", control.lora_tensors),
 )
 # fmt: on
 

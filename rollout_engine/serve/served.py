@@ -72,7 +72,18 @@ class Served:
         """Raise `HttpProblem` 404 for a model that is not served here. None and "" mean the one that is."""
         if name and name != self.model and name != "default":
             what = f"The model '{name:.200}' does not exist: this server has '{self.model}'"
-            raise HttpProblem(404, f"{what}. Adapters are not served.", field="model")
+            raise HttpProblem(404, f"{what}.", field="model")
+
+    async def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request's `model` names; None for the model itself. Raises `HttpProblem` 404."""
+        if not name or name in (self.model, "default"):
+            return None
+        names = [adapter.name for adapter in await self.engine.list_loras()]
+        if name not in names:
+            known = f"'{self.model}'" + "".join(f", the adapter '{each}'" for each in names)
+            what = f"The model '{name:.200}' does not exist: this server has {known}"
+            raise HttpProblem(404, f"{what}. POST /v1/load_lora_adapter adds one.", field="model")
+        return name
 
     def check_open(self) -> None:
         """Raise `HttpProblem` 503 while no request may come in."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 from rollout_engine._structs import plain
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError
+from rollout_engine.lora_request import as_lora_request
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.pooling_params import PoolingInfo, PoolingParams, check_generation
 from rollout_engine.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
@@ -52,6 +53,8 @@ class CheckedPrompt(NamedTuple):
     cache_salt: str
     bad_words: list[list[int]]
     pooling: PoolingParams | None = None
+    lora: str = ""
+    """Name of the adapter; "" for none."""
 
 
 class InputProcessor:
@@ -176,6 +179,7 @@ class InputProcessor:
             cache_salt=checked.cache_salt,
             bad_words=checked.bad_words,
             pooling=checked.pooling,
+            lora=checked.lora,
         )
 
     def _check(self, prompt: Any, params: Params | None) -> CheckedPrompt:
@@ -197,6 +201,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             cache_salt=fields.get("cache_salt") or "",
             bad_words=bad_words,
+            lora="" if fields.get("lora_request") is None else as_lora_request(fields["lora_request"]).name,
         )
 
     def _check_pooling(self, prompt: Any, params: PoolingParams) -> CheckedPrompt:

@@ -3,10 +3,10 @@
     "text"   [1, 2, 3]   [{"role": "user", "content": "text"}]
     {"prompt": "text"}   {"prompt_token_ids": [1, 2, 3]}   {"messages": [{"role": ...}], "tools": [...]}
 
-Token ids may be an array or tensor of one dimension. Dictionaries may also carry "cache_salt", with a text
-"add_special_tokens" (False: none that the tokenizer adds by itself), and with a conversation the options of
-`ChatOptions`. A list of any of these is a batch; a list that starts with an int or with a message (a
-dictionary with "role" or "content") is one prompt.
+Token ids may be an array or tensor of one dimension. Dictionaries may also carry "cache_salt", "lora_request" (an
+adapter that the engine has, or its name), with a text "add_special_tokens" (False: none that the tokenizer adds by
+itself), and with a conversation the options of `ChatOptions`. A list of any of these is a batch; a list that starts
+with an int or with a message (a dictionary with "role" or "content") is one prompt.
 """
 
 import inspect
@@ -18,6 +18,7 @@ import numpy as np
 from rollout_engine._structs import plain
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError, check_text_size, unknown_name
+from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.messages import MAX_CACHE_SALT_BYTES
 from rollout_engine.peer_options import CALL_PEERS, SAMPLING_PEERS, peer_option
 from rollout_engine.sampling_params import SamplingParams
@@ -33,7 +34,7 @@ from rollout_engine.text.conversations import (
 
 Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
-PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt")
+PROMPT_KEYS = (*PROMPT_KINDS, *CHAT_KEYS, "add_special_tokens", "cache_salt", "lora_request")
 _PEERS = {
     "vLLM's": dict.fromkeys(
         ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt"),
@@ -94,6 +95,8 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     if fields.get("cache_salt") is not None:
         _check_text(fields, "cache_salt", "a str")
         check_text_size("cache_salt", fields["cache_salt"], MAX_CACHE_SALT_BYTES)
+    if fields.get("lora_request") is not None:
+        as_lora_request(fields["lora_request"])
     adds = fields.get("add_special_tokens")
     if adds is not None and not ("prompt" in fields and isinstance(adds, bool)):
         raise RequestError.for_field("add_special_tokens", adds, "a bool, given with a text (prompt)")
@@ -123,6 +126,22 @@ def with_chat_options(prompts: Any, options: ChatOptions) -> Any:
     return _with(options, prompts) if batch is None else [_with(options, prompt) for prompt in batch]
 
 
+def with_lora(prompts: Any, lora: LoRALike | Sequence[LoRALike | None] | None) -> Any:
+    """Return the prompt or batch with an adapter, one for all or one each, added to prompts that name none."""
+    if lora is None:
+        return prompts
+    batch = as_batch(prompts)
+    if batch is None and not isinstance(lora, list | tuple):
+        return _with({"lora_request": as_lora_request(lora)}, prompts)
+    listed = [prompts] if batch is None else batch
+    each = lora if isinstance(lora, list | tuple) else [lora] * len(listed)
+    if len(each) != len(listed):
+        bound = f"one adapter, or {len(listed)}: one per prompt"
+        raise RequestError.for_field("lora_request", f"a list of {len(each)}", bound)
+    pairs = zip(each, listed, strict=True)
+    return [p if one is None else _with({"lora_request": as_lora_request(one)}, p) for one, p in pairs]
+
+
 def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     """Return a new list of ids in [0, vocab_size). Raises `RequestError` naming the first bad position."""
     if _is_array(value) and value.ndim == 1:
@@ -139,7 +158,7 @@ def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     return token_ids
 
 
-def _with(options: ChatOptions, prompt: Any) -> Any:
+def _with(options: Mapping[str, Any], prompt: Any) -> Any:
     try:
         return {**options, **_keyed(prompt)}
     except RequestError:

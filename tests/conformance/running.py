@@ -60,9 +60,9 @@ def step_further(engine, count=3):
 
 
 @contextmanager
-def in_flight(engine, prompt="hello", params=ENDLESS):
+def in_flight(engine, prompt="hello", params=ENDLESS, **options):
     """A request that computes; unless it has ended it is aborted in the end."""
-    request_id = engine.add_request("in flight", prompt, params)
+    request_id = engine.add_request("in flight", prompt, params, **options)
     step_further(engine)
     try:
         yield request_id
@@ -86,6 +86,8 @@ def bring_back(engine):
     engine.resume_generation()
     with suppress(LifecycleError):
         engine.stop_profile()
+    for adapter in engine.list_loras():
+        engine.remove_lora(adapter.name)
 
 
 def plain(value):

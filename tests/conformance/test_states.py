@@ -8,7 +8,7 @@ from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from sync import make_sender
 from tests.conformance.running import ENDLESS, bring_back, step_further, weights
-from tests.conformance.scenarios import SCENARIOS
+from tests.conformance.scenarios import ADAPTER, SCENARIOS
 
 
 def freeze(engine):
@@ -44,6 +44,8 @@ STATES = {
 def test_a_verb_works_or_names_the_state_that_forbids_it(engine, same, state, verb, tmp_path):
     enter, name = STATES[state]
     row = SCENARIOS[verb]
+    if verb == "pin_lora":
+        engine.add_lora(ADAPTER)
     enter(engine)
     if verb == "stop_profile":
         engine.start_profile(tmp_path)

@@ -25,6 +25,7 @@ from rollout_engine.engine.verbs.lifecycle import (
     wait_for_requests_to_drain,
     wake_up,
 )
+from rollout_engine.engine.verbs.loras import add_lora, ensure_lora, list_loras, pin_lora, remove_lora, update_lora
 from rollout_engine.engine.verbs.model import (
     apply_model,
     collective_rpc,
@@ -54,6 +55,12 @@ __all__ = [
     "sleep",
     "wait_for_requests_to_drain",
     "wake_up",
+    "add_lora",
+    "ensure_lora",
+    "list_loras",
+    "pin_lora",
+    "remove_lora",
+    "update_lora",
     "apply_model",
     "collective_rpc",
     "get_model_metadata",

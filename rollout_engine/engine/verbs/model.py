@@ -22,6 +22,7 @@ from rollout_engine.errors import (
     RPCError,
     RPCTimeoutError,
 )
+from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.pooling_params import check_generation
 
 
@@ -29,12 +30,14 @@ def _prepare_score(
     prompt_token_ids: Sequence[Sequence[int]],
     completion_token_ids: Sequence[Sequence[int]],
     temperature: float,
+    lora: LoRALike | None,
     timeout: float | None,
 ) -> Arguments:
     return {
         "prompt_token_ids": plain(list(prompt_token_ids)),
         "completion_token_ids": plain(list(completion_token_ids)),
         "temperature": plain(temperature),
+        "lora": None if lora is None else as_lora_request(lora, "lora").name,
         "timeout": plain(timeout),
     }
 
@@ -51,17 +54,20 @@ def score(
     completion_token_ids: Sequence[list[int]],
     *,
     temperature: float = 1.0,
+    lora: str | None = None,
     timeout: float | None = None,
 ) -> Generator[None, None, list[np.ndarray]]:
     """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
 
     They are what sampling those tokens at `temperature` would have returned ("tempered"). Steps of requests run between
-    two batches of sequences; weights are those of the beginning to the end. Raises `RequestError`, and after `timeout`
-    seconds `CallTimeoutError` (a `TimeoutError`).
+    two batches of sequences; weights are those of the beginning to the end. `lora`: an adapter that the engine has, or
+    its name; None: the base model alone. Raises `RequestError`, and after `timeout` seconds `CallTimeoutError` (a
+    `TimeoutError`).
     """
     check_generation(driver.executor.info.generates)
     require_weights = partial(driver.core.lifecycle.require_weights, "score")
-    return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature, require_weights)
+    slot = -1 if lora is None else driver.core.adapters.use(lora).slot
+    return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature, require_weights, slot)
 
 
 def _prepare_rpc(

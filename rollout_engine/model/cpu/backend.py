@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
+from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.model import CpuModel
@@ -43,12 +46,16 @@ class CpuBackend:
         reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry)
         if reason is not None:
             logger.info("The layers run as modules, more slowly: %s.", reason)
+        self.adapters = None
+        if self.is_deterministic:
+            self.adapters = AdapterPool(loaded.module, max_loras=config.max_loras, max_rank=config.max_lora_rank)
         model = CpuModel(
             loaded.module,
             loaded.geometry,
             num_blocks=self.num_blocks,
             block_size=config.block_size,
             compiled=reason is None,
+            adapters=self.adapters,
         )
         self._vocab_size = loaded.vocab_size
         self.shadow_memory = CpuShadowMemory()
@@ -64,10 +71,21 @@ class CpuBackend:
         )
 
     def score(
-        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float
+        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float, adapter_slot: int = -1
     ) -> Iterator[dict[int, np.ndarray]]:
-        module = self.runner.model.module
-        return sequence_logprobs(module, sequences, num_prompt, temperature=temperature, vocab_size=self._vocab_size)
+        def adapting(num_rows: int) -> AbstractContextManager[object]:
+            if self.adapters is None or adapter_slot < 0:
+                return nullcontext()
+            return self.adapters.active(AdapterRows.of([adapter_slot], [num_rows]))
+
+        return sequence_logprobs(
+            self.runner.model.module,
+            sequences,
+            num_prompt,
+            temperature=temperature,
+            vocab_size=self._vocab_size,
+            adapting=adapting,
+        )
 
     def memory_of(self, weights: Sequence[Tensor]) -> CpuWeightMemory:
         return CpuWeightMemory(weights, self.packed, self.runner.model)

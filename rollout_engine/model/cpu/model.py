@@ -1,13 +1,15 @@
 """One forward of a Hugging Face module over paged KV on the CPU: chunks in; logits or hidden states of rows out."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rollout_engine.kernels.adapters import AdapterRows
+from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.cpu.decoder import CpuDecoder
 from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
@@ -21,8 +23,8 @@ from rollout_engine.model.sampling.module_logits import module_logits
 class CpuModel:
     """A module built with `ATTENTION_NAME`, and its KV pool.
 
-    `compiled`: its layers run as one C++ call instead of as modules, unless `layer_watch` has watchers; `decoder_trial`
-    must have allowed it.
+    `compiled`: its layers run as one C++ call instead of as modules, unless `layer_watch` has watchers or a row has an
+    adapter; `decoder_trial` must have allowed it. `adapters`: those that rows may have.
     """
 
     def __init__(
@@ -33,9 +35,10 @@ class CpuModel:
         num_blocks: int,
         block_size: int,
         compiled: bool = False,
+        adapters: AdapterPool | None = None,
     ) -> None:
         dtype = next(module.parameters()).dtype
-        self.module = module
+        self.module, self.adapters = module, adapters
         self.kv = CpuKVPool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.decoder = CpuDecoder(module, geometry, self.kv.layers) if compiled else None
         self.layer_watch = LayerWatch(module, len(geometry))
@@ -46,10 +49,16 @@ class CpuModel:
 
     @torch.inference_mode()
     def forward_rows(
-        self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]
+        self,
+        chunks: FlatBatch | Sequence[SequenceChunk],
+        logit_rows: np.ndarray | Sequence[int],
+        adapter_rows: AdapterRows | None = None,
     ) -> LogitRows:
-        """Do as `forward`; the logits of many rows are left to be computed as they are taken, before the next step."""
-        return self.forward_states(chunks, logit_rows, ())[0]
+        """Do as `forward`; the logits of many rows are left to be computed as they are taken, before the next step.
+
+        `adapter_rows`: the rows that have an adapter of `adapters`.
+        """
+        return self.forward_states(chunks, logit_rows, (), adapter_rows)[0]
 
     @torch.inference_mode()
     def forward_states(
@@ -57,6 +66,7 @@ class CpuModel:
         chunks: FlatBatch | Sequence[SequenceChunk],
         logit_rows: np.ndarray | Sequence[int],
         state_rows: np.ndarray | Sequence[int],
+        adapter_rows: AdapterRows | None = None,
     ) -> tuple[LogitRows, Tensor]:
         """Do as `forward_rows`; return also the hidden states [n, H] of `state_rows`, behind the final norm.
 
@@ -65,7 +75,7 @@ class CpuModel:
         batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows, of_states = (torch.from_numpy(np.asarray(each, np.int64)) for each in (logit_rows, state_rows))
-        if self.decoder is not None and not self.layer_watch.num_watchers:
+        if self.decoder is not None and not self.layer_watch.num_watchers and adapter_rows is None:
             return self.decoder.forward(token_ids, positions, self.kv.plan(batch), rows, of_states)
         if trunk_of(self.module) is not self.module:
             with self.kv.step(batch):
@@ -76,7 +86,7 @@ class CpuModel:
             return LogitRows.of(states[:0]), states
 
         def forward(rows: Tensor) -> Any:
-            with self.kv.step(batch):
+            with self.kv.step(batch), self._adapting(adapter_rows):
                 return self.module(
                     input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
                 )
@@ -84,6 +94,9 @@ class CpuModel:
         with _last_states(self.module, wanted=len(of_states) > 0) as found:
             logits = module_logits(self.module, forward, rows, self.module.config.vocab_size, may_repeat=True)
         return logits, found[0][of_states] if found else torch.empty(0)
+
+    def _adapting(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None or rows is None else self.adapters.active(rows)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
@@ -72,9 +73,8 @@ class CpuRunner:
             last_rows = _rows_up_to(last_rows, num_drafted)
         prompt_rows = self._prompts.rows(work.scheduled)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
-        logits, states = self.model.forward_states(
-            batch, np.append(last_rows, prompt_rows) if prompt_rows else last_rows, pooled_rows
-        )
+        logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
+        logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, self._adapter_rows(work.scheduled))
         pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:
             prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))
@@ -129,6 +129,13 @@ class CpuRunner:
             tokens = [self._sequences[sequence_id].token_ids for sequence_id in sequence_ids]
             self._computed = _Computed(sequence_ids, tokens, self._blocks.rows(sequence_ids))
         return self._computed
+
+    def _adapter_rows(self, scheduled: list[ScheduledSequence]) -> AdapterRows | None:
+        adapters = self.model.adapters
+        if adapters is None or adapters.is_empty:
+            return None
+        slots = [self._sequences[chunk.sequence_id].adapter_slot for chunk in scheduled]
+        return adapters.rows(slots, [chunk.num_scheduled_tokens for chunk in scheduled])
 
     def _sample(self, logits: LogitRows, sequence_ids: list[int]) -> ModelRunnerOutput:
         if self._drawn is None or self._drawn.sequence_ids != sequence_ids:

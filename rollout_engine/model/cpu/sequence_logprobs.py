@@ -1,6 +1,7 @@
 """Log-probs of given sequences, by the trainer's own function on the engine's module (on the CPU)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -17,13 +18,22 @@ _TOKENS = 512
 
 
 def sequence_logprobs(
-    module: nn.Module, sequences: Sequence[list[int]], num_prompt: Sequence[int], *, temperature: float, vocab_size: int
+    module: nn.Module,
+    sequences: Sequence[list[int]],
+    num_prompt: Sequence[int],
+    *,
+    temperature: float,
+    vocab_size: int,
+    adapting: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[dict[int, np.ndarray]]:
-    """Yield, a batch at a time, the log-prob of every token after the prompt: index -> float32 [len - num_prompt]."""
+    """Yield, a batch at a time, the log-prob of every token after the prompt: index -> float32 [len - num_prompt].
+
+    `adapting`: makes what each forward runs in, of its number of rows.
+    """
     for members in _batches(sequences, min(_LOGIT_BYTES // (4 * vocab_size), _TOKENS)):
         ids = pad_sequence([torch.tensor(sequences[i], dtype=torch.int64) for i in members], batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(sequences[i]) for i in members])[:, None]
-        with torch.no_grad():
+        with torch.no_grad(), adapting(ids.numel()):
             values = right_padded_logprobs(module, ids, mask, temperature or 1.0, row_stats).numpy()
         yield {i: values[row, num_prompt[i] - 1 : len(sequences[i]) - 1].copy() for row, i in enumerate(members)}
 

@@ -39,6 +39,7 @@ class CudaBackend:
     runs_ahead = True
     generates = True
     pooling = None
+    adapters = None
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
 
@@ -79,7 +80,7 @@ class CudaBackend:
         )
 
     def score(
-        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float
+        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float, adapter_slot: int = -1
     ) -> Iterator[dict[int, np.ndarray]]:
         return sequence_logprobs(self.runner.model, self._loaded.geometry, sequences, num_prompt, temperature)
 

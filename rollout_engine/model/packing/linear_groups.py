@@ -89,6 +89,8 @@ class LinearGroup:
         """Products return zeros, inside `without_products`."""
         self.float32_out = False
         """Whether results are float32 whatever the dtype of the weights. Call `prove` after setting it."""
+        self.add_to: Callable[[Tensor, Tensor], None] | None = None
+        """Called with x [R, K] and its products [R, sum of N], to add to these in place; in the engine alone."""
         self._operand: linear.Operand | None = None
         self._bias: Tensor | None = None
         self._packed_values: tuple[int, ...] = ()
@@ -147,7 +149,10 @@ class LinearGroup:
         if self.gives_zeros:
             dtype = torch.float32 if self.float32_out else x.dtype
             return x.new_zeros(len(x), sum(child.out_features for child in self.children), dtype=dtype)
-        return linear.matmul(x, *self.operand())
+        out = linear.matmul(x, *self.operand())
+        if self.add_to is not None:
+            self.add_to(x, out)
+        return out
 
     def operand(self) -> tuple[linear.Operand, Tensor | None, linear.RowPlan]:
         """The arguments of `linear.matmul` after x."""

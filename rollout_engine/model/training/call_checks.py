@@ -63,9 +63,9 @@ def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if adapted := _live_adapter(decoder):
         warn_once(
             decoder,
-            f"'{adapted}' has an adapter that is not merged. The trainer computes it beside the weights, the engine "
-            "one merged weight, so log-probs are close, not equal. Merge it around the forward (merge_adapter()), or "
-            "expect ratios that are not exactly 1.0.",
+            f"'{adapted}' has an adapter that is not merged, and that no engine computes as it does here, so log-probs "
+            "are close, not equal. For one plain LoRA call exact.enable(model) on the wrapped model; merge others "
+            "around the forward (merge_adapter()), or expect ratios that are not exactly 1.0.",
         )
     _state.random = _random_state(parameter.device)
 
@@ -151,9 +151,9 @@ def _packed(positions: Tensor, mask: Tensor | None) -> bool:
 def _live_adapter(decoder: nn.Module) -> str | None:
     """The name of the first layer with an active PEFT adapter that is not merged."""
     for name, child in decoder.named_modules():
-        if "base_layer" in child._modules and not (
-            getattr(child, "merged", False) or getattr(child, "disable_adapters", False)
-        ):
+        if "base_layer" not in child._modules or getattr(child, "merged", False):
+            continue
+        if not getattr(child, "disable_adapters", False) and not getattr(child, "exact_adapter", None):
             return name
     return None
 

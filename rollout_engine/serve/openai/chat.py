@@ -48,7 +48,7 @@ class ChatBody(SamplingFields, kw_only=True):
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
     """Answer a conversation."""
-    call = _Call(served, asked)
+    call = _Call(served, asked, await served.adapter_of(asked.body.model))
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
@@ -57,10 +57,9 @@ async def create(served: Served, asked: Asked) -> Reply | Events:
 class _Call:
     """One call: its settings, and how its outputs are written."""
 
-    def __init__(self, served: Served, asked: Asked) -> None:
+    def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
         body: ChatBody = asked.body
-        served.check_model(body.model)
-        self._served, self._asked, self._body = served, asked, body
+        self._served, self._asked, self._body, self._lora = served, asked, body, lora
         self._id, self._created = f"chatcmpl-{body.request_id or asked.request_id}", now()
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
         self._settings = _settings(served, body)
@@ -105,10 +104,11 @@ class _Call:
 
     async def _start(self, generation: Generation) -> None:
         body = self._body
-        await generation.start([self._prompt], self._settings, priority=body.priority, session_id=body.session_id)
+        options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
+        await generation.start([self._prompt], self._settings, **options)
 
     def _response(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._served.model}
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._lora or self._served.model}
         return {**head, "choices": choices, **more}
 
     def _choice(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:

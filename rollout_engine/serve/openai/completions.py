@@ -42,7 +42,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
     """Complete prompts of text or token ids."""
-    call = _Call(served, asked)
+    call = _Call(served, asked, await served.adapter_of(asked.body.model))
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
@@ -51,10 +51,9 @@ async def create(served: Served, asked: Asked) -> Reply | Events:
 class _Call:
     """One call: its settings, and how its outputs are written."""
 
-    def __init__(self, served: Served, asked: Asked) -> None:
+    def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
         body: CompletionBody = asked.body
-        served.check_model(body.model)
-        self._served, self._asked, self._body = served, asked, body
+        self._served, self._asked, self._body, self._lora = served, asked, body, lora
         self._id, self._created = f"cmpl-{body.request_id or asked.request_id}", now()
         self._is_scoring = bool(body.echo) and body.max_tokens == 0
         """Whether only the prompt is wanted: a token is sampled, and left out."""
@@ -99,7 +98,8 @@ class _Call:
 
     async def _start(self, generation: Generation) -> None:
         body = self._body
-        await generation.start(self._prompts, self._settings, priority=body.priority, session_id=body.session_id)
+        options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
+        await generation.start(self._prompts, self._settings, **options)
 
     def _with_defaults(self, kind: str) -> Settings:
         body = self._body
@@ -116,7 +116,7 @@ class _Call:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._served.model,
+            "model": self._lora or self._served.model,
             "choices": choices,
             **more,
         }

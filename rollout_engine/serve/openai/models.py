@@ -12,9 +12,9 @@ from rollout_engine.serve.served import Served
 
 
 async def list_models(served: Served, asked: Asked) -> Reply:
-    """The model that is served, with its longest sequence and the kinds of requests that it serves."""
+    """The model that is served, with its longest sequence the kinds of requests that it serves, and its adapters."""
     info = served.engine.frontend.client.info
-    model = {
+    model: dict[str, Any] = {
         "id": served.model,
         "object": "model",
         "created": served.started,
@@ -26,7 +26,8 @@ async def list_models(served: Served, asked: Asked) -> Reply:
         "tasks": supported_tasks(info.generates, info.pooling),
         "permission": [],
     }
-    return Reply({"object": "list", "data": [model]})
+    adapters = [model | {"id": each.name, "parent": served.model} for each in await served.engine.list_loras()]
+    return Reply({"object": "list", "data": [model, *adapters]})
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

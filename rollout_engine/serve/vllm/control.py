@@ -5,6 +5,9 @@ from typing import Any
 import msgspec
 
 from rollout_engine.core.lifecycle import PauseMode
+from rollout_engine.errors import RequestError
+from rollout_engine.lora_request import LoRARequest
+from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
 
@@ -133,10 +136,49 @@ async def get_world_size(served: Served, asked: Asked) -> Reply:
     return Reply({"world_size": 1})
 
 
-async def lora(served: Served, asked: Asked) -> Reply:
-    """Adapters are not served."""
-    message = "Adapters are not served: merge them (merge_and_unload) and push the merged weights."
-    raise served.not_supported(message)
+class LoadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    """Other values under a known name: without a revision, the next one."""
+    revision: int | None = None
+    base_model_name: str | None = None
+
+
+async def load_lora(served: Served, asked: Asked) -> Reply:
+    """Add an adapter from a directory of this machine, in PEFT's format."""
+    body: LoadLoraBody = asked.body
+    served.check_model(body.base_model_name)
+    if body.lora_name in (served.model, "default"):
+        raise RequestError.for_field("lora_name", body.lora_name, "another name than the model's")
+    revision = body.revision
+    if revision is None:
+        known = [each.revision for each in await served.engine.list_loras() if each.name == body.lora_name]
+        revision = known[0] + 1 if known and body.load_inplace else 0
+    info = await served.engine.add_lora(LoRARequest(body.lora_name, body.lora_path, revision=revision))
+    return Reply({"success": True, "message": f"LoRA adapter '{info.name}' is served.", "adapter": info})
+
+
+class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a request."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+async def unload_lora(served: Served, asked: Asked) -> Reply:
+    """Remove an adapter."""
+    name = asked.body.lora_name
+    if not await served.engine.remove_lora(name):
+        raise HttpProblem(404, f"There is no adapter '{name:.200}'.", field="lora_name")
+    return Reply({"success": True, "message": f"LoRA adapter '{name}' is removed."})
+
+
+async def lora_tensors(served: Served, asked: Asked) -> Reply:
+    """Adapters from tensors in a request are not served."""
+    raise served.not_supported("Adapters come from a directory: POST /v1/load_lora_adapter {lora_name, lora_path}.")
 
 
 async def broadcaster(served: Served, asked: Asked) -> Reply:

@@ -144,6 +144,7 @@ class Rig:
         priority: int = 0,
         salt: str = "",
         pooling: PoolingParams | None = None,
+        lora: str = "",
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
@@ -156,6 +157,7 @@ class Rig:
             priority=priority,
             cache_salt=salt,
             pooling=pooling,
+            lora=lora,
         )
         self.core.add_request(request)
         self.requests[request_id] = request

@@ -78,9 +78,15 @@ def test_a_block_is_worth_keeping_only_under_its_own_version():
 
 def test_hash_depends_on_every_field():
     base = (b"p" * 16, b"abcd", 1, "salt")
-    changes = [(b"q" * 16, *base[1:]), (base[0], b"abce", 1, "salt"), (*base[:2], 2, "salt"), (*base[:3], "pepper")]
+    changes = [
+        (b"q" * 16, *base[1:]),
+        (base[0], b"abce", 1, "salt"),
+        (*base[:2], 2, "salt"),
+        (*base[:3], "pepper"),
+        (*base, 3),
+    ]
     hashes = {prefix_cache.block_hash(*fields) for fields in [base, *changes]}
-    assert len(hashes) == 5 and {len(h) for h in hashes} == {16}
+    assert len(hashes) == 6 and {len(h) for h in hashes} == {16}
 
 
 def test_a_very_long_chain_is_compared_and_freed_without_recursion():

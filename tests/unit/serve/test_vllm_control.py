@@ -7,7 +7,7 @@ import pytest
 
 from rollout_engine import RolloutPolicy
 from rollout_engine.serve.app import App
-from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing import random_adapter, save_adapter, tiny_checkpoint, tiny_model
 
 from .conftest import Client
 
@@ -102,7 +102,7 @@ def test_methods_are_called_by_name(client):
 
 
 def test_what_is_not_served_says_what_to_do(client):
-    assert "merge" in client.problem("/v1/load_lora_adapter", {"lora_name": "a"}, status=501)["message"]
+    assert "lora_path" in client.problem("/load_lora_adapter_from_tensors", {}, status=501)["message"]
     assert "weight_dir" in client.problem("/init_broadcaster", {"host": "a"}, status=501)["message"]
 
 
@@ -115,3 +115,34 @@ def test_what_is_asked_about_the_server_is_told(client):
     assert client.send("GET", "/load").json() == {"server_load": 0}
     for path in ("/health", "/ping", "/liveness", "/health_generate"):
         assert client.send("GET", path).status_code == 200
+
+
+def test_adapters_are_loaded_named_as_models_and_unloaded(client, tmp_path):
+    made = random_adapter(tiny_model(), "math")
+    save_adapter(tmp_path / "one", made)
+    save_adapter(tmp_path / "two", random_adapter(tiny_model(), "math", seed=1))
+    ask = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+
+    def tokens(model):
+        answer = client.post("/v1/completions", ask | {"model": model})
+        assert answer["model"] == (model if model == "math" else client.app.served.model)
+        return answer["choices"][0]["token_ids"]
+
+    base = tokens("default")
+    assert "does not exist" in client.problem("/v1/completions", ask | {"model": "math"}, status=404)["message"]
+    body = {"lora_name": "math", "lora_path": str(tmp_path / "one")}
+    assert client.post("/v1/load_lora_adapter", body)["adapter"]["rank"] == 8
+    names = [(each["id"], each["parent"]) for each in client.send("GET", "/v1/models").json()["data"]]
+    assert names == [(client.app.served.model, None), ("math", client.app.served.model)]
+    first = tokens("math")
+    assert first != base == tokens("default")
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "temperature": 0}
+    answers = [client.post("/v1/chat/completions", chat | {"model": model}) for model in ("math", "default")]
+    assert answers[0]["choices"] != answers[1]["choices"] and answers[0]["model"] == "math"
+    other = {"lora_name": "math", "lora_path": str(tmp_path / "two")}
+    assert "revision" in client.problem("/v1/load_lora_adapter", other)["message"]
+    assert client.post("/load_lora_adapter", other | {"load_inplace": True})["adapter"]["revision"] == 1
+    assert tokens("math") != first
+    assert "cannot be read" in client.problem("/v1/load_lora_adapter", body | {"lora_path": "/nowhere"})["message"]
+    assert client.post("/v1/unload_lora_adapter", {"lora_name": "math"})["success"]
+    assert "no adapter" in client.problem("/unload_lora_adapter", {"lora_name": "math"}, status=404)["message"]

@@ -1,0 +1,130 @@
+"""The adapters that requests may name: a fixed number of slots, from which the least recently used one gives way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rollout_engine.errors import LifecycleError, RequestError, unknown_name
+from rollout_engine.lora_request import LoRAInfo
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """An adapter in a slot."""
+
+    slot: int
+    """Where the model runner has its matrices."""
+    info: LoRAInfo
+    serial: int
+    """Number of these values, from 1, never used again: KV is keyed by it. Base requests have 0."""
+    last_used: int
+    """When a request last named it, on a clock that counts such events."""
+
+
+class AdapterTable:
+    """Adapters by name, in `num_slots` slots."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._by_name: dict[str, Adapter] = {}
+        self._clock = self._num_serials = 0
+
+    def list(self) -> list[LoRAInfo]:
+        """Every adapter, in the order in which they came."""
+        return [adapter.info for adapter in self._by_name.values()]
+
+    def find(self, name: str) -> Adapter | None:
+        """The adapter of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def get(self, name: str) -> Adapter:
+        """The adapter of this name. Raises `RequestError`."""
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            known = unknown_name("adapter", name, self._by_name) if self._by_name else f"Unknown adapter '{name}'."
+            hint = "Add it first, by add_lora, or give a LoRARequest with its path or tensors"
+            raise RequestError(f"lora_request: {known} {hint}.", field="lora_request", value=name)
+        return adapter
+
+    def use(self, name: str) -> Adapter:
+        """The adapter of this name, which a new request uses. Raises `RequestError`."""
+        adapter = self.get(name)
+        adapter.last_used = self._tick()
+        return adapter
+
+    def check_values(self, name: str, revision: int, digest: str) -> bool:
+        """Whether these values are new. Raises `RequestError` where a known name has others under this revision."""
+        known = self._by_name.get(name)
+        if known is None or known.info.digest == digest:
+            return known is None
+        if revision <= known.info.revision:
+            bound = f"more than {known.info.revision}, the revision of the adapter '{name}' that is served"
+            hint = "Its values are other ones than these; remove_lora first where numbers begin anew."
+            raise RequestError.for_field("revision", revision, bound, hint)
+        return True
+
+    def place(self, name: str, num_uses: Callable[[Adapter], int]) -> int:
+        """The slot for an adapter: its own, a free one, or that of the least recently used, which is removed.
+
+        `num_uses`: unfinished requests of an adapter. Raises `LifecycleError` where all are pinned or in use.
+        """
+        known = self._by_name.get(name)
+        if known is not None:
+            return known.slot
+        taken = {adapter.slot for adapter in self._by_name.values()}
+        if len(taken) < self._num_slots:
+            return min(set(range(self._num_slots)) - taken)
+        idle = [each for each in self._by_name.values() if not each.info.is_pinned and not num_uses(each)]
+        if not idle:
+            held = ", ".join(f"'{each.info.name}' ({_why(each, num_uses(each))})" for each in self._by_name.values())
+            what = f"add_lora: no slot is free for '{name}'; max_loras={self._num_slots}, and none can give way: {held}"
+            raise LifecycleError(f"{what}. Remove one, wait for its requests, or make the engine with more.")
+        oldest = min(idle, key=lambda each: each.last_used)
+        del self._by_name[oldest.info.name]
+        return oldest.slot
+
+    def put(self, slot: int, info: LoRAInfo) -> Adapter:
+        """Have an adapter in a slot that `place` has given for it. Requests that used the values before go on."""
+        self._num_serials += 1
+        known = self._by_name.get(info.name)
+        if known is None:
+            known = self._by_name[info.name] = Adapter(slot, info, self._num_serials, self._tick())
+        else:
+            known.info, known.serial = info, self._num_serials
+        return known
+
+    def renumber(self, name: str, revision: int) -> LoRAInfo:
+        """Count known values under this revision, if it is higher than theirs."""
+        adapter = self._by_name[name]
+        adapter.info = msgspec.structs.replace(adapter.info, revision=max(revision, adapter.info.revision))
+        return adapter.info
+
+    def pin(self, name: str) -> LoRAInfo:
+        """Keep an adapter until it is removed. Raises `RequestError` for an unknown name."""
+        adapter = self.get(name)
+        adapter.info = msgspec.structs.replace(adapter.info, is_pinned=True)
+        return adapter.info
+
+    def remove(self, name: str, num_uses: Callable[[Adapter], int]) -> Adapter | None:
+        """Remove an adapter; None where there is none. Raises `LifecycleError` while requests use it."""
+        adapter = self._by_name.get(name)
+        if adapter is not None and (count := num_uses(adapter)):
+            what = f"remove_lora: {count} unfinished requests use '{name}'"
+            raise LifecycleError(f"{what}: wait for them, or abort them.")
+        return self._by_name.pop(name, None)
+
+    def check_integrity(self) -> None:
+        """Assert that no two adapters share a slot or a serial number."""
+        adapters = list(self._by_name.values())
+        assert len({each.slot for each in adapters}) == len(adapters) <= self._num_slots, "two adapters share a slot"
+        assert all(0 <= each.slot < self._num_slots for each in adapters), "a slot does not exist"
+        assert len({each.serial for each in adapters}) == len(adapters), "two adapters share a serial number"
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _why(adapter: Adapter, num_uses: int) -> str:
+    return "pinned" if adapter.info.is_pinned else f"{num_uses} requests"

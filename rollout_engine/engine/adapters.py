@@ -1,0 +1,108 @@
+"""Adapters of one engine: loaded beside steps, put in place and taken away between two."""
+
+import time
+
+import msgspec
+
+from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.errors import StaleVersionError
+from rollout_engine.lora_request import LoRAInfo, LoRARequest
+from rollout_engine.messages import KvMode
+from rollout_engine.model.adapters.pool import AdapterPool, PreparedAdapter
+from rollout_engine.outputs import UpdateReport
+
+
+def load_adapter(driver: EngineDriver, request: LoRARequest, verb: str) -> LoRAInfo:
+    """Read an adapter, check it, and put it in a slot between two steps. Raises as `add_lora`; `verb`: the caller's.
+
+    Other values under a known name are a new policy version, as other weights are.
+    """
+    pool = driver.executor.require_adapters(verb)
+    prepared = pool.prepare(request)
+    with driver.boundary():
+        core = driver.core
+        known = core.adapters.find(request.name)
+        if not core.adapters.check_values(request.name, request.revision, prepared.digest):
+            return core.adapters.renumber(request.name, request.revision)
+        if known is None:
+            return _install(driver, pool, request, prepared, core.policy_version)
+        return _swap(driver, pool, request, prepared, verb, core.policy_version + 1)
+
+
+def ensure_adapter(driver: EngineDriver, request: LoRARequest) -> LoRAInfo:
+    """Load an adapter unless it is there in this revision or a later one."""
+    known = driver.core.adapters.find(request.name)
+    if known is not None and (known.info.revision >= request.revision or not request.has_values):
+        return known.info
+    if not request.has_values:
+        return driver.core.adapters.get(request.name).info
+    return load_adapter(driver, request, "add_lora")
+
+
+def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | None, kv: KvMode) -> UpdateReport:
+    """Load an adapter's values as policy version `version`, None: the next one. Raises as `update_weights`."""
+    start = time.perf_counter()
+    pool = driver.executor.require_adapters("update_weights")
+    prepared = pool.prepare(request)
+    with driver.boundary():
+        stalled, core = time.perf_counter(), driver.core
+        known = core.adapters.find(request.name)
+        number = core.policy_version + 1 if version is None else version
+        if known is None or (known.info.digest, known.info.policy_version) != (prepared.digest, number):
+            if number <= core.policy_version:
+                bound = f"must be more than {core.policy_version}, the live version"
+                raise StaleVersionError(f"update_weights: version={number} is not allowed: {bound}.")
+            revision = 0 if known is None else known.info.revision + 1
+            request = msgspec.structs.replace(request, revision=max(revision, request.revision))
+            _swap(driver, pool, request, prepared, "update_lora", number, kv)
+        resumed = time.perf_counter()
+        num_in_flight = core.num_unfinished_requests
+    sizes = prepared.num_tensors, prepared.num_bytes
+    return UpdateReport(number, prepared.digest, *sizes, resumed - start, resumed - stalled, num_in_flight)
+
+
+def remove_adapter(driver: EngineDriver, name: str) -> bool:
+    """Remove an adapter between two steps; False where there is none. Raises `LifecycleError` while requests use it."""
+    with driver.boundary():
+        removed = driver.core.adapters.remove(name, driver.core.num_using)
+        if removed is not None:
+            driver.executor.require_adapters("remove_lora").remove(removed.slot)
+        return removed is not None
+
+
+def _swap(
+    driver: EngineDriver,
+    pool: AdapterPool,
+    request: LoRARequest,
+    prepared: PreparedAdapter,
+    verb: str,
+    version: int,
+    kv: KvMode = "keep",
+) -> LoRAInfo:
+    """Have an adapter in a slot as a new policy version."""
+    driver.core.begin_update(verb)
+    try:
+        info = _install(driver, pool, request, prepared, version)
+        driver.core.commit_version(version, kv)
+        driver.executor.updater.version = version
+        return info
+    finally:
+        driver.core.end_update(dirty=driver.executor.dirty)
+
+
+def _install(
+    driver: EngineDriver, pool: AdapterPool, request: LoRARequest, prepared: PreparedAdapter, version: int
+) -> LoRAInfo:
+    table = driver.core.adapters
+    slot, known = table.place(request.name, driver.core.num_using), table.find(request.name)
+    info = LoRAInfo(
+        name=request.name,
+        revision=request.revision,
+        rank=prepared.rank,
+        num_bytes=prepared.num_bytes,
+        digest=prepared.digest,
+        policy_version=version,
+        is_pinned=known is not None and known.info.is_pinned,
+    )
+    pool.install(slot, prepared)
+    return table.put(slot, info).info

@@ -1,0 +1,170 @@
+"""ctypes wrapper of `adapters.cpp`: low-rank adapters of many rows at once. Callers ask `supports` first."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine.kernels.cpu import build
+from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error
+
+_LANES = 16
+"""Ranks are padded to a multiple of this."""
+_BLOCK_ROWS = 4
+"""Most rows that read an adapter's matrices together."""
+_PRODUCTS_A_THREAD = 1 << 15
+"""Fewer are done before another thread has woken up."""
+
+
+class AdapterPair(NamedTuple):
+    """One adapter's matrices for one linear layer: it adds `scale * (x @ a) @ b` to the layer's output.
+
+    The first dimension of `b`, and the second of `a`, are the rank, padded with zeros to a multiple of 16.
+    """
+
+    a: Tensor
+    """[in_features, rank]."""
+    b: Tensor
+    """[rank, out_features], of the dtype of `a`."""
+    scale: float
+
+
+class AdapterRows(NamedTuple):
+    """The rows of a batch that have an adapter, sorted by it."""
+
+    rows: np.ndarray
+    """int32 [N], row numbers in the batch."""
+    slots: np.ndarray
+    """int32 [N], the adapter of each; ascending."""
+    blocks: np.ndarray
+    """int32 [B, 3]: (first, count, slot) of consecutive entries of `rows` with one adapter."""
+
+    @classmethod
+    def of(cls, slots: Sequence[int], sizes: Sequence[int]) -> "AdapterRows | None":
+        """Sort the rows of a batch made of runs of `sizes[i]` rows under adapter `slots[i]`, from 0; -1: none.
+
+        None where no row has an adapter.
+        """
+        each = np.repeat(np.array(slots, np.int32), np.array(sizes, np.int64))
+        rows = np.flatnonzero(each >= 0)
+        if not len(rows):
+            return None
+        rows = rows[np.argsort(each[rows], kind="stable")].astype(np.int32)
+        sorted_slots = each[rows]
+        starts = [0, *(np.flatnonzero(np.diff(sorted_slots)) + 1).tolist(), len(rows)]
+        blocks = [
+            (first, min(_BLOCK_ROWS, end - first), int(sorted_slots[begin]))
+            for begin, end in zip(starts, starts[1:], strict=False)
+            for first in range(begin, end, _BLOCK_ROWS)
+        ]
+        return cls(rows, sorted_slots, np.array(blocks, np.int32))
+
+
+class AdapterTable:
+    """The pairs of `num_slots` adapters for linears that share an input and write side by side into one output.
+
+    `sizes`: out_features of these linears. It keeps the tensors that it points to.
+    """
+
+    def __init__(self, num_slots: int, in_features: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self.in_features, self.sizes, self.dtype = in_features, list(sizes), dtype
+        self.pairs: list[list[AdapterPair | None]] = [[None] * len(self.sizes) for _ in range(num_slots)]
+        self._parts = (_Part * (num_slots * len(self.sizes)))()
+        self._max_rank = 0
+
+    def set(self, slot: int, pairs: Sequence[AdapterPair | None]) -> None:
+        """Give an adapter its pairs, one for each linear; None where it leaves one alone.
+
+        Raises `ValueError` for tensors of another shape or dtype.
+        """
+        column, parts = 0, []
+        for size, pair in zip(self.sizes, pairs, strict=True):
+            parts.append(_Part() if pair is None else self._part(pair, column, size))
+            column += size
+        self.pairs[slot] = list(pairs)
+        for index, part in enumerate(parts):
+            self._parts[slot * len(parts) + index] = part
+        self._max_rank = max((p.a.shape[1] for each in self.pairs for p in each if p is not None), default=0)
+
+    def add(self, x: Tensor, out: Tensor, plan: AdapterRows) -> None:
+        """Add the adapters' products of x [R, in_features] to out [R, sum of sizes], in place.
+
+        Rows of both may be apart in memory. Raises `ValueError` for unreadable tensors and rows beyond R.
+        """
+        if not self._max_rank:
+            return
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        if len(plan.rows) and int(plan.rows.max()) >= len(x):
+            raise argument_error("x", x, f"a tensor of more than {int(plan.rows.max())} rows")
+        low = torch.empty(len(plan.rows) * len(self.sizes) * self._max_rank)
+        call = _Call(
+            address("x", x, self.dtype, (len(x), self.in_features), strided_rows=True),
+            address("out", out, self.dtype, (len(x), sum(self.sizes)), strided_rows=True),
+            ctypes.addressof(self._parts),
+            plan.blocks.ctypes.data,
+            plan.rows.ctypes.data,
+            low.data_ptr(),
+            x.stride(0),
+            out.stride(0),
+            len(plan.blocks),
+            len(self.sizes),
+            self.in_features,
+            self._max_rank,
+            self.dtype == torch.bfloat16,
+            self._num_threads(len(plan.rows)),
+        )
+        _library().adapters_run(ctypes.addressof(call))
+
+    def _num_threads(self, num_rows: int) -> int:
+        products = num_rows * self._max_rank * (self.in_features * len(self.sizes) + sum(self.sizes))
+        return max(1, min(torch.get_num_threads(), products // _PRODUCTS_A_THREAD))
+
+    def _part(self, pair: AdapterPair, column: int, size: int) -> "_Part":
+        rank = pair.a.shape[-1]
+        if rank % _LANES or not rank:
+            raise argument_error("a", pair.a, f"of a rank that is padded to a multiple of {_LANES}")
+        return _Part(
+            address("a", pair.a, self.dtype, (self.in_features, rank)),
+            address("b", pair.b, self.dtype, (rank, size)),
+            rank,
+            column,
+            size,
+            pair.scale,
+        )
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether the kernel computes this dtype on this machine."""
+    return dtype in DTYPES and build.load_kernels() is not None
+
+
+def padded_rank(rank: int) -> int:
+    """`rank` as `AdapterPair` holds it."""
+    return -(-rank // _LANES) * _LANES
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        *((name, c_int64) for name in ("rank", "column", "size")),
+        ("scale", c_float),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "out", "parts", "blocks", "rows", "low")),
+        *((name, c_int64) for name in ("x_stride", "out_stride", "num_blocks", "num_parts", "in_features", "max_rank")),
+        *((name, c_int32) for name in ("is_bf16", "num_threads")),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return build.declared(adapters_run=(None, c_void_p))

@@ -1,0 +1,171 @@
+"""Reads LoRA adapters in the format of the package peft: a configuration, and tensors by name. Pickles are not read.
+
+    adapter_config.json           r, lora_alpha, use_rslora, rank_pattern, alpha_pattern
+    adapter_model.safetensors     base_model.model.{linear}.lora_A.weight [rank, in], ...lora_B.weight [out, rank]
+
+What a configuration asks for that is not computed here is refused by its name.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from rollout_engine.errors import RequestError
+from rollout_engine.lora_request import LoRARequest
+from sync.checkpoint import read_tensor_file
+from sync.errors import SyncError
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 20
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<linear>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
+_REFUSED = {
+    "alora_invocation_tokens": "an activated LoRA depends on the tokens before",
+    "arrow_config": "the adapters of Arrow are mixed by the input",
+    "fan_in_fan_out": "its matrices are those of transposed layers",
+    "layer_replication": "it changes the model's layers",
+    "lora_bias": "it trains biases beside its matrices",
+    "megatron_config": "its layers are Megatron's",
+    "modules_to_save": "it replaces whole modules",
+    "target_parameters": "it adapts parameters that are no linear layers",
+    "trainable_token_indices": "it replaces rows of the embedding",
+    "use_bdlora": "its matrices are block-diagonal",
+    "use_dora": "DoRA divides by norms of the base's weights",
+    "use_qalora": "QALoRA pools its inputs",
+}
+"""Option -> why an adapter that sets it is not served."""
+_CHANGES_BASE = ("corda", "loftq", "olora", "pissa")
+"""Ways to begin an adapter that change the base's weights too."""
+
+
+class LinearAdapter(NamedTuple):
+    """The matrices of one linear layer: it adds scale * x @ a.T @ b.T."""
+
+    a: Tensor
+    """[rank, in_features]."""
+    b: Tensor
+    """[out_features, rank]."""
+    scale: float
+
+
+def read_adapter(request: LoRARequest) -> dict[str, LinearAdapter]:
+    """The matrices of an adapter by the name of the linear. Raises `RequestError` naming what cannot be served."""
+    if request.path is not None:
+        config, tensors = _read_config(Path(request.path)), _read_tensors(Path(request.path))
+    elif request.tensors is not None:
+        if request.config is None:
+            hint = (
+                "Give what adapter_config.json says, such as peft_model.peft_config['default'], or {'lora_alpha': 16}."
+            )
+            raise RequestError.for_field("config", None, "given with tensors", hint)
+        config, tensors = request.config, request.tensors
+    else:
+        bound = "given, or tensors with config"
+        raise RequestError.for_field("path", None, bound, f"The engine has no values of '{request.name}'.")
+    _check_config(config)
+    return {name: _linear(name, config, *pair) for name, pair in _pairs(tensors).items()}
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_CONFIG_BYTES)
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except OSError as problem:
+        raise _unreadable(path, f"cannot be read ({problem.strerror or problem})") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+        raise _unreadable(path, f"is no configuration of an adapter ({problem})") from None
+
+
+def _read_tensors(directory: Path) -> dict[str, Tensor]:
+    path = directory / TENSORS_FILE
+    try:
+        return {stored.name: stored.materialize() for stored in read_tensor_file(path)}
+    except (OSError, SyncError) as problem:
+        if (directory / "adapter_model.bin").exists():
+            raise _unreadable(path, "is not there, and pickles (adapter_model.bin) are not read") from None
+        raise _unreadable(path, f"cannot be read ({problem})") from None
+
+
+def _unreadable(path: Path, what: str) -> RequestError:
+    text = f"add_lora: {path} {what}. Give the directory that save_pretrained of a PeftModel has written."
+    return RequestError(text, field="path", value=str(path.parent), bound="the directory of an adapter")
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise RequestError.for_field("config.peft_type", kind, "'LORA'", "Merge other adapters: merge_and_unload().")
+    for name, reason in _REFUSED.items():
+        if config.get(name):
+            hint = f"It is not computed here: {reason}. Merge the adapter: merge_and_unload()."
+            raise RequestError.for_field(f"config.{name}", config[name], "absent", hint)
+    if config.get("bias", "none") != "none":
+        hint = "Biases that were trained beside an adapter are the base model's own: send them by update_weights."
+        raise RequestError.for_field("config.bias", config["bias"], "'none'", hint)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        hint = "It changes the base's weights, too. Convert it to a plain LoRA as peft's documentation says."
+        raise RequestError.for_field("config.init_lora_weights", start, "a start that leaves the base alone", hint)
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise RequestError.for_field(f"config.{name}", config[name], "a dict of names and numbers")
+
+
+def _pairs(tensors: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Linear -> (A, B)."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(str(name))
+        if match is None:
+            bound = "the name of a matrix lora_A or lora_B of a linear layer"
+            raise RequestError.for_field("tensors", name, bound, "Nothing else of an adapter is computed here.")
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() != 2:
+            shown = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RequestError.for_field(f"tensors['{name}']", shown, "a tensor of floats of two dimensions")
+        matrices = found.setdefault(match["linear"], {})
+        if match["matrix"] in matrices:
+            raise RequestError.for_field("tensors", name, f"the only lora_{match['matrix']} of '{match['linear']}'")
+        matrices[match["matrix"]] = tensor
+    if not found:
+        raise RequestError.for_field("tensors", [], "at least one pair of lora_A and lora_B")
+    return dict(_complete(found))
+
+
+def _complete(found: Mapping[str, dict[str, Tensor]]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    for linear, matrices in found.items():
+        if len(matrices) < 2:
+            missing = "AB".replace(next(iter(matrices)), "")
+            raise RequestError.for_field("tensors", linear, f"given with its lora_{missing} too")
+        yield linear, (matrices["A"], matrices["B"])
+
+
+def _linear(name: str, config: Mapping[str, Any], a: Tensor, b: Tensor) -> LinearAdapter:
+    rank = len(a)
+    if b.shape[1] != rank or not rank:
+        shapes = f"lora_A {list(a.shape)}, lora_B {list(b.shape)}"
+        raise RequestError.for_field(f"tensors of '{name}'", shapes, "[rank, in_features] and [out_features, rank]")
+    stated = _of_pattern(config, "rank_pattern", name, config.get("r", rank))
+    if stated != rank:
+        raise RequestError.for_field("config.r", stated, f"{rank}, the rank of the tensors of '{name}'")
+    alpha = _of_pattern(config, "alpha_pattern", name, config.get("lora_alpha"))
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not math.isfinite(alpha):
+        raise RequestError.for_field("config.lora_alpha", alpha, "a finite number")
+    return LinearAdapter(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of_pattern(config: Mapping[str, Any], option: str, name: str, default: Any) -> Any:
+    """The value of the first pattern that fits a linear's name, as peft looks it up."""
+    for pattern, value in (config.get(option) or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+        except re.error as problem:
+            raise RequestError.for_field(f"config.{option}", pattern, f"a pattern ({problem})") from None
+    return default

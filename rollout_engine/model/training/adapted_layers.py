@@ -1,0 +1,87 @@
+"""LoRA layers of the package peft on a trainer, computed as the engine computes an adapter.
+
+PEFT itself is not imported: its layers are recognised by their attributes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from rollout_engine.kernels.adapters import add_adapter
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The causal LM inside a `PeftModel`; any other model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model  # type: ignore[no-any-return,operator]
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the layers that LoRA layers wrap stand in their place."""
+    wrapped = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if _is_lora(child)
+    ]
+    for parent, name, child in wrapped:
+        parent._modules[name] = child.base_layer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+
+
+def make_adapters_exact(model: nn.Module) -> None:
+    """Have every LoRA layer of a linear compute its adapter by the engine's own product, in place."""
+    for child in model.modules():
+        if _is_lora(child) and not isinstance(child, ExactAdapter):
+            child.__class__ = _exact_class(type(child))
+
+
+class ExactAdapter:
+    """Mixed into a LoRA layer's class: one plain active adapter is computed as in the engine, others as before."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        name = None if args or kwargs else self.exact_adapter
+        if name is None:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        layer: Any = self
+        out = layer.base_layer(x)
+        rows = add_adapter(
+            x.reshape(-1, x.shape[-1]),
+            out.reshape(-1, out.shape[-1]),
+            layer.lora_A[name].weight,
+            layer.lora_B[name].weight,
+            layer.scaling[name],
+        )
+        return rows.view(out.shape)
+
+    @property
+    def exact_adapter(self) -> str | None:
+        """The only active adapter, where the engine computes such: plain LoRA without biases and dropout."""
+        layer: Any = self
+        active = [name for name in layer.active_adapters if name in layer.lora_A]
+        if layer.disable_adapters or layer.merged or len(active) != 1:
+            return None
+        [name] = active
+        dropout = layer.lora_dropout[name] if name in layer.lora_dropout else None
+        drops = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+        has_bias = any(matrix[name].bias is not None for matrix in (layer.lora_A, layer.lora_B))
+        is_variant = name in getattr(layer, "lora_variant", ())
+        return None if drops or has_bias or is_variant else str(name)
+
+
+@cache
+def _exact_class(kind: type) -> type:
+    return type(f"Exact{kind.__name__}", (ExactAdapter, kind), {})
+
+
+def _is_lora(child: nn.Module) -> bool:
+    """Whether it is a linear layer with LoRA matrices beside it."""
+    parts = ("lora_A", "lora_B", "lora_dropout", "scaling", "active_adapters", "disable_adapters", "merged")
+    return isinstance(getattr(child, "base_layer", None), nn.Linear) and all(hasattr(child, part) for part in parts)

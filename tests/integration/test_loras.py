@@ -1,0 +1,292 @@
+"""LoRA adapters on a real tiny model: right, exact, many in one batch, and changed as transactions."""
+
+import asyncio
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine import LLM, AsyncLLM, EngineConfig, LLMEngine, LoRARequest, RolloutPolicy, SamplingParams, exact
+from rollout_engine.errors import LifecycleError, RequestError, WeightUpdateError
+from rollout_engine.testing import merge_adapter, random_adapter, save_adapter, tiny_checkpoint, tiny_model
+from tests.unit.peft_layers import PeftModel
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0, seed=3)
+PROMPT = list(range(3, 45))
+SIZES = dict(num_kv_blocks=256, max_model_len=256)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, dtype):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), dtype=dtype)
+
+
+@pytest.fixture
+def llm(checkpoint, dtype):
+    with LLM(checkpoint, dtype=str(dtype).removeprefix("torch."), **SIZES) as llm:
+        yield llm
+        llm.check_integrity()
+
+
+def adapter(name="a", **options):
+    return random_adapter(tiny_model(), name, **({"seed": ord(name[0])} | options))
+
+
+def generated(llm, prompts, lora=None, **options):
+    return [out.outputs[0] for out in llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=lora, **options)]
+
+
+def same(one, other):
+    return one.token_ids == other.token_ids and np.array_equal(one.logprobs, other.logprobs)
+
+
+def test_an_adapter_computes_what_merged_weights_do(tmp_path):
+    merged = merge_adapter(tiny_model(std=0.1), adapter(std=0.1))
+    with LLM(tiny_checkpoint(tmp_path, std=0.1), **SIZES) as llm:
+        llm.add_lora(adapter(std=0.1))
+        (base,), (got,) = generated(llm, [PROMPT]), generated(llm, [PROMPT], "a")
+        ids = torch.tensor([PROMPT + got.token_ids])
+        expected = merged(ids).logits.log_softmax(-1)[0, len(PROMPT) - 1 : -1].gather(1, ids[0, len(PROMPT) :, None])
+    assert got.token_ids != base.token_ids
+    np.testing.assert_allclose(got.logprobs, expected.detach().flatten(), rtol=1e-3, atol=1e-3)
+
+
+def test_rows_have_the_same_bits_in_any_company(llm):
+    base = generated(llm, [PROMPT, "b", "c"])
+    for name in "abc":
+        llm.add_lora(adapter(name, rank=4 * (1 + ord(name) % 3)))
+    loras = ["a", None, "b", "c", None, "a", "b", "c"]
+    prompts = [PROMPT, PROMPT, PROMPT, "b", "b", "c", "c", "c"]
+    together = generated(llm, prompts, loras)
+    assert same(together[1], base[0]) and same(together[4], base[1])
+    for prompt, lora, got in zip(prompts, loras, together, strict=True):
+        llm.reset_prefix_cache()
+        assert same(got, generated(llm, [prompt], lora)[0])
+    assert len({tuple(each.token_ids) for each in together}) == 8
+
+
+def test_the_layers_may_run_as_modules_or_at_once(llm):
+    """Base rows of a mixed step have the bits of a step without adapters, whichever way their layers run."""
+    base = generated(llm, [PROMPT])
+    llm.add_lora(adapter())
+    assert same(generated(llm, [PROMPT, PROMPT], ["a", None])[1], base[0])
+    llm.remove_lora("a")
+    assert same(generated(llm, [PROMPT])[0], base[0])
+
+
+def test_scores_under_an_adapter_are_those_of_sampling(llm):
+    llm.add_lora(adapter())
+    (sampled,) = generated(llm, [PROMPT], "a")
+    (base,) = llm.score([PROMPT], [sampled.token_ids])
+    (scored,) = llm.score([PROMPT], [sampled.token_ids], lora="a")
+    assert np.array_equal(scored, sampled.logprobs)
+    assert not np.array_equal(base, scored)
+    with pytest.raises(RequestError, match="Unknown adapter 'b'"):
+        llm.score([PROMPT], [[5]], lora="b")
+
+
+def test_a_request_may_bring_its_adapter_along(llm, tmp_path):
+    on_disk = save_adapter(tmp_path / "a", adapter())
+    (first,) = generated(llm, [PROMPT], on_disk)
+    (tmp_path / "a" / "adapter_config.json").unlink()  # it is not read again
+    assert same(generated(llm, [PROMPT], on_disk)[0], first)
+    assert same(generated(llm, [PROMPT], "a")[0], first)
+    [info] = llm.list_loras()
+    assert (info.name, info.revision, info.rank, info.is_pinned) == ("a", 0, 8, False)
+
+
+def test_the_same_values_again_change_nothing(llm, tmp_path):
+    info = llm.add_lora(adapter())
+    assert llm.add_lora(adapter()) == llm.add_lora(save_adapter(tmp_path, adapter())) == info
+    assert llm.add_lora(adapter(revision=5)).revision == 5
+    assert llm.policy_version == 0
+
+
+def test_other_values_need_a_revision_and_are_a_policy_version(llm):
+    llm.add_lora(adapter())
+    (before,) = generated(llm, [PROMPT], "a")
+    with pytest.raises(RequestError, match="revision=0 .* more than 0"):
+        llm.add_lora(adapter(seed=7))
+    assert same(generated(llm, [PROMPT], "a")[0], before)
+    info = llm.add_lora(adapter(seed=7, revision=1))
+    assert info.policy_version == llm.policy_version == 1
+    out = llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request="a")[0]
+    assert out.num_cached_tokens == 0 and not same(out.outputs[0], before)
+    llm.update_weights(tiny_model(seed=1).state_dict())
+    assert llm.policy_version == 2
+
+
+def test_requests_in_flight_go_on_under_the_new_values(checkpoint, dtype):
+    config = EngineConfig(model=str(checkpoint), dtype=str(dtype).removeprefix("torch."), **SIZES)
+    with LLMEngine.from_config(config) as engine:
+        engine.add_lora(adapter())
+        engine.add_request("r", PROMPT, PARAMS.clone(max_tokens=10), lora_request="a")
+        for _ in range(4):
+            engine.step()
+        engine.add_lora(adapter(seed=7, revision=1))
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        spans = outputs[-1].outputs[0].version_spans
+        assert [(s.start, s.end, s.policy_version, s.kv_min_version) for s in spans] == [(0, 4, 0, 0), (4, 10, 1, 0)]
+        tokens = outputs[-1].outputs[0].token_ids
+        engine.add_request("anew", PROMPT, PARAMS.clone(max_tokens=10), lora_request="a")
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert outputs[-1].outputs[0].token_ids != tokens
+
+
+def test_idle_adapters_give_way_and_pinned_ones_do_not(checkpoint):
+    with LLM(checkpoint, max_loras=2, **SIZES) as llm:
+        llm.add_lora(adapter("a"))
+        (first,) = generated(llm, [PROMPT], "a")
+        llm.add_lora(adapter("b"))
+        llm.pin_lora("b")
+        llm.add_lora(adapter("c"))
+        assert [info.name for info in llm.list_loras()] == ["b", "c"]
+        with pytest.raises(RequestError, match="Unknown adapter 'a'"):
+            generated(llm, [PROMPT], "a")
+        llm.pin_lora("c")
+        with pytest.raises(LifecycleError, match="'b' .pinned., 'c' .pinned."):
+            llm.add_lora(adapter("a"))
+        assert llm.remove_lora("b") and not llm.remove_lora("b")
+        llm.add_lora(adapter("a"))
+        assert same(generated(llm, [PROMPT], "a")[0], first)
+
+
+@contextmanager
+def nothing_changes(llm):
+    before, (sampled,) = llm.list_loras(), generated(llm, [PROMPT], "a")
+    yield
+    llm.reset_prefix_cache()
+    assert llm.list_loras() == before and same(generated(llm, [PROMPT], "a")[0], sampled)
+
+
+def _spoilt(**changes):
+    made = adapter("b")
+    tensors = {changes.get("rename", lambda name: name)(name): each for name, each in made.tensors.items()}
+    if "value" in changes:
+        next(iter(tensors.values()))[0, 0] = changes["value"]
+    return LoRARequest("b", tensors=tensors, config=made.config)
+
+
+@pytest.mark.parametrize(
+    "wrong, match",
+    [
+        (random_adapter(tiny_model(hidden_size=32, head_dim=8), "b"), "shape of .* of another base model"),
+        (random_adapter(tiny_model(), "b", rank=65), r"rank=65 .* at most 64 \(max_lora_rank\)"),
+        (_spoilt(rename=lambda name: name.replace("q_proj", "query")), r"target='.*query' .* linear layer of Qwen3"),
+        (_spoilt(rename=lambda name: name.replace("model.layers.1.mlp.up_proj", "lm_head")), "other than its head"),
+        (_spoilt(value=float("nan")), "NaN"),
+        (LoRARequest("b", path="/nowhere"), "adapter_config.json cannot be read"),
+        (LoRARequest("b"), "path=None"),
+        ("b", "path=None"),
+        (3, "lora_request=3"),
+    ],
+    ids=["base", "rank", "target", "head", "nan", "path", "none", "name", "kind"],
+)
+def test_adapters_that_cannot_be_served_change_nothing(llm, wrong, match):
+    llm.add_lora(adapter())
+    with nothing_changes(llm), pytest.raises(RequestError, match=match):
+        llm.add_lora(wrong)
+
+
+def test_requests_of_wrong_adapters_are_refused_before_any_is_queued(llm):
+    for lora, match in (("b", "Unknown adapter 'b'"), ([None], "a list of 1"), (3, "lora_request=3")):
+        with pytest.raises(RequestError, match=match):
+            llm.generate(["a", "b"], PARAMS, use_tqdm=False, lora_request=lora)
+    assert llm.get_num_unfinished_requests() == 0
+    with pytest.raises(RequestError, match=r"Unknown LoRARequest option 'revison'. Did you mean 'revision'"):
+        LoRARequest("a", revison=3)
+
+
+def test_an_engine_without_exact_products_says_so(checkpoint):
+    with LLM(checkpoint, deterministic=False, **SIZES) as llm:
+        with pytest.raises(LifecycleError, match="add_lora: this engine computes no adapters"):
+            llm.add_lora(adapter())
+
+
+def test_rollouts_under_two_adapters_and_the_base(checkpoint, dtype):
+    name = str(dtype).removeprefix("torch.")
+    with RolloutPolicy.from_pretrained(checkpoint, dtype=name, **SIZES) as policy:
+        policy.add_lora(adapter("a"))
+        options = dict(num_samples=2, seed=1, use_tqdm=False)
+        batches = {
+            lora: policy.rollout(["x", "y"], PARAMS.clone(seed=None), lora_request=lora, **options)
+            for lora in (None, "a", adapter("b"))
+            if not isinstance(lora, LoRARequest)
+        }
+        batches["b"] = policy.rollout(["x", "y"], PARAMS.clone(seed=None), lora_request=adapter("b"), **options)
+        for lora, batch in batches.items():
+            assert torch.equal(policy.score(batch, lora=lora), batch["log_probs", "full"])
+        assert not torch.equal(policy.score(batches["a"]), batches["a"]["log_probs", "full"])
+        prompts = [{"prompt": "x", "lora_request": "a"}, {"prompt": "x"}]
+        mixed = policy.rollout(prompts, PARAMS.clone(seed=None), **options)
+        assert mixed["text", "response"][0] == batches["a"]["text", "response"][0]
+
+        async def groups():
+            params = PARAMS.clone(seed=None)
+            made = policy.arollout(["x"], params, num_samples=2, seed=1, lora_request=adapter("b"))
+            return [group async for group in made]
+
+        (group,) = asyncio.run(groups())
+        assert group["text", "response"] == batches["b"]["text", "response"][:2]
+
+
+def test_another_process_computes_the_same(llm, checkpoint, dtype, tmp_path):
+    llm.add_lora(adapter())
+    (expected,) = generated(llm, [PROMPT], "a")
+
+    async def run():
+        async with AsyncLLM(str(checkpoint), dtype=str(dtype).removeprefix("torch."), **SIZES) as engine:
+            info = await engine.add_lora(adapter())
+            *_, out = [out async for out in engine.generate(PROMPT, PARAMS, lora_request="a")]
+            on_disk = save_adapter(tmp_path, adapter("b"))
+            *_, other = [out async for out in engine.generate(PROMPT, PARAMS, lora_request=on_disk)]
+            with pytest.raises(RequestError, match="Unknown adapter 'c'"):
+                await anext(engine.generate(PROMPT, PARAMS, lora_request="c"))
+            names = [each.name for each in await engine.list_loras()]
+            return info, out.outputs[0], other.outputs[0], names, await engine.remove_lora("b")
+
+    info, got, other, names, removed = asyncio.run(run())
+    assert info == llm.list_loras()[0] and same(got, expected) and not same(other, expected)
+    assert names == ["a", "b"] and removed
+
+
+def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
+    trainer = PeftModel(tiny_model(dtype=dtype))
+    exact.enable(trainer)
+    name = str(dtype).removeprefix("torch.")
+    with RolloutPolicy.from_pretrained(checkpoint, dtype=name, **SIZES) as policy:
+        for version in (1, 2):
+            report = policy.update_weights(trainer, merge=False)
+            assert (report.version, report.num_tensors) == (version, 2 * len(trainer.adapters()))
+            options = dict(num_samples=2, lora_request="default", use_tqdm=False)
+            batch = policy.rollout(["x", "y"], PARAMS.clone(seed=None), **options)
+            mask = batch["masks", "all_assistant_mask"][:, 1:]
+            assert set(batch["policy_version"][:, 1:][mask].tolist()) == {version}
+            ids = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+            assert torch.equal(exact.token_logprobs(trainer, *ids)[mask], batch["log_probs", "full"][:, 1:][mask])
+            with torch.no_grad():
+                trainer.adapters()[0].lora_B["default"].weight.mul_(-1)
+        whole = policy.update_weights(tiny_model(seed=1, dtype=dtype))
+        assert whole.version == 3 and whole.num_tensors > report.num_tensors
+
+
+def test_what_does_not_go_with_an_adapter_alone_is_refused(llm):
+    trainer = PeftModel(tiny_model())
+    for wrong, options, match in (
+        (tiny_model(), {}, "merge=False sends the adapter of a PeftModel"),
+        (trainer, dict(mode="abort"), "mode='abort' does not go with merge=False"),
+        (trainer, dict(version=0), "version=0 .* more than 0"),
+        (PeftModel(tiny_model(), rank=65), {}, "rank=65"),
+    ):
+        with pytest.raises(WeightUpdateError, match=match):
+            llm.update_weights(wrong, merge=False, **options)
+    assert llm.policy_version == 0 and not llm.list_loras()
