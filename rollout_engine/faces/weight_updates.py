@@ -36,6 +36,7 @@ def update_weights(
     allow_nonfinite: bool = False,
     timeout: float = 300,
     partial: bool = False,
+    delta: bool = True,
 ) -> UpdateReport:
     """Replace the live weights between two steps, wholly or not at all.
 
@@ -66,6 +67,8 @@ def update_weights(
             transactional as a whole update, takes the same memory, gives all live weights the new version, and the
             report's digest is of all of them. After `DirtyWeightsError`, and after a sleep that forgot the weights,
             send all. A fleet takes a part once all weights were sent; both as tensors then, not as a path.
+        delta: leave tensors as they are whose digest says that they have not changed since the last update; the report
+            says how many bytes were sent. False: send and stage all again.
 
     Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
@@ -80,6 +83,7 @@ def update_weights(
         allow_nonfinite=allow_nonfinite,
         timeout=timeout,
         partial=partial,
+        delta=delta,
     )
     return _carry_out(frontend, source, version, options)
 
