@@ -61,7 +61,7 @@ class Offer:
         return tensor
 
     def write_changed(self, i: int, out: Tensor, writer: TensorWriter, known: Sequence[bytes]) -> list[bytes]:
-        """Write the pieces of tensor `i`, cast, that `out` lacks: it has those of digests `known`. Returns all of them."""
+        """Write the pieces of tensor `i`, cast, that `out` lacks, as `TensorWriter.write_changed` does."""
         return writer.write_changed(out, materialized(self.tensors[i][1]), known)
 
     def copy(self, i: int, out: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 python tests/benchmarks/push_delta.py [--shape L] [--rounds 5] [--share 0.03]
 
-Three kinds of pushes by shared memory take turns: of everything (`delta=False`), after a change of neighbouring pieces of
-512 KiB (some layers are trained, the others are frozen), and after a change of as many pieces, spread at random. A ratio
-is the median time of such a push over that of a push of everything.
+Three kinds of pushes by shared memory take turns: of everything (`delta=False`), after a change of neighbouring pieces
+of 512 KiB (some layers are trained, the others are frozen), and after a change of as many pieces, spread at random. A
+ratio is the median time of such a push over that of a push of everything.
 """
 
 import argparse
