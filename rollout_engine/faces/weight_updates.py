@@ -75,16 +75,9 @@ def update_weights(
     when requests do not finish in time.
     """
     options = UpdateOptions.checked(
-        mode=mode,
-        kv=kv,
-        staging=staging,
-        transport=transport,
-        reset_version=reset_version,
-        allow_nonfinite=allow_nonfinite,
-        timeout=timeout,
-        partial=partial,
-        delta=delta,
-    )
+        mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
+        allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta,
+    )  # fmt: skip
     return _carry_out(frontend, source, version, options)
 
 
