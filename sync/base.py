@@ -49,6 +49,7 @@ class WeightSender(Protocol):
 
     def forget(self) -> None:
         """Move all of the next offer, also what the last one has in common with it; no-op where that is so anyway."""
+        return
 
     def close(self) -> None:
         """Let go of the source and of the connection."""
