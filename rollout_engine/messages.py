@@ -330,6 +330,7 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     transport: str | None = None
     """None: the engine's own choice."""
     partial: bool = False
+    delta: bool = True
 
     @classmethod
     def checked(cls, **values: Any) -> "UpdateOptions":

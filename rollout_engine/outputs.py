@@ -180,6 +180,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
     """The part of `seconds` in which the received weights were packed for the kernels."""
     replicas: "dict[int, UpdateReport]" = {}
     """The report of each replica of a fleet, by its index; the times above are then the longest of them."""
+    num_bytes_sent: int = 0
+    """Bytes of the tensors that the engine took: those that had changed, or all `num_bytes`."""
 
 
 def _dicts(

@@ -9,10 +9,10 @@ manifest's digests prove that they are the right ones.
 """
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Set
 from contextlib import closing
 from os import PathLike
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -47,12 +47,19 @@ class WeightSender(Protocol):
         Does nothing for transports whose receivers fetch by themselves. Raises `TransferTimeout` or `SyncError`.
         """
 
+    def forget(self) -> None:
+        """Move all of the next offer, also what the last one has in common with it; no-op where that is so anyway."""
+        return
+
     def close(self) -> None:
         """Let go of the source and of the connection."""
 
 
 class WeightReceiver(Protocol):
     """The engine's end."""
+
+    can_skip: ClassVar[bool] = False
+    """Whether tensors that `receive_into` is told to skip do not travel."""
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor of `manifest` once, under its manifest name, in any order.
@@ -62,9 +69,15 @@ class WeightReceiver(Protocol):
         """
 
     def receive_into(
-        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+        self,
+        shadow: Mapping[str, Tensor],
+        manifest: WeightManifest,
+        writer: TensorWriter = HOST_WRITER,
+        skip: Set[str] = frozenset(),
     ) -> dict[str, CheckResult]:
         """Write each tensor of `manifest` into `shadow` by `writer`, and return what each name then holds.
+
+        Tensors named in `skip` are not written, and not in the result.
 
         `shadow` has a tensor of the manifest's shape and dtype for each name, and is asked for it once, when that
         tensor has arrived, perhaps from several threads; an error that it raises ends the receiving. Faster than
@@ -73,7 +86,8 @@ class WeightReceiver(Protocol):
         """
         batch = WriteBatch(writer)
         for name, tensor in self.receive(manifest):
-            batch.write(name, shadow[name], tensor)
+            if name not in skip:
+                batch.write(name, shadow[name], tensor)
         return batch.results()
 
     def close(self) -> None:
@@ -94,10 +108,14 @@ class GroupReceiver(WeightReceiver):
                 yield from group
 
     def receive_into(
-        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+        self,
+        shadow: Mapping[str, Tensor],
+        manifest: WeightManifest,
+        writer: TensorWriter = HOST_WRITER,
+        skip: Set[str] = frozenset(),
     ) -> dict[str, CheckResult]:
         batch = WriteBatch(writer)
         with closing(self.groups(manifest)) as groups:
             for group in groups:
-                batch.write_group((name, shadow[name], tensor) for name, tensor in group)
+                batch.write_group((name, shadow[name], tensor) for name, tensor in group if name not in skip)
         return batch.results()

@@ -9,6 +9,7 @@ and the host hashes each as it arrives.
 """
 
 import ctypes
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -50,6 +51,11 @@ class Digest:
         self._pieces.update(self._piece.digest())
         self._piece.reset()
         self._room = PIECE_BYTES
+
+
+def digest_of(pieces: Iterable[bytes]) -> str:
+    """The digest of bytes whose pieces have these digests."""
+    return xxhash.xxh3_128_hexdigest(b"".join(pieces))
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -5,7 +5,7 @@ own device. A tensor that changes between `offer` and `receive` no longer has th
 is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from torch import Tensor
 
@@ -36,6 +36,8 @@ class InprocSender(HeldOfferSender):
 class InprocReceiver(WeightReceiver):
     """Reads what an `InprocSender` offers."""
 
+    can_skip = True
+
     def __init__(self, sender: InprocSender) -> None:
         self._sender = sender
 
@@ -47,11 +49,17 @@ class InprocReceiver(WeightReceiver):
         self._sender.offered(manifest).check()
 
     def receive_into(
-        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+        self,
+        shadow: Mapping[str, Tensor],
+        manifest: WeightManifest,
+        writer: TensorWriter = HOST_WRITER,
+        skip: Set[str] = frozenset(),
     ) -> dict[str, CheckResult]:
         """Write each tensor into `shadow`; tensors in files are read straight to their place."""
         batch = WriteBatch(writer)
         for spec in manifest.tensors:
+            if spec.name in skip:
+                continue
             offer = self._sender.offered(manifest)
             offer.write_batched(offer.index[spec.name], shadow[spec.name], batch)
         self._sender.offered(manifest).check()

@@ -60,12 +60,9 @@ class Offer:
             return None
         return tensor
 
-    def write(self, i: int, out: Tensor, writer: TensorWriter) -> str:
-        """Write tensor `i`, cast, into `out`; returns the digest of what `out` then holds."""
-        tensor = self.tensors[i][1]
-        if isinstance(tensor, FileTensor) and not self._is_cast(i):
-            return writer.read(out, tensor.fetch).digest
-        return writer.write(out, materialized(tensor), check_finite=False).digest
+    def write_changed(self, i: int, out: Tensor, writer: TensorWriter, known: Sequence[bytes]) -> list[bytes]:
+        """Write the pieces of tensor `i`, cast, that `out` lacks, as `TensorWriter.write_changed` does."""
+        return writer.write_changed(out, materialized(self.tensors[i][1]), known)
 
     def copy(self, i: int, out: Tensor) -> None:
         """Write tensor `i`, cast, into `out` without a digest: reading `out` takes far longer on a device."""

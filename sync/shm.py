@@ -14,7 +14,7 @@ import fcntl
 import itertools
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sync.base import Metadata, WeightReceiver, WeightSender, WeightSource
 from sync.buckets import one_bucket, view_of
+from sync.digests import digest_of
 from sync.errors import ChecksumMismatch, SyncError
 from sync.manifest import WeightManifest
 from sync.offer import Offer
@@ -80,23 +81,39 @@ class ShmSender(WeightSender):
         self._memory = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._mapping: mmap.mmap | None = None
+        self._pieces: dict[tuple[int, int], list[bytes]] = {}
+        """Digests of the pieces of what the memory holds, by the first byte and the number of bytes of each tensor."""
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
-        """Write `source` to shared memory. `SyncError` when there is no room; the last version is then gone as well."""
+        """Write to shared memory what of `source` is not there from the last offer, piece by piece.
+
+        `SyncError` when there is no room; the last version is then gone as well.
+        """
         offer = Offer(source, metadata)
         WeightManifest.of(version, offer.specs, offer.aliases).check()
         bucket = one_bucket(offer.specs)
         mapping = self._grown_to(_HEADER_BYTES + bucket.num_bytes)
         _write_header(mapping, None)
         content = _content(mapping, bucket.num_bytes)
+        known, self._pieces = self._pieces, {}
+        pieces: dict[tuple[int, int], list[bytes]] = {}
 
         def write(i: int) -> str:
-            return offer.write(i, view_of(content, bucket.slots[i]), self._writer)
+            slot = bucket.slots[i]
+            place = slot.start, slot.spec.num_bytes
+            found = offer.write_changed(i, view_of(content, slot), self._writer, known.get(place, ()))
+            if found:
+                pieces[place] = found
+            return digest_of(found)
 
         manifest = offer.manifest(version, write, self._num_threads)
+        self._pieces = pieces
         _write_header(mapping, _Header(version, manifest.digest))
         self._announce()
         return manifest
+
+    def forget(self) -> None:
+        self._pieces = {}
 
     def close(self) -> None:
         """Remove the announcement; receivers keep what they have mapped. No-op the second time."""
@@ -136,6 +153,8 @@ class ShmReceiver(WeightReceiver):
         num_threads: how many threads `receive_into` copies and digests on.
     """
 
+    can_skip = True
+
     def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
         self._path = Path(directory) / _FILE
         self._num_threads = num_threads
@@ -159,10 +178,15 @@ class ShmReceiver(WeightReceiver):
             raise ChecksumMismatch(f"Version {manifest.version} was overwritten while it was received: offer it again.")
 
     def receive_into(
-        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+        self,
+        shadow: Mapping[str, Tensor],
+        manifest: WeightManifest,
+        writer: TensorWriter = HOST_WRITER,
+        skip: Set[str] = frozenset(),
     ) -> dict[str, CheckResult]:
         views = self.receive(manifest)
-        tensors = dict(itertools.islice(views, len(manifest.tensors)))
+        every = itertools.islice(views, len(manifest.tensors))
+        tensors = {name: tensor for name, tensor in every if name not in skip}
         sizes = [tensor.nbytes for tensor in tensors.values()]
         results = in_threads(lambda name: writer.write(shadow[name], tensors[name]), tensors, self._num_threads, sizes)
         list(views)  # checks that it was not overwritten meanwhile

@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -125,6 +125,8 @@ class StoreReceiver(WeightReceiver):
     Files are read, not mapped: one that is cut meanwhile is an error, not the end of the process.
     """
 
+    can_skip = True
+
     def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
         self._directory, self._num_threads = Path(directory), num_threads
 
@@ -150,7 +152,11 @@ class StoreReceiver(WeightReceiver):
                 read_next(buffer)  # the consumer has asked for the next tensor, so it is done with this one
 
     def receive_into(
-        self, shadow: Mapping[str, Tensor], manifest: WeightManifest, writer: TensorWriter = HOST_WRITER
+        self,
+        shadow: Mapping[str, Tensor],
+        manifest: WeightManifest,
+        writer: TensorWriter = HOST_WRITER,
+        skip: Set[str] = frozenset(),
     ) -> dict[str, CheckResult]:
         """Read each tensor straight to its place in `shadow`."""
         lease = self._leased(manifest)
@@ -160,9 +166,9 @@ class StoreReceiver(WeightReceiver):
             with opened_tensor(lease, spec) as fetch:
                 return writer.read(out, fetch)
 
-        sizes = [spec.num_bytes for spec in manifest.tensors]
-        results = in_threads(read, manifest.tensors, self._num_threads, sizes)
-        return {spec.name: result for spec, result in zip(manifest.tensors, results, strict=True)}
+        wanted = [spec for spec in manifest.tensors if spec.name not in skip]
+        results = in_threads(read, wanted, self._num_threads, [spec.num_bytes for spec in wanted])
+        return {spec.name: result for spec, result in zip(wanted, results, strict=True)}
 
     def _leased(self, manifest: WeightManifest) -> Lease:
         lease = lease_current(self._directory)

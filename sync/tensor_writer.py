@@ -8,11 +8,12 @@
 A strided tensor of the host is written whole and read again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from sync.digests import PIECE_BYTES, Digest, tensor_bytes
@@ -75,6 +76,28 @@ class TensorWriter:
             out.copy_(tensor)
             check.update(tensor_bytes(out.detach().cpu().contiguous()))
         return check.result
+
+    def write_changed(self, out: Tensor, tensor: Tensor, known: Sequence[bytes] = ()) -> list[bytes]:
+        """Write `tensor`, cast nearest-even, into `out`, which is plain, but for pieces that `out` has already.
+
+        `known`: digests of the pieces of `out`, none if it is new. Returns those that it has then.
+        """
+        on_host = tensor.detach() if tensor.is_cpu else tensor.detach().to(out.dtype).cpu()  # cast before it travels
+        to, values = np.asarray(tensor_bytes(out)), on_host.reshape(-1)
+        copy, width, digest, found = self._find_copy(), out.itemsize, xxhash.xxh3_128(), []
+        for i, start in enumerate(range(0, out.nbytes, PIECE_BYTES)):
+            part = values[start // width : (start + PIECE_BYTES) // width].to(out.dtype)
+            piece = tensor_bytes(part)
+            digest.update(piece)
+            found.append(digest.digest())
+            digest.reset()
+            if i < len(known) and known[i] == found[i]:
+                continue
+            if copy is not None:
+                copy(out.data_ptr() + start, part.data_ptr(), len(piece), width)
+            else:
+                np.copyto(to[start : start + len(piece)], np.asarray(piece))
+        return found
 
     def read(self, out: Tensor, fill: Fill) -> CheckResult:
         """Have `fill` write the bytes of `out`, and check them."""

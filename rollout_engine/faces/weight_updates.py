@@ -38,6 +38,7 @@ def update_weights(
     timeout: float = 300,
     partial: bool = False,
     merge: bool = True,
+    delta: bool = True,
 ) -> UpdateReport:
     """Replace the live weights between two steps, wholly or not at all.
 
@@ -67,21 +68,17 @@ def update_weights(
             are those of all live weights. After `DirtyWeightsError`, or a sleep that forgot the weights, send all. A
             fleet takes a part once all weights were sent; both as tensors then, not as a path.
         merge: False sends the active LoRA of a `PeftModel` alone, for requests that name it (`docs/adapters.md`).
+        delta: leave tensors as they are whose digest says that they have not changed since the last update, where that
+            saves most of the bytes; the report says how many were staged. False: send and stage all again.
 
     Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
     when requests do not finish in time.
     """
     options = UpdateOptions.checked(
-        mode=mode,
-        kv=kv,
-        staging=staging,
-        transport=transport,
-        reset_version=reset_version,
-        allow_nonfinite=allow_nonfinite,
-        timeout=timeout,
-        partial=partial,
-    )
+        mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
+        allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta,
+    )  # fmt: skip
     return (_carry_out if merge else _carry_out_adapter)(frontend, source, version, options)
 
 

@@ -142,6 +142,8 @@ class WeightClient:
             pairs = read_source(source)
             check_source(pairs, metadata)
             self._cast_notice.warn_if_cast(pairs, metadata)
+            if not options.delta:
+                sender.forget()
             manifest = sender.offer(pairs, live + 1 if version is None else version, metadata)
         accepted = self._ask(
             "begin_weight_update", options.timeout, manifest=manifest, rendezvous=rendezvous, options=options

@@ -17,6 +17,8 @@ class Shadow:
         self._storages: dict[int, UntypedStorage] = {}
         """Shadows by the address of the live storage."""
         self._copy: Callable[[], None] | None = None
+        self._copy_some: Callable[[], None] | None = None
+        """Copies what `plan_some` was given, once."""
 
     def of(self, view: Tensor) -> Tensor:
         """The place of a live view's next values."""
@@ -38,13 +40,27 @@ class Shadow:
 
     def plan(self, views: Iterable[Tensor]) -> None:
         """Prepare `commit` for these live views, which are all that have a shadow."""
+        self._copy_some = None
         if self._copy is None:
             self._copy = self._memory.prepare_copy(list(self._pairs(views)))
 
+    def plan_some(self, views: Iterable[Tensor]) -> None:
+        """Prepare the next `commit` for these live views only."""
+        self._copy_some = self._memory.prepare_copy(list(self._pairs(views)))
+
+    def carry(self, views: Iterable[Tensor]) -> None:
+        """Stage all live values of storages of which the views are parts."""
+        parts = {view.untyped_storage().data_ptr(): view for view in views}
+        for view in parts.values():
+            next_values, live = self.of(view), view.untyped_storage()
+            if view.nbytes < live.nbytes():
+                _bytes_of(next_values.untyped_storage()).copy_(_bytes_of(live))
+
     def commit(self) -> None:
         """Copy the shadows of the planned views over them."""
-        assert self._copy is not None, "commit follows plan"
-        self._copy()
+        copy, self._copy_some = self._copy_some or self._copy, None
+        assert copy is not None, "commit follows plan"
+        copy()
 
     def clear(self) -> None:
         """Free the memory."""

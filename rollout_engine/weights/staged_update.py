@@ -16,8 +16,17 @@ class StagedUpdate:
         self.specs = {spec.name: spec for spec in manifest.tensors}
         self.staged: dict[str, CheckResult] = {}
         """Digest and finiteness of the tensor written last, by name."""
+        self.changed: list[str] | None = None
+        """Names of the tensors that are received, where the others are live already; None: all."""
         self.started = self.verified = False
         """Whether the first write was prepared; whether all was verified since the last."""
+
+    def receive_only(self, changed: list[str]) -> None:
+        """Take all other tensors as staged: they are live, with the digest of the manifest and finite."""
+        self.changed, received = changed, set(changed)
+        self.staged = {
+            name: CheckResult(spec.digest, True) for name, spec in self.specs.items() if name not in received
+        }
 
     def check(self) -> None:
         """Raise `ChecksumMismatch` unless every tensor arrived, unchanged and finite."""

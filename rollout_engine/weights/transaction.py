@@ -42,6 +42,9 @@ from sync.manifest import TensorSpec, WeightManifest, describe_all, dtype_name, 
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
 _DEFAULT_OPTIONS = UpdateOptions()
+_LEAST_UNCHANGED = 0.5
+"""Share of the bytes that must be live already before the others alone are taken: steps wait while those are copied
+over the live weights, whereas packed copies of all weights are swapped in."""
 
 
 class WeightUpdater:
@@ -80,6 +83,11 @@ class WeightUpdater:
         """The last commit, until `confirm`."""
         self._staging = threading.Lock()
         """Receivers may write several tensors at once."""
+        self._known: dict[str, TensorSpec] = {}
+        """Live tensors by the names under which they came, with digests; empty where the last update does not tell."""
+        self._on_host = all(view.device.type in ("cpu", "meta") for view in self._live.values())
+        self.num_bytes_received = 0
+        """Bytes of the tensors that the last `receive` took."""
         self.pack_seconds = 0.0
         """How long the last `verify` took to lay weights out for the kernels."""
         self.version = 0
@@ -190,8 +198,13 @@ class WeightUpdater:
             return self._place(update, name)
 
         wanted = update.manifest if manifest is None else manifest
+        unchanged = self._unchanged(update) if manifest is None and receiver.can_skip else frozenset()
+        if unchanged:
+            update.receive_only([name for name in update.specs if name not in unchanged])
         with self._memory.beside_steps():
-            update.staged |= receiver.receive_into(LazyTensors(update.specs, place), wanted, self._writer)
+            shadow = LazyTensors(update.specs, place)
+            update.staged |= receiver.receive_into(shadow, wanted, self._writer, unchanged)
+        self.num_bytes_received = sum(spec.num_bytes for spec in wanted.tensors if spec.name not in unchanged)
 
     def verify(self) -> str:
         """Raise `ChecksumMismatch`, naming tensors, unless all arrived, unchanged and finite; then pack them.
@@ -201,10 +214,15 @@ class WeightUpdater:
         update = self._opened("verify")
         update.check()
         start = time.perf_counter()
-        self._packed.pack(lambda view: self._plain_place(update, view))
+        if update.changed is not None:
+            views = self._plain(update.changed)
+            self._packed.pack_changed(self._shadow.of, {view.untyped_storage().data_ptr() for view in views})
+            self._shadow.plan_some(views)
+        else:
+            self._packed.pack(lambda view: self._plain_place(update, view))
+            written = self._checks.canonical if update.options.partial else update.specs
+            self._shadow.plan([] if update.inplace else self._plain(written))
         self.pack_seconds = time.perf_counter() - start
-        written = self._checks.canonical if update.options.partial else update.specs
-        self._shadow.plan([] if update.inplace else self._plain(written))
         update.verified = True
         return update.manifest.digest
 
@@ -223,12 +241,14 @@ class WeightUpdater:
         self.dirty = True
         try:
             self._shadow.commit()
-            self._packed.swap()
+            self._packed.swap() if update.changed is None else self._packed.swap_changed()
         except Exception as problem:
             raise _half_way(manifest, problem) from problem
         finally:
             self._open = None
         self._committed = update
+        is_sure = not update.options.partial  # else names that overlap others may have changed these
+        self._known = {name: spec for name, spec in update.specs.items() if is_sure and update.staged[name].finite}
         self.version, self.dirty, self.forgotten = manifest.version, False, False
 
     @contextmanager
@@ -250,9 +270,10 @@ class WeightUpdater:
         if update is None:
             raise LifecycleError("confirm: no commit waits for it; call commit first.")
         try:
-            packed = [spec for name, spec in update.specs.items() if self._packed.holds(name)]
-            plain = [name for name in update.specs if not self._packed.holds(name)]
-            found = total_digest([*packed, *self._describe(plain)])
+            written = update.specs if update.changed is None else update.changed
+            plain = {name for name in written if not self._packed.holds(name)}
+            others = [spec for name, spec in update.specs.items() if name not in plain]
+            found = total_digest([*others, *self._describe(plain)])
             if found != update.manifest.digest:
                 raise errors.ChecksumMismatch("the live weights are not the ones that were staged")
         except Exception as problem:
@@ -322,11 +343,24 @@ class WeightUpdater:
             self.dirty = True
             self._shadow.clear()
             self._packed.surrender()
+        if update.changed is not None:
+            self._packed.carry_changed(update.changed)
+            self._shadow.carry(self._plain(update.changed))
         if update.options.partial:
             self._packed.carry()
             for view in [] if update.inplace else self._plain(self._checks.canonical):
                 self._shadow.of(view).copy_(view)
         update.started = True
+
+    def _unchanged(self, update: StagedUpdate) -> frozenset[str]:
+        """Names whose live tensors have their digest already, where such an update may leave them as they are."""
+        if not update.options.delta or update.options.partial or update.inplace or update.started or self.dirty:
+            return frozenset()
+        if not self._on_host or self._packed.is_without_values:
+            return frozenset()
+        unchanged = frozenset(name for name, spec in update.specs.items() if self._known.get(name) == spec)
+        num_bytes = sum(update.specs[name].num_bytes for name in unchanged)
+        return unchanged if num_bytes >= _LEAST_UNCHANGED * update.manifest.num_bytes else frozenset()
 
     def _plain_place(self, update: StagedUpdate, view: Tensor) -> Tensor:
         return view if update.inplace else self._shadow.of(view)

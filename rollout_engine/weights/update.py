@@ -146,6 +146,7 @@ def apply_update(
         "inplace" if inplace else "shadow",
         num_shadow_bytes,
         updater.pack_seconds,
+        num_bytes_sent=updater.num_bytes_received,
     )
 
 

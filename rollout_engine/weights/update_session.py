@@ -121,7 +121,8 @@ class UpdateSession:
                 with self._at_boundary() as core:  # signals wait in here
                     core.begin_update("begin_weight_update")
                     self._open = update
-                begun = self._updater.begin(manifest, UpdateOptions(reset_version=reset_version, partial=partial))
+                options = UpdateOptions(reset_version=reset_version, partial=partial, delta=False)
+                begun = self._updater.begin(manifest, options)
                 if not begun:
                     self._end(dirty=None)
                 return begun

@@ -78,9 +78,11 @@ class _NoModel:
         self.kv = CpuKVPool([layer], num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, dtype=torch.float32)
         self._logits = torch.zeros(1024, _VOCAB_SIZE)
 
-    def forward_rows(self, chunks: FlatBatch, logit_rows: np.ndarray | Sequence[int]) -> LogitRows:
+    def forward_states(
+        self, chunks: FlatBatch, logit_rows: np.ndarray | Sequence[int], *_: object
+    ) -> tuple[LogitRows, torch.Tensor]:
         self.kv.plan(chunks)
-        return LogitRows.of(self._logits[: len(logit_rows)])
+        return LogitRows.of(self._logits[: len(logit_rows)]), self._logits[:0]
 
 
 class _Executor:

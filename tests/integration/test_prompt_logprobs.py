@@ -128,8 +128,10 @@ def test_a_step_computes_a_bounded_number_of_logits_and_everyone_keeps_their_bit
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 32 * VOCAB_SIZE)
     with LLM(checkpoint, num_kv_blocks=512, max_num_batched_tokens=100, log_stats=False) as small:
         model, sizes = small.frontend.client.driver.executor.worker.runner.model, []
-        forward = model.forward_rows
-        monkeypatch.setattr(model, "forward_rows", lambda batch, rows: sizes.append(len(rows)) or forward(batch, rows))
+        forward = model.forward_states
+        monkeypatch.setattr(
+            model, "forward_states", lambda batch, rows, *more: sizes.append(len(rows)) or forward(batch, rows, *more)
+        )
         params = dict(max_tokens=2, ignore_eos=True, seed=3)
         asking = SamplingParams(**params, prompt_logprobs=3)
         others = SamplingParams(**(params | {"max_tokens": 20}), logprobs=0)

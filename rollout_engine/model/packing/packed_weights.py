@@ -9,7 +9,7 @@ between updates while it is small.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -52,6 +52,10 @@ class PackedWeights:
         """Panels of the next copies."""
         self._next: list[tuple[linear.Operand, Tensor | None]] = []
         """The next operand and bias of `_held`, then of `_others`."""
+        self._changed: list[int] = []
+        """Indices into `_held` of the matrices that `pack_changed` makes anew."""
+        self._anew: list[tuple[LinearGroup, linear.Operand, Tensor | None]] = []
+        """Groups with their next operand and bias, made by `pack_changed`."""
         self._places: dict[str, Place] = {}
         """Places in panels by accepted name."""
         self._parameters: list[tuple[nn.Module, str, Place]] = []
@@ -140,6 +144,43 @@ class PackedWeights:
             group.install(operand, bias)
         self._next = []
 
+    def carry_changed(self, names: Iterable[str]) -> None:
+        """Stage the values in use of the matrices that have one of `names`, before the names are staged."""
+        places = [self._places[name] for name in names if self.holds(name)]
+        self._changed = sorted({index for place in places for index in range(place.first, place.end)})
+        if self._changed:
+            self._make_room()
+        for index in self._changed:
+            gemm.unpack(_packed(self._live[index], self._likes[index]), self._room[index])
+
+    def pack_changed(self, place: Callable[[Tensor], Tensor], changed: set[int]) -> None:
+        """Make the next copies of the matrices of `carry_changed`, and of groups whose plain parameters change.
+
+        `changed`: addresses of the storages of such parameters, whose next values `place` returns. The copies in use
+        are not touched.
+        """
+        for index in self._changed:
+            gemm.pack_in_place(self._room[index], self._likes[index])
+
+        def next_values(live: Tensor) -> Tensor:
+            return place(live) if _storage(live) in changed else live
+
+        held = {id(group) for group in self._held}
+        self._anew = []
+        for group in (*self._held, *self._others):
+            parameters = [tensor for child in group.children for tensor in (child.weight, child.bias)]
+            if any(tensor is not None and _storage(tensor) in changed for tensor in parameters):
+                operand = group.operand()[0] if id(group) in held else _next_operand(group, next_values)
+                self._anew.append((group, operand, group.stacked_bias(next_values)))
+
+    def swap_changed(self) -> None:
+        """Multiply by what `pack_changed` has made from now on; all other copies stay in use."""
+        for index in self._changed:
+            self._live[index].copy_(self._room[index])
+        for group, operand, bias in self._anew:
+            group.install(operand, bias)
+        self._changed, self._anew = [], []
+
     def surrender(self) -> None:
         """Let the next copies overwrite those in use; nothing may run until `swap`."""
         self._room, self._live = self._live or self._room, []
@@ -159,6 +200,11 @@ class PackedWeights:
         return sum(4 * math.prod(gemm.panels_shape(*like.shape, like.dtype)) for like in room) + sum(others)
 
     @property
+    def is_without_values(self) -> bool:
+        """Whether weights that exist packed only have lost their values."""
+        return bool(self._held) and not self._live
+
+    @property
     def panels(self) -> list[Tensor]:
         """The panels in use of weights that exist packed only."""
         return list(self._live)
@@ -171,7 +217,7 @@ class PackedWeights:
 
     def settle(self) -> None:
         """Drop the next copies, after a swap or instead of one, and free their memory if it is large."""
-        self._next = []
+        self._next, self._changed, self._anew = [], [], []
         if sum(panels.nbytes for panels in self._room) > _KEPT_BYTES:
             release_pages(self._room)  # at once, whoever still has a view of it
             self._room = []

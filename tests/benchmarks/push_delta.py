@@ -1,0 +1,88 @@
+"""What a push costs when few of the weights have changed: the engine in one process, the trainer in another.
+
+python tests/benchmarks/push_delta.py [--shape L] [--rounds 5] [--share 0.03]
+
+Three kinds of pushes by shared memory take turns: of everything (`delta=False`), after a change of neighbouring pieces
+of 512 KiB (some layers are trained, the others are frozen), and after a change of as many pieces, spread at random. A
+ratio is the median time of such a push over that of a push of everything.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import results
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from works import MAX_MODEL_LEN, SHAPES, write_config
+
+from rollout_engine import AsyncLLM
+from rollout_engine.outputs import UpdateReport
+from sync.digests import PIECE_BYTES
+
+
+def change(trainer: torch.nn.Module, share: float, *, spread: bool) -> None:
+    """Change an element in each of that share of the pieces of all weights."""
+    pieces = [(p, start) for p in trainer.parameters() for start in range(0, p.nbytes, PIECE_BYTES)]
+    count = round(share * len(pieces))
+    first = random.randrange(len(pieces) - count)
+    for parameter, start in random.sample(pieces, count) if spread else pieces[first : first + count]:
+        parameter.data.view(-1)[start // parameter.itemsize] += random.uniform(1, 2)
+
+
+def measure(push: Callable[..., UpdateReport], trainer: torch.nn.Module, rounds: int, share: float) -> dict[str, Any]:
+    """The figure; the first push makes fresh pages and does not count."""
+    times: dict[str, list[float]] = {}
+    sent: dict[str, list[int]] = {}
+    push(trainer)
+    for _ in range(rounds):
+        for kind in ("full", "together", "spread"):
+            change(trainer, share, spread=kind == "spread")
+            start = time.perf_counter()
+            report: UpdateReport = push(trainer, delta=kind != "full")
+            times.setdefault(kind, []).append(time.perf_counter() - start)
+            sent.setdefault(kind, []).append(report.num_bytes_sent)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    return {
+        **{f"{kind}_ratio": round(median[kind] / median["full"], 3) for kind in ("together", "spread")},
+        **{f"{kind}_ms": round(1000 * seconds, 1) for kind, seconds in median.items()},
+        **{f"{kind}_share_staged": round(statistics.median(sent[kind]) / sent["full"][0], 3) for kind in sent},
+        "megabytes": round(sent["full"][0] / 1e6, 1),
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    """See the file's first lines."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="L", choices=SHAPES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--share", type=float, default=0.03)
+    parser.add_argument("--results", type=Path, default=results.HERE / "results")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_config(Path(folder), arguments.shape)
+        config = AutoConfig.from_pretrained(directory)
+        dtype = getattr(torch, SHAPES[arguments.shape]["dtype"])
+        trainer = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        options = dict(load_format="dummy", skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN)
+        with AsyncLLM(directory, **options) as engine:
+
+            def push(source: torch.nn.Module, **options: Any) -> UpdateReport:
+                return asyncio.run(engine.update_weights(source, **options))
+
+            figure = measure(push, trainer, arguments.rounds, arguments.share)
+    name = f"push of changes by shm, {arguments.shape}"
+    print(name, json.dumps(figure, indent=1), flush=True)
+    results.save(arguments.results, name, figure, {}, f"push_delta.py --rounds {arguments.rounds}")
+
+
+if __name__ == "__main__":
+    main()
