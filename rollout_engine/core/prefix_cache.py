@@ -1,5 +1,4 @@
-"""KV blocks that may be found again: by their tokens, all tokens before them, policy version,
-adapter and salt.
+"""KV blocks that may be found again: by their tokens, all tokens before them, policy version, adapter and salt.
 
 Full ones and tails: the last block of a sequence that has ended, filled in part, in which the next turn goes on.
 """
