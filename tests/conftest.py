@@ -11,6 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from rollout_engine.kernels.cpu.gemm import supports
+from rollout_engine.kernels.linear import _plan
+
 # An example may take as long as a busy machine makes it take.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
@@ -30,6 +33,16 @@ def quick_starts():
         quick = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
         patch.setattr("rollout_engine.engine.local_client.gc", quick)
         yield
+
+
+@pytest.fixture(scope="module")
+def own_products():
+    """Products of this process by our own kernel, which the compiled layers need, where the library's are faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout_engine.kernels.cpu.gemm.is_fast", supports)
+        _plan.cache_clear()
+        yield
+    _plan.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,11 @@ ARGUMENTS = {
     "arollout": (["hello"],),
     "collect": (["hello"],),
     "chat": ([{"role": "user", "content": "hello"}],),
+    "encode": ("hello",),
     "generate": ("hello",),
     "get_sequence_ids": ("endless",),
     "is_unfinished": ("endless",),
+    "reward": ("hello",),
     "rollout": (["hello"],),
     "scale": (2,),
     "score": ([[5]], [[6]]),
@@ -41,6 +43,8 @@ ELSEWHERE = {
     "get_tokenizer",
     "get_tp_size",
     "init_weight_update_group",
+    "load_drafts",
+    "save_drafts",
     "shutdown",
 }
 """Methods that touch nothing of the engine, or do nothing there."""

@@ -61,6 +61,8 @@ CONFIG_EXTREMES = {
     "kv_cache_bytes": [1, 2**20, 2**60, 0],
     "num_kv_blocks": [1, 4, 2**40, 0],
     "max_num_seqs": [1, 2**20, 10**9, 0],
+    "max_loras": [1, 64, 0, 10**6],
+    "max_lora_rank": [1, 512, 0, 10**6],
     "max_num_batched_tokens": [1, 7, 2**24, 2**30, 0],
     "enable_prefix_caching": [False, True, "yes"],
     "async_scheduling": [False, True, "auto", "perhaps"],

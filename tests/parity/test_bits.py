@@ -29,6 +29,8 @@ QUICK = {"gemma3_text", "gpt_neox", "olmo2", "phi3"}
 """Of OTHERS: those in every run; each has an operation of its own."""
 DTYPES = [torch.float32, torch.bfloat16]
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 
 def draw_engine(rng):
     """Random engine options, with a pool that holds only a few of the sequences to come."""
@@ -76,7 +78,7 @@ def layers_are_compiled(llm):
 
 
 def run_round(directory, trainer, rng, *, compiled=None, **overrides):
-    options = draw_engine(rng) | overrides
+    options = draw_engine(rng) | {"dtype": str(next(trainer.parameters()).dtype)[6:]} | overrides
     temperature = rng.choice([1.0, 0.7, 1.3])
     params = SamplingParams(
         temperature=temperature,
@@ -144,7 +146,7 @@ def test_no_bit_differs_where_head_and_draws_run_over_pieces(checkpoint, dtype, 
     for num_rows in (1_000, 8):
         monkeypatch.setattr(logit_rows, "_PIECE_NUMEL", num_rows * 259)
         drawn.clear()
-        with LLM(str(directory), log_stats=False, enable_prefix_caching=False) as llm:
+        with LLM(str(directory), dtype=str(dtype)[6:], log_stats=False, enable_prefix_caching=False) as llm:
             found.append(llm.generate([[5, 6, 7], list(range(3, 60))], params, use_tqdm=False))
         assert max(drawn) == min(num_rows, 140)
     compared, wrong = mismatches(found[1], exact.enable(AutoModelForCausalLM.from_pretrained(directory)), 0.7)

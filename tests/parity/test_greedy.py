@@ -11,6 +11,8 @@ from rollout_engine import LLM, SamplingParams
 
 TIE = 1e-5
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_greedy_tokens_are_those_of_generate(checkpoint, architecture):

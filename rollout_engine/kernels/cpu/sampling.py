@@ -86,9 +86,10 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     if not isinstance(seeds, Tensor) or seeds.dim() != 1:
         raise argument_error("seeds", seeds, "a tensor of one dimension")
     count = len(seeds)
+    seeds, positions = seeds.contiguous(), positions.contiguous()  # alive until the call has read them
     result = torch.empty(count, dtype=torch.float64)
-    keys = address("seeds", seeds.contiguous(), torch.int64, (count,))
-    counters = address("positions", positions.contiguous(), torch.int64, (count,))
+    keys = address("seeds", seeds, torch.int64, (count,))
+    counters = address("positions", positions, torch.int64, (count,))
     _library().sampling_uniforms(keys, counters, count, result.data_ptr())
     return result
 

@@ -6,8 +6,6 @@ import weakref
 import pytest
 import torch
 
-from rollout_engine.kernels import linear
-from rollout_engine.kernels.cpu import gemm
 from rollout_engine.kernels.cpu.build import load_kernels
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.deterministic import make_deterministic
@@ -20,7 +18,10 @@ from rollout_engine.model.packing.linear_groups import fuse_projections, repack
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.testing import tiny_model
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here"),
+    pytest.mark.usefixtures("own_products"),
+]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 ODD_SIZES = dict(hidden_size=56, intermediate_size=75, head_dim=18, num_hidden_layers=3, vocab_size=101)
 MODELS = {
@@ -39,15 +40,6 @@ MODELS = {
     ),
 }
 NUM_BLOCKS = 64
-
-
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch):
-    """Products by our own kernel, whose panels the call reads, where this CPU would take the library's as faster."""
-    monkeypatch.setattr(gemm, "is_fast", lambda dtype: True)
-    linear._plan.cache_clear()
-    yield
-    linear._plan.cache_clear()
 
 
 def prepared(architecture, dtype=torch.float32, **overrides):

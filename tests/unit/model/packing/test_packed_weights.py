@@ -23,6 +23,7 @@ KINDS = [
     ("qwen3_moe", {"moe_intermediate_size": 41}),
 ]
 PLANS = [None, linear.PLAIN, linear._LIBRARY_PLANS[0]]
+pytestmark = pytest.mark.usefixtures("own_products")
 needs_compiler = pytest.mark.skipif(build.load_kernels() is None, reason="no C++ compiler")
 
 
