@@ -42,7 +42,7 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metac
     revision: int = 0
     """Grows whenever an adapter of the same name gets other values."""
     config: Any = None
-    """What adapter_config.json says, as a dict or a `LoraConfig` of peft, for `tensors`."""
+    """The contents of adapter_config.json, as a dict or a `LoraConfig` of peft, for `tensors`."""
 
     @property
     def has_values(self) -> bool:
@@ -90,7 +90,7 @@ class LoRAInfo(msgspec.Struct, frozen=True):
     num_bytes: int
     """Memory that its matrices take."""
     digest: str
-    """Of its values, as the engine holds them."""
+    """Digest of its values, as the engine holds them."""
     policy_version: int
     """Version of the engine when it got these values."""
     is_pinned: bool = False

@@ -136,7 +136,7 @@ class PoolingRequestOutput(msgspec.Struct):
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    """What was pooled: without the pad tokens at the end where a head for sequences is read before them."""
+    """Tokens that were pooled: without the pad tokens at the end where a head for sequences is read before them."""
     outputs: PoolingOutput
     finished: bool
     num_cached_tokens: int

@@ -119,7 +119,7 @@ def refuse_pooling(params: Any) -> None:
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a loaded model offers to pool."""
+    """Kinds of pooling that a loaded model offers, and the sizes of their results."""
 
     hidden_size: int
     head: Literal["sequence", "token"] | None = None
@@ -183,7 +183,7 @@ def check_generation(generates: bool) -> None:
 
 
 def _missing(kind: PoolingKind, info: PoolingInfo) -> str | None:
-    """What a model lacks for a kind of pooling, as a sentence; None where it lacks nothing."""
+    """Say what a model lacks for a kind of pooling, as a sentence; None where it lacks nothing."""
     if kind not in _OF_HEAD:
         return None
     if info.head is None:

@@ -40,7 +40,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     """Whether the model has an output head."""
     pooling: PoolingInfo | None = None
-    """What the model offers to pool; None: the runner does not pool."""
+    """Kinds of pooling that the model offers; None: the runner does not pool."""
 
     @property
     def max_scored_tokens(self) -> int:

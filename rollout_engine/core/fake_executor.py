@@ -241,7 +241,7 @@ def fake_next_token(context: list[int], seed: int, vocab_size: int, banned: Coll
 
 
 def fake_pooled(token_ids: list[int], pooling: PoolingParams) -> np.ndarray:
-    """What the fake model pools a prompt to: numbers that tell which tokens they are of."""
+    """The pooling result of the fake model: rows (token id, 1) that tell which tokens were pooled."""
     rows = np.array([[token_id, 1.0] for token_id in token_ids], np.float32)
     found: np.ndarray = {"last": rows[-1], "cls": rows[0], "mean": rows.mean(0)}.get(pooling.kind, rows)
     return found

@@ -129,7 +129,7 @@ class Sequence:
 
     @property
     def pooling(self) -> PoolingParams | None:
-        """What the prompt is pooled to; None for a sequence that samples."""
+        """Settings of a request that pools its prompt; None for a sequence that samples."""
         return self.request.source.pooling
 
     def append(self, token_id: int) -> tuple[FinishReason, int | None] | None:

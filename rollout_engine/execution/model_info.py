@@ -21,6 +21,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     """Whether it has an output head; a checkpoint that classifies has none."""
     pooling: PoolingInfo | None = None
-    """What it offers to pool; None: nothing, on this device."""
+    """Kinds of pooling that the model offers; None: none, on this device."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""

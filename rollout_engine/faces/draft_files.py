@@ -30,13 +30,13 @@ from rollout_engine.text.tokenizer import TextCodec
 from sync.digests import Digest
 
 VERSION = 1
-"""Of the format that is written; older ones are read."""
+"""The version of the format that is written; older versions are read."""
 _MAGIC = b"rollout-engine drafts "
 _MAX_LINE_BYTES = 1 << 12
 _PIECE_BYTES = 1 << 20
 _A_FILE = "a file that save_drafts has written"
 _DTYPES = ("<u1", "<i8", "<i8", "<u4")
-"""Of the arrays, in their order."""
+"""Types of the four arrays of `KeptSamples`, in the order of its fields."""
 
 
 class HasDrafts(Protocol):

@@ -96,7 +96,7 @@ class Backend(Protocol):
     generates: bool
     """Whether the model has an output head."""
     pooling: PoolingInfo | None
-    """What it pools; None: nothing."""
+    """Kinds of pooling that it offers; None: none."""
     adapters: AdapterPool | None
     """Adapters beside the linears; None where they are not computed: on a device, and without `is_deterministic`."""
     choices: str

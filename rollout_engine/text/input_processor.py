@@ -25,7 +25,7 @@ logger = logging.getLogger("rollout_engine")
 Params: TypeAlias = SamplingLike | PoolingParams
 """Settings of a request that samples, or of one that pools its prompt."""
 _NOTHING_SAMPLED = SamplingParams(detokenize=False, output_kind="final_only", speculation=False)
-"""Of requests that pool."""
+"""Sampling settings of requests that pool."""
 
 
 class ModelSizes(Protocol):

@@ -44,8 +44,9 @@ class CpuRunner:
         self._sequences = SequenceStates(vocab_size, processors, self._prompts)
         self._blocks = BlockTableMatrix()
         self._computed = _Computed([], [], np.empty(0, np.int64))
+        """Tokens and block tables of the last step's sequences; kept while steps compute the same ones."""
         self._drawn: _Drawn | None = None
-        """What the last step computed, and drew; kept while steps work on the same sequences."""
+        """Sampling columns of the last step's draws; kept while steps draw for the same sequences."""
 
     @property
     def num_sequences(self) -> int:

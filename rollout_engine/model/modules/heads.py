@@ -38,7 +38,7 @@ def with_labels(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def trunk_of(module: nn.Module) -> nn.Module:
-    """What computes a step of `module`: the whole of a causal LM, the base model where a head classifies."""
+    """The module that computes a step of `module`: the whole of a causal LM, the base model where a head classifies."""
     is_causal_lm = not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is not None
     return module if is_causal_lm else module.base_model
 
@@ -55,7 +55,7 @@ def head_of(module: PreTrainedModel) -> nn.Linear | None:
 
 
 def pooling_info(module: PreTrainedModel, kind: HeadKind | None) -> PoolingInfo:
-    """What a loaded module offers to pool."""
+    """Describe the kinds of pooling that a loaded module offers."""
     config = module.config
     names = getattr(config, "id2label", None) or {}
     return PoolingInfo(

@@ -33,19 +33,19 @@ class NextTokens(NamedTuple):
 
 
 def next_tokens(logits: Tensor, input_ids: Tensor, wanted: Tensor) -> NextTokens:
-    """Of logits [B, L, V] for input_ids int64 [B, T], where `wanted` bool [B, L]."""
+    """Next tokens of input_ids int64 [B, T], with logits [B, L, V], where `wanted` bool [B, L]."""
     return NextTokens(logits[wanted], input_ids[:, 1 : wanted.shape[1] + 1][wanted], wanted)
 
 
 def right_padded_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> NextTokens:
-    """Of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
+    """Compute the next tokens of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left."""
     length = max(int(real.sum(1).max()), 2)
     logits = model(input_ids=input_ids[:, :length], use_cache=False).logits[:, :-1]
     return next_tokens(logits, input_ids, real[:, 1:length])
 
 
 def shared_next_tokens(model: nn.Module, input_ids: Tensor, real: Tensor) -> NextTokens:
-    """As `right_padded_next_tokens`, but what rows begin with alike is computed once, and padding is not computed."""
+    """Do as `right_padded_next_tokens`, but compute once what rows begin with alike, and no padding."""
     rows = SharedRows.of(input_ids, real)
     with sharing_prefixes():
         outputs = model(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)

@@ -32,7 +32,10 @@ class SharedRows(NamedTuple):
 
     @classmethod
     def of(cls, input_ids: Tensor, real: Tensor) -> "SharedRows":
-        """Of input_ids int64 [B, T] whose real tokens, by `real` bool [B, T], stand to the left, with 0 behind them."""
+        """Share the rows of input_ids int64 [B, T].
+
+        Their real tokens, by `real` bool [B, T], stand to the left, with 0 behind them.
+        """
         length = max(int(real.sum(1).max()), 2)
         order = _sorted_rows(input_ids[:, :length])
         ids, is_real = input_ids[order, :length], real[order, :length]

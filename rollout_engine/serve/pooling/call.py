@@ -79,7 +79,7 @@ def text_prompt(body: PoolingFields, text: str) -> dict[str, Any]:
 
 
 def info_of(served: Served) -> PoolingInfo:
-    """What the model offers to pool. Raises `HttpProblem` 400 where its engine does not pool."""
+    """Kinds of pooling that the model offers. Raises `HttpProblem` 400 where its engine does not pool."""
     info = served.engine.frontend.client.info.pooling
     if info is None:
         raise HttpProblem(400, "This engine does not pool: its device is not a CPU.")

@@ -21,7 +21,7 @@ class ScoreBody(PoolingFields, kw_only=True):
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
     use_activation: bool = True
-    """Of a head: the sigmoid of its logit; False: the logit."""
+    """Score by the sigmoid of a head's logit; False: by the logit itself."""
 
 
 async def score(served: Served, asked: Asked) -> Reply:
