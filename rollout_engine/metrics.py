@@ -186,11 +186,30 @@ class CoreMetrics(msgspec.Struct):
     counters: CoreStats
 
 
+class ReplicaMetrics(msgspec.Struct):
+    """State and counters of one replica of a fleet at one moment."""
+
+    state: str
+    """"STARTING", "STALE", "SYNCED", "DRAINING" or "DEAD" of `fleet.replica_state.ReplicaState`."""
+    has_answered: bool
+    """Whether `core` is of now. Else it is what the replica told last; one without an engine runs nothing."""
+    num_requests: int
+    """Requests of this client that the replica has and that have not ended."""
+    num_kv_tokens: int
+    """KV tokens that these requests may come to hold."""
+    core: CoreMetrics
+    """Its version is that of the fleet's book, -1 without an engine; its counters include those of engines that it has
+    lost."""
+
+
 class EngineMetrics(msgspec.Struct):
     """Metrics of one engine at one moment."""
 
     core: CoreMetrics
+    """Of a fleet, the sum of its replicas."""
     requests: RequestStats
+    replicas: dict[int, ReplicaMetrics] = {}
+    """Of a fleet, each replica by its index; empty for one engine."""
 
 
 class StatLogger(Protocol):

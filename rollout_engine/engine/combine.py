@@ -60,11 +60,12 @@ def metrics(results: Sequence[CoreMetrics]) -> CoreMetrics:
         cache_usage=mean([each.cache_usage for each in results]),
         policy_version=min(each.policy_version for each in results),
         state=next((each.state for each in results if each.state != "RUNNING"), "RUNNING"),
-        counters=_counters([each.counters for each in results]),
+        counters=counters([each.counters for each in results]),
     )
 
 
-def _counters(parts: Sequence[CoreStats]) -> CoreStats:
+def counters(parts: Sequence[CoreStats]) -> CoreStats:
+    """Sums over the engines; the longest of their last pauses."""
     total = reduce(_added, parts)
     return msgspec.structs.replace(total, last_pause_seconds=max(each.last_pause_seconds for each in parts))
 

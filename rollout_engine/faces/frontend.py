@@ -19,6 +19,7 @@ from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.faces.draft_files import load_drafts, save_drafts
 from rollout_engine.faces.weight_updates import update_weights
+from rollout_engine.fleet.client import FleetClient
 from rollout_engine.lora_request import LoRALike, LoRARequest
 from rollout_engine.metrics import EngineMetrics, StatLogger
 from rollout_engine.outputs import RequestOutput
@@ -222,7 +223,8 @@ class Frontend:
     def get_metrics(self, *, timeout: float | None = None) -> EngineMetrics:
         """Counters and gauges of the core, timings of this client's requests; from any thread.
 
-        `timeout` as for verbs: `CallTimeoutError` after so many seconds.
+        `timeout` as for verbs: `CallTimeoutError` after so many seconds. Of a fleet, a replica that does not answer in
+        that time, or a few seconds, is shown with what it told last.
         """
         return _metrics_of(self.client, self.streams)(timeout)
 
@@ -308,8 +310,11 @@ def _metrics_of(client: EngineClient, streams: OpenStreams) -> MetricsReader:
     """Read the metrics without a reference to the front end, which ends when nobody has one."""
 
     def read(timeout: float | None = None) -> EngineMetrics:
-        arguments = {"timeout": timeout}
-        core = client.call("get_core_metrics", arguments).wait(VERBS["get_core_metrics"], arguments)
+        verb, arguments = VERBS["get_core_metrics"], {"timeout": timeout}
+        if isinstance(client, FleetClient):
+            core, replicas = client.metrics(verb.patience(arguments))
+            return EngineMetrics(core=core, requests=streams.stats, replicas=replicas)
+        core = client.call(verb.name, arguments).wait(verb, arguments)
         return EngineMetrics(core=core, requests=streams.stats)
 
     return read

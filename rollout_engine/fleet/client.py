@@ -22,6 +22,7 @@ from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.dispatcher import Dispatcher
 from rollout_engine.fleet.fleet_calls import FleetCalls
+from rollout_engine.fleet.fleet_metrics import FleetMetrics
 from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.processes import ProcessProvider
@@ -30,6 +31,7 @@ from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.fleet.replica_state import ReplicaState, wait_until_settled
 from rollout_engine.fleet.supervisor import Supervisor, started
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
+from rollout_engine.metrics import CoreMetrics, ReplicaMetrics
 from rollout_engine.outputs import UpdateReport
 from sync.base import WeightSource
 from sync.owner_process import OwnerProcess
@@ -54,6 +56,7 @@ class FleetClient:
         self._supervisor = Supervisor(provider, config, self._updates)
         self._dispatcher = Dispatcher(self, self._brain, self._members, self._supervisor)
         self._calls = FleetCalls(self._brain, self._members, self._supervisor, self._lock, self._is_over)
+        self._metrics = FleetMetrics(self._brain, self._members, self._lock)
         with self._lock:
             for member in members:
                 self.started(member, lambda: True)
@@ -145,6 +148,11 @@ class FleetClient:
         """How each replica is, in the order of their indexes."""
         self.require_usable()
         return self._calls.health()
+
+    def metrics(self, seconds: float | None = None) -> tuple[CoreMetrics, dict[int, ReplicaMetrics]]:
+        """The sum of all replicas, and each by its index, waiting `seconds` at most. Raises as `require_usable`."""
+        self.require_usable()
+        return self._metrics.read(seconds)
 
     def scale(self, num_replicas: int) -> None:
         """Have so many replicas. New ones serve once they are loaded; requests of those that go end first."""

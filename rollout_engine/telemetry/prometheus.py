@@ -8,9 +8,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rollout_engine.metrics import EngineMetrics, Histogram
+from rollout_engine.metrics import CoreMetrics, EngineMetrics, Histogram, ReplicaMetrics
 
 Labels = Mapping[str, str]
+REPLICA_STATES = ("STARTING", "STALE", "SYNCED", "DRAINING", "DEAD")
+"""The states of `fleet.replica_state.ReplicaState`, which this floor must not import."""
 
 
 class MetricsCollector(Collector):
@@ -51,6 +53,24 @@ def own_families(metrics: EngineMetrics, labels: Labels) -> Iterator[Metric]:
         yield histogram(f"rollout_engine_{name}", text, values, labels)
     failures = metrics.core.counters.updates.failures.items()
     yield counters("rollout_engine_update_failures", "Weight updates that raised an error.", "error", failures, labels)
+    if metrics.replicas:
+        yield from replica_families(metrics.replicas, labels)
+
+
+def replica_families(replicas: Mapping[int, ReplicaMetrics], labels: Labels) -> Iterator[Metric]:
+    """The metrics of each replica of a fleet, `rollout_engine_replica_*`, told apart by the label `replica`.
+
+    Their names are others than those of the sums, so that summing one family counts nothing twice.
+    """
+    state = GaugeMetricFamily("rollout_engine_replica_state", "1 for its state.", labels=[*labels, "replica", "state"])
+    for index, replica in replicas.items():
+        for each in REPLICA_STATES:
+            state.add_metric([*labels.values(), str(index), each], float(replica.state == each))
+    yield state
+    gauges = {str(index): _replica_gauges(each) for index, each in replicas.items()}
+    counts = {str(index): _core_counters(each.core) for index, each in replicas.items()}
+    yield from _by_replica(GaugeMetricFamily, gauges, labels)
+    yield from _by_replica(CounterMetricFamily, counts, labels)
 
 
 def gauge(name: str, text: str, value: float, labels: Labels) -> Metric:
@@ -87,10 +107,40 @@ def histogram(name: str, text: str, values: Histogram, labels: Labels) -> Metric
     return family
 
 
-def _gauges(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
-    core = metrics.core
+Values = list[tuple[str, str, float]]
+"""(name, text, value) of each family."""
+
+
+def _by_replica(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], rows: Mapping[str, Values], labels: Labels
+) -> Iterator[Metric]:
+    """A family of each column of `rows`, which have the same names."""
+    for column in zip(*rows.values(), strict=True):
+        name, text, _ = column[0]
+        family = kind(f"rollout_engine_replica_{name}", text, labels=[*labels, "replica"])
+        for index, (_, _, value) in zip(rows, column, strict=True):
+            family.add_metric([*labels.values(), index], value)
+        yield family
+
+
+def _replica_gauges(replica: ReplicaMetrics) -> Values:
     return [
-        ("requests_unfinished", "Requests that have not ended.", core.num_requests),
+        ("answered", "1 where it answered this scrape; else it shows what it told last.", replica.has_answered),
+        ("requests_unfinished", "Requests that it has, by the fleet's own book.", replica.num_requests),
+        ("kv_tokens_assigned", "KV tokens that these requests may come to hold.", replica.num_kv_tokens),
+        *_core_gauges(replica.core),
+    ]
+
+
+def _gauges(metrics: EngineMetrics) -> Values:
+    return [
+        ("requests_unfinished", "Requests that have not ended.", metrics.core.num_requests),
+        *_core_gauges(metrics.core),
+    ]
+
+
+def _core_gauges(core: CoreMetrics) -> Values:
+    return [
         ("sequences_running", "Sequences with a place in the batch.", core.num_running),
         ("sequences_waiting", "Sequences that wait for a place.", core.num_waiting),
         ("kv_cache_usage_ratio", "KV blocks referenced by live requests / all blocks.", core.cache_usage),
@@ -99,8 +149,17 @@ def _gauges(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
     ]
 
 
-def _counters(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
-    core, requests = metrics.core.counters, metrics.requests
+def _counters(metrics: EngineMetrics) -> Values:
+    requests = metrics.requests
+    return [
+        *_core_counters(metrics.core),
+        ("samples_dropped", "Samples not returned because enough others had ended.", requests.dropped_samples),
+        ("groups_regenerated", "Groups that a collector started again.", requests.regenerated_groups),
+    ]
+
+
+def _core_counters(metrics: CoreMetrics) -> Values:
+    core = metrics.counters
     return [
         ("steps", "Steps of the engine.", core.num_steps),
         ("steps_failed", "Steps in which the executor raised.", core.num_failed_steps),
@@ -113,8 +172,6 @@ def _counters(metrics: EngineMetrics) -> list[tuple[str, str, float]]:
         ("tokens_surplus", "Tokens computed past an end that was not known yet.", core.num_surplus_tokens),
         ("preemptions", "Running sequences that lost their blocks.", core.num_preemptions),
         ("update_bytes", "Bytes of the weights that complete updates brought.", core.updates.num_bytes),
-        ("samples_dropped", "Samples not returned because enough others had ended.", requests.dropped_samples),
-        ("groups_regenerated", "Groups that a collector started again.", requests.regenerated_groups),
     ]
 
 

@@ -11,6 +11,7 @@ import torch
 import sync
 from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, RolloutService, SamplingParams
 from rollout_engine.errors import WeightUpdateError
+from rollout_engine.fleet import fleet_metrics
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.threads import raise_if_cancelled
 from tests.faults.clean import Leftovers
@@ -47,6 +48,25 @@ def test_requests_of_a_killed_replica_go_on_to_the_same_tokens_and_bits(fleet, e
         assert any("status -9" in replica.problem for replica in await fleet.replicas())
 
     asyncio.run(run())
+
+
+def test_metrics_come_while_a_replica_is_stopped(fleet, monkeypatch):
+    async def run():
+        found = await all_serve(fleet)
+        await asyncio.gather(*(read(fleet, i) for i in range(len(PROMPTS))))
+        before = await fleet.get_metrics()
+        monkeypatch.setattr(fleet_metrics, "ANSWER_SECONDS", 0.5)
+        os.kill(found[1].pid, signal.SIGSTOP)
+        try:
+            return before, await fleet.get_metrics()
+        finally:
+            os.kill(found[1].pid, signal.SIGCONT)
+
+    before, during = asyncio.run(run())
+    assert all(each.has_answered for each in before.replicas.values())
+    assert min(each.core.counters.num_tokens_sampled for each in before.replicas.values()) > 0
+    assert not during.replicas[1].has_answered
+    assert during.core.counters.num_tokens_sampled == before.core.counters.num_tokens_sampled
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import httpx2
 import pytest
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
 import sync
 from rollout_engine import LLM, RolloutPolicy, SamplingParams
@@ -193,3 +194,43 @@ def test_a_replica_that_is_killed_under_load_loses_nothing(server, expected):
 
     for answers in asyncio.run(run()):
         assert [said(each["choices"][0]) for each in answers] == expected[0]
+
+
+def test_metrics_tell_replicas_apart_and_come_while_one_is_killed(server, expected):
+    engine = server.app.served.engine
+
+    async def scrape(clients):
+        response = await clients.http.get("/metrics")
+        assert response.status_code == 200, response.text
+        families = text_string_to_metric_families(response.text)
+        return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+
+    def of_replica(seen, name, **labels):
+        found = (dict(key[1:]) | {"value": value} for key, value in seen.items() if key[0] == f"rollout_engine_{name}")
+        return {each["replica"]: each["value"] for each in found if each.items() >= labels.items()}
+
+    def sampled(seen):
+        return seen["vllm:generation_tokens_total", ("engine", "0"), ("model_name", server.app.served.model)]
+
+    async def run():
+        async with Clients(server.url) as clients:
+            await clients.start()
+            first = await scrape(clients)
+            during = clients.start()
+            await clients.until_running()
+            os.kill((await engine.replicas())[1].pid, signal.SIGKILL)
+            while of_replica(seen := await scrape(clients), "replica_state", state="SYNCED")["1"]:
+                pass
+            await during
+            await all_serve(engine)
+            return first, seen, await scrape(clients)
+
+    first, lost, last = asyncio.run(run())
+    each = of_replica(first, "replica_tokens_sampled_total")
+    assert each.keys() == {"0", "1"} and min(each.values()) > 0
+    assert sum(each.values()) == sampled(first) == NUM_REQUESTS * NUM_TOKENS
+    assert of_replica(first, "replica_answered") == of_replica(last, "replica_answered") == {"0": 1, "1": 1}
+    assert of_replica(lost, "replica_answered") == {"0": 1, "1": 0}
+    assert of_replica(lost, "replica_policy_version") == {"0": 0, "1": -1}
+    assert of_replica(last, "replica_requests_unfinished") == {"0": 0, "1": 0}
+    assert sampled(first) <= sampled(lost) <= sampled(last)
