@@ -8,6 +8,7 @@ from typing import Any
 from rollout_engine import AsyncLLM, SamplingParams
 from tests.faults.clean import assert_clean
 from tests.faults.ledger import Ledger
+from tests.faults.progress import report
 
 
 class RandomAborts:
@@ -27,6 +28,7 @@ class RandomAborts:
         while any(not caller.done() for caller in callers):
             await asyncio.wait(callers, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
             await self.engine.check_integrity()
+            report(self.num_aborts)
             for caller in callers:
                 if caller.done():
                     caller.result()

@@ -15,6 +15,7 @@ import psutil
 
 from rollout_engine import AsyncLLM, SamplingParams
 from tests.faults.clean import assert_clean
+from tests.faults.progress import report
 
 _ROOT = Path(__file__).parents[2]
 _PARAMS = SamplingParams(max_tokens=256, seed=9, ignore_eos=True, detokenize=False, output_kind="delta")
@@ -70,6 +71,7 @@ class Bystander:
 
     async def attacked(self, name: str, count: int) -> dict[str, Any]:
         """Figures of an attack: gaps without and with it, and what the core holds. AssertionError if that has grown."""
+        report(self.num_requests)  # of each attack once: while the attackers hang, this one goes on
         calm = await self.stream(asyncio.ensure_future(asyncio.sleep(5)))
         before, start = self.held(), time.perf_counter()
         disturbed = await self.stream(asyncio.ensure_future(attack(self.engine.address, {name: count})))

@@ -15,6 +15,7 @@ import psutil
 from rollout_engine import AsyncLLM, EngineConfig, EngineDeadError, LifecycleError, SamplingParams
 from tests.faults.ledger import Ledger
 from tests.faults.plan import FaultPlan
+from tests.faults.progress import report
 from tests.faults.updates import Spelled, spelling
 
 OPTIONS = dict(num_kv_blocks=2048, max_num_seqs=64, num_threads=1, skip_tokenizer_init=True)
@@ -153,6 +154,7 @@ class TrainerDeaths:
             while self.num_deaths < num_deaths and time.monotonic() < deadline:
                 await self._one(trainers, transports[self.num_deaths % len(transports)])
                 self.num_deaths += 1
+                report(self.num_deaths)
         finally:
             for reader in readers:
                 reader.cancel()

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from rollout_engine import AsyncLLM, SamplingParams
 from rollout_engine.testing import tiny_checkpoint
+from tests.faults.progress import report
 from worker_ext.base import WorkerExtension, rpc
 
 NUM_PROMPTS = 512
@@ -104,6 +105,7 @@ class HonestLoad:
         (sample,) = output.outputs
         assert (sample.finish_reason, len(sample.token_ids)) == ("length", _PARAMS.max_tokens), sample
         self.num_requests += 1
+        report(self.num_requests)
         self.num_prompt_tokens += len(prompt)
 
     async def _update(self) -> None:

@@ -30,6 +30,7 @@ from rollout_engine import (
 )
 from rollout_engine.testing import spelled_token, spelling_state_dict, tiny_model
 from tests.faults.ledger import Ledger
+from tests.faults.progress import report
 
 Weights = dict[str, torch.Tensor]
 _MODEL = tiny_model()
@@ -158,6 +159,7 @@ class UpdatesUnderLoad:
             while self.num_updates < num_updates and time.monotonic() < deadline and not any(t.done() for t in tasks):
                 await self._update()
                 await self._attack()
+                report(self.num_updates)
         finally:
             self._stop = True
             await asyncio.gather(*tasks)
