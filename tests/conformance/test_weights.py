@@ -64,6 +64,17 @@ def test_recomputed_kv_is_of_the_new_weights(engine):
     assert [(s.policy_version - before, s.kv_min_version - before) for s in spans] == [(0, 0), (1, 1)]
 
 
+def test_an_update_with_few_changes_sends_those_and_brings_all(engine, same):
+    new = weights(1)
+    engine.update_weights(new)
+    new["model.norm.weight"] = new["model.norm.weight"] * 2
+    few, none, whole = [engine.update_weights(new, delta=delta) for delta in (True, True, False)]
+    sizes = [report.num_bytes_sent for report in (few, none, whole)]
+    assert sizes == [new["model.norm.weight"].nbytes, 0, whole.num_bytes]
+    assert few.digest == none.digest == whole.digest == digest(engine)
+    same([whole.digest, sizes, told(last_of(engine, "hello", SHORT))])
+
+
 @pytest.mark.parametrize("kind_of_source", ["dict", "iterator", "checkpoint", "store", "part"])
 def test_every_kind_of_source_brings_the_same_weights(engine, same, tmp_path, kind_of_source):
     new, version = weights(1), engine.policy_version + 3

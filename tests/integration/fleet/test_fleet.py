@@ -246,6 +246,31 @@ def test_a_part_of_the_weights_completes_those_that_all_have(fleet, tmp_path):
 
 
 @pytest.mark.slow
+def test_changes_alone_complete_what_each_replica_has_even_after_it_missed_some(fleet):
+    new = {name: tensor.clone() for name, tensor in tiny_model(seed=5).state_dict().items()}
+
+    async def update(name):
+        new[name] = new[name] * 1.5
+        return await fleet.update_weights(dict(new))
+
+    async def run():
+        found = await all_serve(fleet)
+        await fleet.update_weights(dict(new))
+        few = await update("model.norm.weight")
+        assert {report.num_bytes_sent for report in few.replicas.values()} == {new["model.norm.weight"].nbytes}
+        os.kill(found[1].pid, signal.SIGKILL)
+        await update("lm_head.weight")
+        await all_serve(fleet)
+        last = await update("model.norm.weight")
+        assert last.replicas.keys() == {0, 1}
+        whole = await fleet.update_weights(dict(new), delta=False)
+        return last.digest, whole.digest, await fleet.collective_rpc("get_weight_digest")
+
+    last, whole, live = asyncio.run(run())
+    assert {last, whole} == set(live) and len(live) == 2
+
+
+@pytest.mark.slow
 def test_replicas_come_and_go_while_requests_run(checkpoint):
     async def run(fleet):
         await fleet.update_weights(tiny_model().state_dict())
