@@ -74,6 +74,9 @@ class PromptLogprobs(msgspec.Struct):
     """float32 [P]."""
     top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     """(int32 [P, k], float32 [P, k]), the first row -1 and NaN; None where k is 0."""
+    ranks: np.ndarray | None = None
+    """int32 [P], of the prompt's own tokens: 1 for the most likely one, ties to the lowest id, 0 for the first. Model
+    runners always give them."""
 
 
 class Pooled(msgspec.Struct):

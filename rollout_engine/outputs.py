@@ -116,17 +116,17 @@ class RequestOutput(msgspec.Struct):
     """Samples that were started and are not in `outputs`: others had ended first (`oversample` of a rollout)."""
     pooled: PoolingOutput | None = None
     """Result of a request with `PoolingParams`, whose only sample has no tokens; None for others."""
+    prompt_ranks: np.ndarray | None = None
+    """int32 [P], 1 for the most likely token, ties to the lowest id, 0 for the first token; with `prompt_logprobs`."""
 
     def prompt_logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob] | None]:
-        """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token.
-
-        The rank of a prompt token is None if it is not among the most likely tokens that were asked for.
-        """
+        """Return for each prompt token a dict as `CompletionOutput.logprob_dicts` does; None for the first token."""
         if self.prompt_logprobs is None:
             what = "prompt_logprob_dicts: there are no log-probs of the prompt"
             raise RequestError(f"{what}. Ask for them: SamplingParams(prompt_logprobs=...).")
-        texts = TokenTexts(tokenizer)
-        rows = _dicts(self.prompt_token_ids, self.prompt_logprobs, None, self.prompt_top_logprobs, texts)
+        ranks = None if self.prompt_ranks is None else self.prompt_ranks.tolist()
+        top, texts = self.prompt_top_logprobs, TokenTexts(tokenizer)
+        rows = _dicts(self.prompt_token_ids, self.prompt_logprobs, ranks, top, texts)
         return [None, *rows[1:]]
 
 

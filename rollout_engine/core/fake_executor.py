@@ -263,7 +263,9 @@ def _prompt_columns(state: FakeSequence, vocab_size: int) -> PromptLogprobs:
     logprobs[0] = np.nan
     width = vocab_size if state.params.prompt_logprobs == -1 else state.params.prompt_logprobs
     top = (np.repeat(ids[:, None], width, 1), np.repeat(logprobs[:, None], width, 1)) if width else None
-    return PromptLogprobs(logprobs, top)
+    ranks = ids + 1
+    ranks[0] = 0
+    return PromptLogprobs(logprobs, top, ranks)
 
 
 def _with_columns(

@@ -80,9 +80,9 @@ def row_stats(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> RowSta
     return RowStats(maximum, log_total, token_ids, logprobs_at(chosen, maximum, temperatures, log_total))
 
 
-def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Consecutive blocks of rows; on the CPU small enough for the cache."""
-    rows = max(1, (_BLOCK_NUMEL if logits.is_cpu else _DEVICE_BLOCK_NUMEL) // logits.shape[1])
+def row_blocks(logits: Tensor, device_numel: int = _DEVICE_BLOCK_NUMEL) -> Iterator[slice]:
+    """Consecutive blocks of rows; on the CPU small enough for the cache, on devices of `device_numel` logits."""
+    rows = max(1, (_BLOCK_NUMEL if logits.is_cpu else device_numel) // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 

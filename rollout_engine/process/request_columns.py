@@ -68,7 +68,7 @@ def check_answer(message: AddRequest, limits: Limits) -> None:
     """Raise `MessageTooLongError` for a request whose prompt's log-probs would not fit in one message."""
     request = message.request
     num_tokens = len(request.prompt_token_ids) or len(message.columns.get(_PROMPT, ()))
-    num_bytes = num_tokens * (4 + 8 * max(request.params.prompt_logprobs or 0, 0)) + (1 << 16)
+    num_bytes = num_tokens * (8 + 8 * max(request.params.prompt_logprobs or 0, 0)) + (1 << 16)
     if num_bytes > limits.message_bytes:
         what = f"prompt_logprobs={request.params.prompt_logprobs} of {num_tokens} tokens take {num_bytes} bytes"
         raise MessageTooLongError(f"{what}, and a message may take {limits.message_bytes}; ask for fewer")

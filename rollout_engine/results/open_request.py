@@ -103,6 +103,7 @@ class OpenRequest:
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=None if prompt is None else prompt.logprobs,
             prompt_top_logprobs=None if prompt is None else prompt.top_logprobs,
+            prompt_ranks=None if prompt is None else prompt.ranks,
             outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,

@@ -109,6 +109,7 @@ def told(output):
         output.prompt_token_ids,
         plain(output.prompt_logprobs),
         plain(output.prompt_top_logprobs),
+        plain(output.prompt_ranks),
         [told_of_sample(sample) for sample in output.outputs],
     ]
 

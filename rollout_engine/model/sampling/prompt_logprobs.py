@@ -15,10 +15,14 @@ from torch import Tensor
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, logprobs_at, row_blocks, row_stats, row_temperatures
 from rollout_engine.kernels.truncation import most_likely
 from rollout_engine.messages import NewSequence, PromptLogprobs, ScheduledSequence
+from rollout_engine.model.sampling.sampler import ranks_of
+
+_DEVICE_BLOCK_NUMEL = 1 << 22
+"""Logits that are ranked at a time on a device: ids of 64 bits for each of them may be held there."""
 
 
 class PromptScorer:
-    """Scores prompts as their chunks are computed."""
+    """Scores and ranks the tokens of prompts as their chunks are computed."""
 
     def __init__(self, vocab_size: int, kernel: RowStatsKernel = row_stats) -> None:
         """`kernel` runs where the logits are."""
@@ -76,9 +80,11 @@ class _Prompt:
         self.temperature = 1.0 if params.logprobs_mode == "raw" else params.temperature
         self.num_top = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs or 0
         shape = length, self.num_top
+        self.ranks = np.zeros(length, np.int32)
         self.found = PromptLogprobs(
             logprobs=np.full(length, np.nan, np.float32),
             top_logprobs=(np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32)) if self.num_top else None,
+            ranks=self.ranks,
         )
 
 
@@ -100,13 +106,15 @@ class _Piece(NamedTuple):
             return
         prompt, scored = self.prompt, slice(self.start + 1, self.start + 1 + self.size)
         temperatures = row_temperatures(prompt.temperature, logits)
-        stats = kernel(logits, temperatures, prompt.token_ids[scored].to(logits.device))
+        token_ids = prompt.token_ids[scored].to(logits.device)
+        stats = kernel(logits, temperatures, token_ids)
         prompt.found.logprobs[scored] = stats.logprobs.cpu().numpy()
-        if prompt.found.top_logprobs is None:
-            return
-        all_ids, all_logprobs = (column[scored] for column in prompt.found.top_logprobs)
-        for block in row_blocks(logits):
-            ids = most_likely(torch.nan_to_num(logits[block]), prompt.num_top)
-            figure = (stats.maximum, temperatures, stats.log_total)
-            logprobs = logprobs_at(logits[block].gather(-1, ids), *(column[block, None] for column in figure))
-            all_ids[block], all_logprobs[block] = ids.cpu().numpy(), logprobs.cpu().numpy()
+        ranks, *top = (column[scored] for column in (prompt.ranks, *(prompt.found.top_logprobs or ())))
+        for block in row_blocks(logits, _DEVICE_BLOCK_NUMEL):
+            ordered = torch.nan_to_num(logits[block])
+            ranks[block] = ranks_of(ordered, token_ids[block]).cpu().numpy()
+            if top:
+                ids = most_likely(ordered, prompt.num_top)
+                figure = (stats.maximum, temperatures, stats.log_total)
+                logprobs = logprobs_at(logits[block].gather(-1, ids), *(column[block, None] for column in figure))
+                top[0][block], top[1][block] = ids.cpu().numpy(), logprobs.cpu().numpy()

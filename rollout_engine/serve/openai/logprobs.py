@@ -98,11 +98,7 @@ def token_logprobs(sample: CompletionOutput, asked_ids: Sequence[int] = ()) -> d
 
 
 def prompt_logprob_rows(served: Served, output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """vLLM's shape: for each prompt token {token id: {logprob, rank, decoded_token}}; null for the first.
-
-    Clients sort by rank. That of a token that is not among the k most likely ones is not known: k + 1 stands for it,
-    and `rank_is_at_least` says so.
-    """
+    """vLLM's shape: for each prompt token {token id: {logprob, rank, decoded_token}}; null for the first."""
     if output.prompt_logprobs is None:
         return None
     tokenizer = None if served.engine.frontend.inputs.codec is None else served.codec.hf
@@ -110,14 +106,14 @@ def prompt_logprob_rows(served: Served, output: RequestOutput) -> list[dict[str,
 
 
 def _prompt_row(row: dict[int, Logprob]) -> dict[str, Any]:
-    beyond = sum(each.rank is not None for each in row.values()) + 1
-    made = {}
-    for token_id, each in row.items():
-        logprob = max(each.logprob, _IMPOSSIBLE)
-        made[str(token_id)] = {"logprob": logprob, "rank": each.rank or beyond, "decoded_token": each.decoded_token}
-        if each.rank is None:
-            made[str(token_id)]["rank_is_at_least"] = beyond
-    return made
+    return {
+        str(token_id): {
+            "logprob": max(each.logprob, _IMPOSSIBLE),
+            "rank": each.rank,
+            "decoded_token": each.decoded_token,
+        }
+        for token_id, each in row.items()
+    }
 
 
 def _entry(texts: Texts, token_id: int, value: float) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def _assert_same(ours, theirs):
     assert len(ours.outputs) == len(theirs.outputs)
     if theirs.prompt_logprobs is not None:
         assert np.array_equal(ours.prompt_logprobs, theirs.prompt_logprobs, equal_nan=True)
+        assert np.array_equal(ours.prompt_ranks, theirs.prompt_ranks)
         for column, other in zip(ours.prompt_top_logprobs, theirs.prompt_top_logprobs, strict=True):
             assert np.array_equal(column, other, equal_nan=True)
     for a, b in zip(ours.outputs, theirs.outputs, strict=True):

@@ -297,6 +297,7 @@ class Rig:
         for first, found in outputs.prompt_logprobs.items():
             assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
             self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
+            assert found.ranks is not None and len(found.ranks) == len(found.logprobs)
         for first, result in outputs.pooled.items():
             name = self.keys[first][0]
             assert name not in self.pooled and (name, 0) not in self.ends, f"{name} was pooled twice, or after its end"

@@ -85,3 +85,10 @@ def test_log_probs_of_a_prompt_that_no_message_could_carry_are_refused_with_the_
         MessageTooLongError, match="prompt_logprobs=64 of 6000 tokens take .* may take 2097152; ask for"
     ):
         check_answer(with_columns(request(range(6000), prompt_logprobs=64)), small)
+
+
+def test_ranks_of_a_prompt_count_like_its_log_probs():
+    room = Limits(message_bytes=4096 * (4 + 4 + 8) + (1 << 16))
+    check_answer(with_columns(request(range(4096), prompt_logprobs=1)), room)
+    with pytest.raises(MessageTooLongError, match="prompt_logprobs=1 of 4097 tokens"):
+        check_answer(with_columns(request(range(4097), prompt_logprobs=1)), room)

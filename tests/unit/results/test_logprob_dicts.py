@@ -56,20 +56,22 @@ def test_decoded_tokens_keep_their_space_and_special_tokens_are_shown():
     assert [next(iter(found.values())).decoded_token for found in made] == ["h", "<eos>"]
 
 
-def prompt_of(token_ids, logprobs, top=None):
+def prompt_of(token_ids, logprobs, top=None, ranks=None):
     unset = dict.fromkeys(RequestOutput.__struct_fields__)
     fields = {"prompt_token_ids": token_ids, "prompt_logprobs": logprobs, "prompt_top_logprobs": top}
-    return RequestOutput(**(unset | fields))
+    return RequestOutput(**(unset | fields | {"prompt_ranks": ranks}))
 
 
 def test_prompts_have_the_same_form_and_none_for_the_first_token():
     top = np.array([[-1, -1], [6, 7], [5, 8]], np.int32), np.float32([[np.nan] * 2, [-0.5, -1.0], [-0.5, -1.0]])
-    found = prompt_of([3, 7, 7], np.float32([np.nan, -1.0, -9.0]), top).prompt_logprob_dicts()
+    values, ranks = np.float32([np.nan, -1.0, -9.0]), np.array([0, 2, 211], np.int32)
+    found = prompt_of([3, 7, 7], values, top, ranks).prompt_logprob_dicts()
     assert found[0] is None
     assert found[1] == {7: Logprob(-1.0, 2, None), 6: Logprob(-0.5, 1, None)}
     assert next(iter(found[1])) == 7
-    assert found[2] == {7: Logprob(-9.0, None, None), 5: Logprob(-0.5, 1, None), 8: Logprob(-1.0, 2, None)}
-    assert prompt_of([3, 7], np.float32([np.nan, -1.0])).prompt_logprob_dicts()[1] == {7: Logprob(-1.0, None, None)}
+    assert found[2] == {7: Logprob(-9.0, 211, None), 5: Logprob(-0.5, 1, None), 8: Logprob(-1.0, 2, None)}
+    alone = prompt_of([3, 7, 7], values, None, ranks).prompt_logprob_dicts()
+    assert alone[1:] == [{7: Logprob(-1.0, 2, None)}, {7: Logprob(-9.0, 211, None)}]
 
 
 def test_prompts_without_log_probs_are_an_error():

@@ -248,11 +248,12 @@ def test_outputs_of_discarded_requests_are_ignored(processor):
 def test_log_probs_of_the_prompt_are_told_as_the_output_kind_says(processor, kind, told):
     add(processor, prompt_logprobs=1, output_kind=kind)
     top = np.array([[-1], [9]], np.int32), np.array([[np.nan], [-0.25]], np.float32)
-    found = PromptLogprobs(np.array([np.nan, -0.5], np.float32), top)
+    found = PromptLogprobs(np.array([np.nan, -0.5], np.float32), top, np.array([0, 7], np.int32))
     steps = [token(74, prompt_logprobs={FIRST_SEQUENCE: found}), token(75, end="length")]
     outputs = [output for step in steps for output in process(processor, step)[0]]
     assert [output.prompt_logprobs is found.logprobs for output in outputs] == told
     assert [output.prompt_top_logprobs is top for output in outputs] == told
+    assert [output.prompt_ranks is found.ranks for output in outputs] == told
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])

@@ -62,8 +62,8 @@ def test_log_probs_of_the_prompt_have_vllms_shape(client):
     first, *rows = choice["prompt_logprobs"]
     assert first is None
     for token_id, row in zip(PROMPT[1:], rows, strict=True):
-        assert str(token_id) in row and len(row) in (2, 3)
-        assert {"logprob", "rank", "decoded_token"} == set(row[str(token_id)]) - {"rank_is_at_least"}
+        assert next(iter(row)) == str(token_id) and len(row) in (2, 3)
+        assert all(set(each) == {"logprob", "rank", "decoded_token"} for each in row.values())
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,17 @@ def test_another_model_is_not_here(client):
     assert "'other'" in client.problem("/v1/completions", {"prompt": "x", "model": "other"}, status=404)["message"]
 
 
-def test_a_token_that_is_not_among_the_likely_ones_has_a_rank_behind_them(client):
-    [choice] = client.post("/v1/completions", {"prompt": [5, 250, 7], "max_tokens": 1, "prompt_logprobs": 1})["choices"]
-    for token_id, row in zip((250, 7), choice["prompt_logprobs"][1:], strict=True):
-        actual = row[str(token_id)]
-        assert sorted(each["rank"] for each in row.values()) == [1, 2][: len(row)]
-        assert actual.get("rank_is_at_least") == (2 if len(row) == 2 else None)
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_prompt_token_has_its_rank_among_the_whole_vocabulary(client, asked):
+    def rows(prompt_logprobs):
+        body = {"prompt": [5, 250, 7], "max_tokens": 1, "prompt_logprobs": prompt_logprobs}
+        return client.post("/v1/completions", body)["choices"][0]["prompt_logprobs"][1:]
+
+    for token_id, row, whole in zip(("250", "7"), rows(asked), rows(-1), strict=True):
+        likelier = sum(each["logprob"] > whole[token_id]["logprob"] for each in whole.values())
+        assert row[token_id] == whole[token_id] and whole[token_id]["rank"] == likelier + 1 > 1
+        assert sorted(each["rank"] for each in row.values()) == [1][:asked] + [likelier + 1]
+        assert sorted(each["rank"] for each in whole.values()) == [*range(1, len(whole) + 1)]
 
 
 def test_without_likely_tokens_each_position_has_its_own(policy):

@@ -124,6 +124,7 @@ def assert_outputs_alike(ours, theirs):
             np.testing.assert_allclose(mine.top_logprobs[1], other.top_logprobs[1], atol=BOUND)
         if expected.prompt_logprobs is not None:
             np.testing.assert_allclose(output.prompt_logprobs, expected.prompt_logprobs, atol=BOUND)
+            np.testing.assert_array_equal(output.prompt_ranks, expected.prompt_ranks)
 
 
 @contextmanager
