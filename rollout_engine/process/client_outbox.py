@@ -17,6 +17,8 @@ class ClientOutbox:
     def __init__(self, answer_limits: Limits, clock: CoreClock) -> None:
         """`answer_limits`: the largest messages that this client reads."""
         self._answer_limits, self._clock = answer_limits, clock
+        self.vocab_size = 0
+        """Of the core's model; set it before the first request is sent."""
         self._messages: deque[Any] = deque()
         self._encoder = Encoder()
 
@@ -31,7 +33,7 @@ class ClientOutbox:
             message = self._clock.departing(self._messages.popleft())
             try:
                 if isinstance(message, AddRequest):
-                    check_answer(message, self._answer_limits)
+                    check_answer(message, self._answer_limits, self.vocab_size)
                 multiparts = in_parts(self._encoder.encode(message), limits)
             except (TypeError, ValueError, OverflowError) as problem:
                 answers.append(_refusal(message, problem))

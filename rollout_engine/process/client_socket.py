@@ -256,6 +256,7 @@ class ClientSocket:
                 return "it welcomed this client twice"
             case Welcome(client_index, ready, limits):
                 self.client_index, self.limits = client_index, limits
+                self._outbox.vocab_size = ready.info.vocab_size
                 self._step_deadline = ready.info.config.step_deadline or math.inf
                 self._welcome.set_result(ready)
             case Rejected(reason):

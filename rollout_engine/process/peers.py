@@ -46,17 +46,33 @@ class Peer:
         self.num_outputs = 0
         """`Outputs` sent to it."""
         self.backlog: deque[list[Frame]] = deque()
-        self.num_backlog_bytes = 0
+        """Multiparts: a long message is many of them."""
+        self.num_waiting_bytes = 0
+        """Bytes of the backlog behind its first message, of which parts may have been sent."""
+        self._messages: deque[list[int]] = deque()
+        """Sizes of the multiparts of each message in the backlog, the last one first."""
         self.last_sent = 0.0
 
-    def push(self, frames: list[Frame]) -> None:
-        """Append a message to the backlog."""
-        self.backlog.append(frames)
-        self.num_backlog_bytes += sum(map(len, frames))
+    def push(self, multiparts: list[list[Frame]]) -> None:
+        """Append the multiparts of a message to the backlog, those that are left to send."""
+        self.backlog += multiparts
+        sizes = [sum(map(len, frames)) for frames in reversed(multiparts)]
+        self.num_waiting_bytes += sum(sizes) if self._messages else 0
+        self._messages.append(sizes)
 
     def pop(self) -> None:
-        """Remove the first message of the backlog."""
-        self.num_backlog_bytes -= sum(map(len, self.backlog.popleft()))
+        """Remove the first multipart of the backlog."""
+        self.backlog.popleft()
+        self._messages[0].pop()
+        if not self._messages[0]:
+            self._messages.popleft()
+            self.num_waiting_bytes -= sum(self._messages[0]) if self._messages else 0
+
+    def clear(self) -> None:
+        """Drop the backlog."""
+        self.backlog.clear()
+        self._messages.clear()
+        self.num_waiting_bytes = 0
 
 
 class Peers:
@@ -115,8 +131,7 @@ class Peers:
 
     def forget(self, peer: Peer) -> None:
         """Disconnect a client and drop its backlog."""
-        peer.backlog.clear()
-        peer.num_backlog_bytes = 0
+        peer.clear()
         if self._by_identity.pop(peer.identity, None) is not None:
             del self._by_index[peer.index]
             self._left.append(peer.identity)
@@ -125,15 +140,18 @@ class Peers:
 
     def send(self, peer: Peer, message: Any) -> None:
         """Send a message, or append it to the client's backlog. A full backlog ends the client."""
-        if peer.num_backlog_bytes > self._max_backlog_bytes:
-            return self._cut_off(peer, f"the client stopped reading: {peer.num_backlog_bytes} bytes wait for it")
+        if peer.num_waiting_bytes > self._max_backlog_bytes:
+            return self._cut_off(peer, f"the client stopped reading: {peer.num_waiting_bytes} bytes wait for it")
+        left: list[list[Frame]] = []
         try:
             for frames in self._multiparts(peer, message):
-                sent = not peer.backlog and self._try_send(peer, frames)
+                sent = not (peer.backlog or left) and self._try_send(peer, frames)
                 if not sent and peer.index >= 0:
-                    peer.push([bytes(frames[0]), *frames[1:]])
+                    left.append([bytes(frames[0]), *frames[1:]])
         except MessageTooLongError as problem:
-            self._cut_off(peer, f"a message to the client is too long: {problem}")
+            return self._cut_off(peer, f"a message to the client is too long: {problem}")
+        if left:
+            peer.push(left)
 
     def send_to(self, index: int, message: Any) -> None:
         """Send a message to the client with this index; if it has left, the message is dropped."""
@@ -196,7 +214,7 @@ class Peers:
         self._stats.num_clients_cut_off += 1
         logger.warning("client %d was cut off: %s", peer.index, reason)
         self.forget(peer)
-        peer.push([bytes(frame) for frame in self._encoder.encode(Farewell(reason))])
+        peer.push([[bytes(frame) for frame in self._encoder.encode(Farewell(reason))]])
         self._leaving.append(peer)
 
 

@@ -16,6 +16,10 @@ _LONG = 4096
 """Shorter lists stay in the request."""
 _PROMPT, _OUTPUT, _ALLOWED = "prompt_token_ids", "output_token_ids", "allowed_token_ids"
 _WORDS, _WORD_LENGTHS = "bad_words", "bad_word_lengths"
+_TOKEN_BYTES, _TOP_BYTES = 8, 8
+"""Bytes of a prompt token's log-prob and rank, and of the id and log-prob of each of the likely ones at its place."""
+_STEP_BYTES = 1 << 16
+"""Bytes for what else is in the message, about."""
 
 
 def with_columns(request: EngineCoreRequest) -> AddRequest:
@@ -64,13 +68,16 @@ def request_of(message: AddRequest) -> EngineCoreRequest:
     return msgspec.structs.replace(request, params=params, **lists)
 
 
-def check_answer(message: AddRequest, limits: Limits) -> None:
+def check_answer(message: AddRequest, limits: Limits, vocab_size: int) -> None:
     """Raise `MessageTooLongError` for a request whose prompt's log-probs would not fit in one message."""
-    request = message.request
-    num_tokens = len(request.prompt_token_ids) or len(message.columns.get(_PROMPT, ()))
-    num_bytes = num_tokens * (8 + 8 * max(request.params.prompt_logprobs or 0, 0)) + (1 << 16)
+    asked = message.request.params.prompt_logprobs
+    if asked is None:
+        return
+    num_tokens = len(message.request.prompt_token_ids) or len(message.columns.get(_PROMPT, ()))
+    width = vocab_size if asked == -1 else asked
+    num_bytes = num_tokens * (_TOKEN_BYTES + _TOP_BYTES * width) + _STEP_BYTES
     if num_bytes > limits.message_bytes:
-        what = f"prompt_logprobs={request.params.prompt_logprobs} of {num_tokens} tokens take {num_bytes} bytes"
+        what = f"prompt_logprobs={asked} of {num_tokens} tokens take {num_bytes} bytes"
         raise MessageTooLongError(f"{what}, and a message may take {limits.message_bytes}; ask for fewer")
 
 

@@ -16,7 +16,7 @@ from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_socket import CoreSocket
 from rollout_engine.process.process_client import ProcessClient
 from rollout_engine.process.wire import Limits, Outputs
-from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.sampling_params import MAX_PROMPT_LOGPROB_VALUES, SamplingParams
 from tests.faults.peers import READY
 
 
@@ -103,6 +103,47 @@ def test_outputs_of_600_requests_with_log_probs_of_their_prompts_reach_their_cli
     [step] = heard.get(timeout=60).steps
     assert [values.logprobs[7] for values in step.prompt_logprobs.values()] == [*range(600)]
     client.close()
+    core.close("the test ends it")
+
+
+def test_the_longest_log_probs_of_a_prompt_reach_a_client_that_reads(core, directory):
+    heard, client = queue.SimpleQueue(), ClientSocket.connect(directory, hang_seconds=60)
+    client.wait_welcome()
+    client.listen(heard.put, heard.put)
+    shape = MAX_PROMPT_LOGPROB_VALUES // 1024, 1024
+    top = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    found = PromptLogprobs(np.zeros(shape[0], np.float32), top, np.full(shape[0], 9, np.int32))
+    core.send(0, Outputs([EngineCoreOutputs(0, prompt_logprobs={0: found})]))
+    core.send(0, Outputs([EngineCoreOutputs(1)]))
+    [first], [second] = (heard.get(timeout=60).steps for _ in range(2))
+    assert first.prompt_logprobs[0].top_logprobs[0].shape == shape and first.prompt_logprobs[0].ranks[-1] == 9
+    assert second.policy_version == 1
+    client.close()
+    core.close("the test ends it")
+
+
+@pytest.mark.parametrize("asked", [-1, 5])
+def test_log_probs_of_a_prompt_that_would_be_too_long_are_refused_before_they_are_computed(
+    core, directory, monkeypatch, asked
+):
+    monkeypatch.setattr(client_socket, "_LIMITS", Limits(message_bytes=1 << 17))
+    client = ProcessClient(ClientSocket.connect(directory, hang_seconds=60))
+    refused = queue.SimpleQueue()
+    client.listen(SimpleNamespace(refuse=lambda *refusal: refused.put(refusal), fail_all=lambda _: None))
+    params = SamplingParams(prompt_logprobs=asked)
+    width = READY.info.vocab_size if asked == -1 else asked
+    for first, num_tokens in enumerate((64, 4000)):
+        prompt = [0] * num_tokens
+        request = EngineCoreRequest(
+            prompt_token_ids=prompt, params=params, max_tokens=1, seed=1, first_sequence_id=first
+        )
+        client.add_request(request)
+    first, error = refused.get(timeout=60)
+    assert first == 1 and isinstance(error, RequestError)
+    num_bytes = 4000 * (8 + 8 * width) + (1 << 16)
+    assert f"prompt_logprobs={asked} of 4000 tokens take {num_bytes} bytes, and a message may take 131072" in str(error)
+    assert core.inbox.get(timeout=60).message.request.first_sequence_id == 0
+    client.shutdown()
     core.close("the test ends it")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollout_engine.messages import EngineCoreRequest
+from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, PromptLogprobs
 from rollout_engine.process import wire
 from rollout_engine.process.request_columns import check_answer, request_of, with_columns
 from rollout_engine.process.wire import AddRequest, Decoder, Encoder, Limits, MessageTooLongError, WireError
@@ -78,17 +78,41 @@ def test_columns_that_are_none_of_a_request_are_refused(columns):
         request_of(AddRequest(request(), columns))
 
 
+VOCAB_SIZE = 150_000
+
+
+def asks(num_tokens, prompt_logprobs):
+    return with_columns(request(range(num_tokens), prompt_logprobs=prompt_logprobs))
+
+
 def test_log_probs_of_a_prompt_that_no_message_could_carry_are_refused_with_the_request():
-    check_answer(with_columns(request(range(6000), prompt_logprobs=64)), Limits())
+    check_answer(asks(6000, 64), Limits(), VOCAB_SIZE)
     small = Limits(message_bytes=1 << 21)
     with pytest.raises(
         MessageTooLongError, match="prompt_logprobs=64 of 6000 tokens take .* may take 2097152; ask for"
     ):
-        check_answer(with_columns(request(range(6000), prompt_logprobs=64)), small)
+        check_answer(asks(6000, 64), small, VOCAB_SIZE)
+    check_answer(asks(100_000, None), small, VOCAB_SIZE)
 
 
-def test_ranks_of_a_prompt_count_like_its_log_probs():
-    room = Limits(message_bytes=4096 * (4 + 4 + 8) + (1 << 16))
-    check_answer(with_columns(request(range(4096), prompt_logprobs=1)), room)
-    with pytest.raises(MessageTooLongError, match="prompt_logprobs=1 of 4097 tokens"):
-        check_answer(with_columns(request(range(4097), prompt_logprobs=1)), room)
+def test_those_of_every_token_of_the_vocabulary_count_as_many():
+    check_answer(asks(100, -1), Limits(), VOCAB_SIZE)
+    with pytest.raises(MessageTooLongError, match="prompt_logprobs=-1 of 100 tokens take 120066336 bytes"):
+        check_answer(asks(100, -1), Limits(message_bytes=100 << 20), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("width", [1, 1000, -1])
+def test_what_is_counted_is_what_a_message_takes(width):
+    """Within the bytes counted for the step's other outputs, and never less."""
+    num_tokens, top = 500, 3000 if width == -1 else width
+    shape = num_tokens, top
+    found = PromptLogprobs(
+        np.zeros(num_tokens, np.float32),
+        (np.zeros(shape, np.int32), np.zeros(shape, np.float32)),
+        np.zeros(num_tokens, np.int32),
+    )
+    sent = wire.Outputs([EngineCoreOutputs(0, [1], [1], [1], prompt_logprobs={1: found})])
+    num_bytes = sum(map(len, Encoder().encode(sent)))
+    check_answer(asks(num_tokens, width), Limits(message_bytes=num_bytes + (1 << 16)), top)
+    with pytest.raises(MessageTooLongError):
+        check_answer(asks(num_tokens, width), Limits(message_bytes=num_bytes), top)
