@@ -14,11 +14,12 @@ from rollout_engine.seeds import MAX_SEED, MIN_SEED
 MAX_N = 4_096
 MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 64
+MAX_PROMPT_LOGPROBS = 1_024
 MAX_LOGPROB_TOKEN_IDS = 1_024
 MAX_LOGPROB_VALUES = 1 << 26
 """Most log-probs of one request by `logprobs=-1` and `logprob_token_ids`: 256 MiB of them."""
 MAX_PROMPT_LOGPROB_VALUES = 1 << 24
-"""Most log-probs of one prompt by `prompt_logprobs=-1`: two arrays of 64 MiB."""
+"""Most log-probs of one prompt by `prompt_logprobs`: two arrays of 64 MiB."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1_024
 MAX_STOP_REGEX = 16
@@ -105,9 +106,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     sampled one. -1: the same of every token of the vocabulary, for at most 2**26 log-probs a request."""
     logprob_token_ids: list[int] | None = None
     """Token ids whose log-probs are returned at every position, in this order; needs no `logprobs`."""
-    prompt_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
-    """None, 0, k and -1 as in `logprobs`, of the prompt's tokens, the first excepted; -1 for at most 2**24 log-probs a
-    prompt. The prompt is then computed without prefix hits."""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=MAX_PROMPT_LOGPROBS)] | None = None
+    """None, 0, k up to 1,024 and -1 as in `logprobs`, of the prompt's tokens, the first excepted, with their ranks; k
+    or the whole vocabulary for at most 2**24 log-probs a prompt. The prompt is then computed without prefix hits."""
     logprobs_mode: LogprobsMode = "tempered"
     """"tempered": log_softmax(logits / temperature) of the model's own logits, what trainers recompute. "raw": the same
     at temperature 1. "processed": of the distribution actually sampled from, after penalties, bias, logits processors,
@@ -189,19 +190,26 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
 
     def check_num_logprobs(self, num_prompt_tokens: int, max_tokens: int, vocab_size: int) -> None:
         """Raise `RequestError` if a request asks for more log-probs than can be held."""
-        if not (self.asks_for_ids or self.prompt_logprobs == -1):
+        if self.prompt_logprobs:
+            self._check_num_prompt_logprobs(self.prompt_logprobs, num_prompt_tokens, vocab_size)
+        if not self.asks_for_ids:
             return
-        if self.prompt_logprobs == -1:
-            count, bound = num_prompt_tokens * vocab_size, f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs a request"
-            what = f"{num_prompt_tokens} prompt tokens x {vocab_size} of the vocabulary = {count} log-probs"
-            hint = f"{what}. Give a shorter prompt."
-            _require("prompt_logprobs", -1, count <= MAX_PROMPT_LOGPROB_VALUES, bound, hint)
         width = vocab_size if self.logprobs == -1 else len(self.logprob_token_ids or ())
         field, value = ("logprobs", -1) if self.logprobs == -1 else ("logprob_token_ids", f"{width} ids")
         count, room = self.n * max_tokens * width, MAX_LOGPROB_VALUES // max(1, self.n * width)
         what = f"n={self.n} x {max_tokens} tokens x {width} ids = {count} log-probs"
         hint = f"{what}. " + (f"Give max_tokens={room} or less." if room else "Give a smaller n.")
         _require(field, value, count <= MAX_LOGPROB_VALUES, f"at most {MAX_LOGPROB_VALUES} log-probs a request", hint)
+
+    @staticmethod
+    def _check_num_prompt_logprobs(asked: int, num_prompt_tokens: int, vocab_size: int) -> None:
+        _require("prompt_logprobs", asked, asked <= vocab_size, f"at most {vocab_size}, the vocabulary")
+        width, of = (vocab_size, " of the vocabulary") if asked == -1 else (asked, "")
+        count, room = num_prompt_tokens * width, MAX_PROMPT_LOGPROB_VALUES // num_prompt_tokens
+        hint = f"{num_prompt_tokens} prompt tokens x {width}{of} = {count} log-probs. Give a shorter prompt"
+        hint += f", or prompt_logprobs={min(room, MAX_PROMPT_LOGPROBS)} or less." if room else "."
+        bound = f"at most {MAX_PROMPT_LOGPROB_VALUES} log-probs a prompt"
+        _require("prompt_logprobs", asked, count <= MAX_PROMPT_LOGPROB_VALUES, bound, hint)
 
     @property
     def stops_on_text(self) -> bool:

@@ -240,10 +240,9 @@ class InputProcessor:
             if getattr(params, field) and self.codec is None:
                 bound = "absent with skip_tokenizer_init=True"
                 raise RequestError.for_field(field, getattr(params, field), bound, "It needs text.")
-        for field in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, field) or 0) > self._vocab_size:
-                bound = f"at most {self._vocab_size}, the vocabulary"
-                raise RequestError.for_field(field, getattr(params, field), bound)
+        if (params.logprobs or 0) > self._vocab_size:
+            bound = f"at most {self._vocab_size}, the vocabulary"
+            raise RequestError.for_field("logprobs", params.logprobs, bound)
         if params.asks_for_ids and not self._gives_id_logprobs:
             field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
             hint = f"Its sampler returns log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."

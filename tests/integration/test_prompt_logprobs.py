@@ -70,6 +70,14 @@ def test_top_logprobs_are_the_most_likely_tokens_of_each_position(llm):
     assert any(len(places) for places in inside)
 
 
+def test_of_more_tokens_than_at_sampled_positions_too(llm):
+    every, many = (ask(llm, prompt_logprobs=k) for k in (-1, 200))
+    for whole, part in zip(every.prompt_top_logprobs, many.prompt_top_logprobs, strict=True):
+        assert part.shape == (150, 200)
+        assert np.array_equal(part, whole[:, :200], equal_nan=True)
+    assert np.array_equal(every.prompt_ranks, many.prompt_ranks)
+
+
 def test_every_token_of_the_vocabulary_is_told_on_request(llm):
     few, every = (ask(llm, PROMPT[:20], prompt_logprobs=k, max_tokens=2, seed=1, logprobs=k) for k in (64, -1))
     ids, logprobs = every.prompt_top_logprobs

@@ -57,11 +57,11 @@ def test_a_bias_out_of_bounds_is_refused_never_clamped(bias):
         SamplingParams(logit_bias={5: -100, 7: bias})
 
 
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_more_top_logprobs_than_64_are_refused(field):
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(**{field: 65})
-    assert caught.value.field == field
+@pytest.mark.parametrize("field, most", [("logprobs", 64), ("prompt_logprobs", 1024)])
+def test_more_top_logprobs_than_a_step_finds_are_refused(field, most):
+    assert getattr(SamplingParams(**{field: most}), field) == most
+    with pytest.raises(RequestError, match=f"{field}={most + 1} is not allowed: must be an int <= {most}"):
+        SamplingParams(**{field: most + 1})
 
 
 @pytest.mark.parametrize(
