@@ -122,6 +122,10 @@ def test_logprobs_of_prompts_and_of_tokens_drawn_on_the_host_are_the_trainers(en
     ids = torch.tensor([SHORT + list(sample.token_ids)], device=next(trainer.parameters()).device)
     with torch.no_grad():
         np.testing.assert_array_equal(told, exact.token_logprobs(trainer, ids, temperature=0.8)[0].cpu().numpy())
+        logits = trainer(ids).logits[0].cpu().double().numpy()
+    order = np.argsort(-logits, axis=1, kind="stable")
+    places = [int(np.flatnonzero(row == token)[0]) + 1 for row, token in zip(order, SHORT[1:], strict=False)]
+    assert output.prompt_ranks.tolist() == [0, *places]
 
 
 @pytest.mark.slow
