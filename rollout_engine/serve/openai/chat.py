@@ -9,8 +9,9 @@ from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.generation import Generation, failed
 from rollout_engine.serve.openai.chat_fields import chat_options
-from rollout_engine.serve.openai.logprobs import chat_logprobs, prompt_logprob_rows
+from rollout_engine.serve.openai.logprobs import chat_logprobs
 from rollout_engine.serve.openai.prefixes import prompt_after
+from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
 from rollout_engine.serve.openai.tools import ToolParser
 from rollout_engine.serve.route import Asked, Events, Reply
@@ -77,7 +78,7 @@ class _Call:
         if self._body.return_token_ids:
             more["prompt_token_ids"] = result.prompt_token_ids
         if self._body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprob_rows(self._served, result)
+            more["prompt_logprobs"] = await prompt_rows(self._served, result)
         return self._response("chat.completion", choices, {"usage": total_usage([result]), **more})
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -91,12 +92,16 @@ class _Call:
                 problem = failed(output)
                 if problem is not None:
                     raise problem
+                more: dict[str, Any] = {"usage": None} if asks.include_usage else {}
+                first: dict[str, Any] = {}
+                if last is None and body.prompt_logprobs is not None:
+                    first["prompt_logprobs"] = await prompt_rows(self._served, output)
                 for sample in output.outputs:
                     so_far = samples.setdefault(sample.index, [])
                     choice = self._chunk(output, sample, so_far)
                     so_far.append(sample)
-                    more = {"usage": None} if asks.include_usage else {}
-                    yield self._response("chat.completion.chunk", [choice], more)
+                    yield self._response("chat.completion.chunk", [choice], more | first)
+                    first = {}
                 last = output
         if asks.include_usage and last is not None:
             num_sampled = sum(len(part.token_ids) for parts in samples.values() for part in parts)

@@ -8,7 +8,8 @@ import msgspec
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.generation import Generation, failed
-from rollout_engine.serve.openai.logprobs import prompt_logprob_rows, text_logprobs
+from rollout_engine.serve.openai.logprobs import text_logprobs
+from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SamplingFields, Settings
@@ -61,6 +62,8 @@ class _Call:
         kind = "delta" if body.stream else "final_only"
         self._settings = self._with_defaults(kind)
         self._prompts = _prompts(body)
+        self._rows: dict[int, msgspec.Raw | None] = {}
+        """Index of a prompt -> its log-probs as JSON, once for all its choices."""
 
     async def reply(self) -> dict[str, Any]:
         with Generation(self._served, self._asked, self._body.request_id) as generation:
@@ -71,6 +74,7 @@ class _Call:
             problem = failed(result)
             if problem is not None:
                 raise problem
+            await self._write_rows(index, result)
             choices += [self._choice(index, result, sample, 0, is_first=True) for sample in result.outputs]
         made_by = {"weight_version": max(choice["weight_version"] for choice in choices)}
         return self._response(choices, {"usage": total_usage(results, not self._is_scoring), **made_by})
@@ -85,6 +89,7 @@ class _Call:
                 problem = failed(output)
                 if problem is not None:
                     raise problem
+                await self._write_rows(index, output)
                 for sample in output.outputs:
                     key = (index, sample.index)
                     start = counts.get(key, 0)
@@ -100,6 +105,10 @@ class _Call:
         body = self._body
         options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
         await generation.start(self._prompts, self._settings, **options)
+
+    async def _write_rows(self, index: int, output: RequestOutput) -> None:
+        if self._body.prompt_logprobs is not None and index not in self._rows:
+            self._rows[index] = await prompt_rows(self._served, output)
 
     def _with_defaults(self, kind: str) -> Settings:
         body = self._body
@@ -146,13 +155,14 @@ class _Call:
                 served,
                 prompt,
                 counted,
+                num_top=body.logprobs,
                 as_ids=served.names_token_ids(body.return_tokens_as_token_ids),
             )
         if body.return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
         if body.prompt_logprobs is not None and is_first:
-            choice["prompt_logprobs"] = prompt_logprob_rows(served, output)
+            choice["prompt_logprobs"] = self._rows[index]
         return choice
 
     def _prompt_text(self, output: RequestOutput) -> str:

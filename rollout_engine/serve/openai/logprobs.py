@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from rollout_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.served import Served
 
 Texts: TypeAlias = dict[int, str]
@@ -24,11 +24,12 @@ def values_of(logprobs: np.ndarray) -> Any:
 
 
 def text_logprobs(
-    served: Served, prompt: RequestOutput | None, sample: CompletionOutput | None, *, as_ids: bool
+    served: Served, prompt: RequestOutput | None, sample: CompletionOutput | None, *, num_top: int, as_ids: bool
 ) -> dict[str, Any]:
     """The legacy shape of /v1/completions: columns of tokens, their log-probs, the most likely ones, and offsets.
 
-    `prompt`: its tokens come first; its first one has no log-prob.
+    `prompt`: its tokens come first, the first of them without a log-prob. `num_top`: how many of the most likely ones
+    it may show, which may have been found for more; -1: all.
     """
     texts = _texts(served, as_ids)
     tokens: list[str] = []
@@ -37,7 +38,8 @@ def text_logprobs(
     if prompt is not None and prompt.prompt_logprobs is not None:
         tokens += [texts[each] for each in prompt.prompt_token_ids]
         values += [None, *values_of(prompt.prompt_logprobs[1:])]
-        top += [None, *_top_dicts(texts, prompt.prompt_token_ids, values, prompt.prompt_top_logprobs)[1:]]
+        likely = _first_columns(prompt.prompt_top_logprobs, num_top)
+        top += [None, *_top_dicts(texts, prompt.prompt_token_ids, values, likely)[1:]]
     if sample is not None and sample.logprobs is not None:
         own = values_of(sample.logprobs)
         tokens += [texts[each] for each in sample.token_ids]
@@ -97,25 +99,6 @@ def token_logprobs(sample: CompletionOutput, asked_ids: Sequence[int] = ()) -> d
     return {"content": content}
 
 
-def prompt_logprob_rows(served: Served, output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """vLLM's shape: for each prompt token {token id: {logprob, rank, decoded_token}}; null for the first."""
-    if output.prompt_logprobs is None:
-        return None
-    tokenizer = None if served.engine.frontend.inputs.codec is None else served.codec.hf
-    return [None if row is None else _prompt_row(row) for row in output.prompt_logprob_dicts(tokenizer)]
-
-
-def _prompt_row(row: dict[int, Logprob]) -> dict[str, Any]:
-    return {
-        str(token_id): {
-            "logprob": max(each.logprob, _IMPOSSIBLE),
-            "rank": each.rank,
-            "decoded_token": each.decoded_token,
-        }
-        for token_id, each in row.items()
-    }
-
-
 def _entry(texts: Texts, token_id: int, value: float) -> dict[str, Any]:
     token = texts[token_id]
     return {"token": token, "token_id": token_id, "logprob": value, "bytes": list(token.encode())}
@@ -143,6 +126,12 @@ def _top_dicts(
         row.setdefault(texts[token_id], value)
         rows.append(row)
     return rows
+
+
+def _first_columns(top: tuple[np.ndarray, np.ndarray] | None, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    if top is None or count < 0:
+        return top
+    return (top[0][:, :count], top[1][:, :count]) if count else None
 
 
 class _TokenIds(dict[int, str]):

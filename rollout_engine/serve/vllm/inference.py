@@ -9,7 +9,8 @@ from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.bodies import read_fields
 from rollout_engine.serve.generation import Generation, failed
-from rollout_engine.serve.openai.logprobs import prompt_logprob_rows, token_logprobs
+from rollout_engine.serve.openai.logprobs import token_logprobs
+from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage, weight_versions
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
@@ -78,7 +79,7 @@ class _Call:
         choices = self._choices(result)
         more: dict[str, Any] = {"usage": total_usage([result]), "prompt_logprobs": None, "kv_transfer_params": None}
         if self._settings.params.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprob_rows(self._served, result)
+            more["prompt_logprobs"] = await prompt_rows(self._served, result)
         more["weight_version"] = max(choice["weight_version"] for choice in choices)
         return self._response(choices, self._of_prompt(result) | more)
 
@@ -88,7 +89,7 @@ class _Call:
         with Generation(self._served, self._asked, self._body.request_id) as generation:
             await self._start(generation)
             async for _, output in generation.outputs():
-                more = self._first_more(output) if last is None else {}
+                more = await self._first_more(output) if last is None else {}
                 num_sampled += sum(len(sample.token_ids) for sample in output.outputs)
                 usage = {"usage": total_usage([output], True, num_sampled)} if asks.continuous_usage_stats else {}
                 yield self._response(self._choices(output), more | usage)
@@ -100,10 +101,10 @@ class _Call:
         body = self._body
         await generation.start([self._prompt], self._settings, priority=body.priority, session_id=body.session_id)
 
-    def _first_more(self, output: RequestOutput) -> dict[str, Any]:
+    async def _first_more(self, output: RequestOutput) -> dict[str, Any]:
         more = self._of_prompt(output)
         if self._settings.params.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprob_rows(self._served, output)
+            more["prompt_logprobs"] = await prompt_rows(self._served, output)
         return more
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
