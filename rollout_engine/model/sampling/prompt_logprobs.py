@@ -111,10 +111,9 @@ class _Piece(NamedTuple):
         prompt.found.logprobs[scored] = stats.logprobs.cpu().numpy()
         ranks, *top = (column[scored] for column in (prompt.ranks, *(prompt.found.top_logprobs or ())))
         for block in row_blocks(logits, _DEVICE_BLOCK_NUMEL):
-            ordered = torch.nan_to_num(logits[block])
-            ranks[block] = ranks_of(ordered, token_ids[block]).cpu().numpy()
+            ranks[block] = ranks_of(logits[block], token_ids[block]).cpu().numpy()
             if top:
-                ids = most_likely(ordered, prompt.num_top)
+                ids = most_likely(torch.nan_to_num(logits[block]), prompt.num_top)
                 figure = (stats.maximum, temperatures, stats.log_total)
                 logprobs = logprobs_at(logits[block].gather(-1, ids), *(column[block, None] for column in figure))
                 top[0][block], top[1][block] = ids.cpu().numpy(), logprobs.cpu().numpy()

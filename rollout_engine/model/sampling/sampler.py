@@ -293,9 +293,9 @@ class _Columns:
 def ranks_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """int32 [n]: rank of `token_ids` [n] among `logits` [n, V]; 1 is the largest, ties go to the lowest id."""
     own = logits.gather(1, token_ids[:, None])
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    before = (logits > own) | ((logits == own) & (ids < token_ids[:, None]))
-    return (before.sum(1) + 1).int()
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    before = (logits > own) | ((logits == own) & (ids < token_ids[:, None].int()))
+    return before.sum(1, dtype=torch.int32) + 1
 
 
 def _asked_ids(params: list[SamplingParams]) -> dict[int, list[int] | None]:
