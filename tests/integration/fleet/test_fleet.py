@@ -11,7 +11,6 @@ import torch
 import sync
 from rollout_engine import LLM, AsyncLLM, ConfigError, LifecycleError, RolloutPolicy, RolloutService, SamplingParams
 from rollout_engine.errors import WeightUpdateError
-from rollout_engine.fleet import fleet_metrics
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.threads import raise_if_cancelled
 from tests.faults.clean import Leftovers
@@ -48,25 +47,6 @@ def test_requests_of_a_killed_replica_go_on_to_the_same_tokens_and_bits(fleet, e
         assert any("status -9" in replica.problem for replica in await fleet.replicas())
 
     asyncio.run(run())
-
-
-def test_metrics_come_while_a_replica_is_stopped(fleet, monkeypatch):
-    async def run():
-        found = await all_serve(fleet)
-        await asyncio.gather(*(read(fleet, i) for i in range(len(PROMPTS))))
-        before = await fleet.get_metrics()
-        monkeypatch.setattr(fleet_metrics, "ANSWER_SECONDS", 0.5)
-        os.kill(found[1].pid, signal.SIGSTOP)
-        try:
-            return before, await fleet.get_metrics()
-        finally:
-            os.kill(found[1].pid, signal.SIGCONT)
-
-    before, during = asyncio.run(run())
-    assert all(each.has_answered for each in before.replicas.values())
-    assert min(each.core.counters.num_tokens_sampled for each in before.replicas.values()) > 0
-    assert not during.replicas[1].has_answered
-    assert during.core.counters.num_tokens_sampled == before.core.counters.num_tokens_sampled
 
 
 @pytest.mark.slow
@@ -243,31 +223,6 @@ def test_a_part_of_the_weights_completes_those_that_all_have(fleet, tmp_path):
         assert await fleet.collective_rpc("get_weight_digest") == [whole.digest] * 2
 
     asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_changes_alone_complete_what_each_replica_has_even_after_it_missed_some(fleet):
-    new = {name: tensor.clone() for name, tensor in tiny_model(seed=5).state_dict().items()}
-
-    async def update(name):
-        new[name] = new[name] * 1.5
-        return await fleet.update_weights(dict(new))
-
-    async def run():
-        found = await all_serve(fleet)
-        await fleet.update_weights(dict(new))
-        few = await update("model.norm.weight")
-        assert {report.num_bytes_sent for report in few.replicas.values()} == {new["model.norm.weight"].nbytes}
-        os.kill(found[1].pid, signal.SIGKILL)
-        await update("lm_head.weight")
-        await all_serve(fleet)
-        last = await update("model.norm.weight")
-        assert last.replicas.keys() == {0, 1}
-        whole = await fleet.update_weights(dict(new), delta=False)
-        return last.digest, whole.digest, await fleet.collective_rpc("get_weight_digest")
-
-    last, whole, live = asyncio.run(run())
-    assert {last, whole} == set(live) and len(live) == 2
 
 
 @pytest.mark.slow
