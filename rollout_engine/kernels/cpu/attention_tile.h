@@ -19,7 +19,11 @@ using vec::LANES;
 
 constexpr int TILE = ATTENTION_TILE;
 constexpr int TILE_VECTORS = TILE / LANES;
+#ifdef __AVX512F__
 constexpr int ROWS = 4;         // rows that share each load of K or V: 16 accumulators of 32 registers
+#else
+constexpr int ROWS = 1;         // 8 accumulators of AVX2's 16 registers
+#endif
 constexpr int BATCH = 32;       // rows that meet all keys of a tile, then all its values: each stays in the L1 cache
 constexpr int FETCH_STEPS = 8;  // computed for each small burst of prefetches
 constexpr int AMX_ROWS = 16;
@@ -68,7 +72,7 @@ struct Scratch : Carved {
 
 VEC_INLINE I load_units(const uint32_t* p) {
     I x;
-    memcpy(&x, p, sizeof x);
+    vec::read(p, x);
     return x;
 }
 
@@ -141,7 +145,7 @@ inline void look(const AttentionCall& c, const int32_t* position, int count, int
 
 // A row's scores, scaled and capped, with -inf for keys that it does not see; their largest.
 VEC_INLINE float prepare(float* scores, Span seen, float scale, float softcap) {
-    const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const I lane = vec::lane_numbers();
     const F hidden = vec::set1(-__builtin_inff());
     const bool sees_all = seen.low == 0 && seen.high == TILE;
     F highest = hidden;
@@ -151,7 +155,7 @@ VEC_INLINE float prepare(float* scores, Span seen, float scale, float softcap) {
             s = vec::product(vec::set1(softcap), 1.0f - 2.0f / (vec::exp(vec::product(s, vec::set1(2.0f / softcap))) + 1.0f));
         if (!sees_all) {
             const I key = lane + i * LANES;
-            s = ((key >= seen.low) & (key < seen.high)) ? s : hidden;
+            s = vec::select((key >= seen.low) & (key < seen.high), s, hidden);
         }
         vec::store(scores + i * LANES, s);
         highest = vec::max(highest, s);

@@ -16,31 +16,46 @@ namespace {
 
 using namespace panels;
 
+// Square blocks of units are transposed in registers.
+#ifdef __AVX512F__
+constexpr int SIDE = 16;
+#define INTERLEAVED(first, h)                                                                                             \
+    first, first + h, first + 1, first + 1 + h, first + 2, first + 2 + h, first + 3, first + 3 + h, first + 4, first + 4 + h, \
+        first + 5, first + 5 + h, first + 6, first + 6 + h, first + 7, first + 7 + h
+#else
+constexpr int SIDE = 4;
+#define INTERLEAVED(first, h) first, first + h, first + 1, first + 1 + h
+#endif
+typedef int32_t Row __attribute__((vector_size(4 * SIDE)));
+
 // Halves of `a` and `b`, interleaved: the low ones, and the high ones.
 #ifdef __clang__
-#define INTERLEAVED(a, b, h) \
-    __builtin_shufflevector(a, b, h, h + 16, h + 1, h + 17, h + 2, h + 18, h + 3, h + 19, h + 4, h + 20, h + 5, h + 21, h + 6, \
-                            h + 22, h + 7, h + 23)
-VEC_INLINE vec::I low_halves(vec::I a, vec::I b) { return INTERLEAVED(a, b, 0); }
-VEC_INLINE vec::I high_halves(vec::I a, vec::I b) { return INTERLEAVED(a, b, 8); }
+VEC_INLINE Row low_halves(Row a, Row b) { return __builtin_shufflevector(a, b, INTERLEAVED(0, SIDE)); }
+VEC_INLINE Row high_halves(Row a, Row b) { return __builtin_shufflevector(a, b, INTERLEAVED(SIDE / 2, SIDE)); }
 #else
-constexpr vec::I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
-VEC_INLINE vec::I low_halves(vec::I a, vec::I b) { return __builtin_shuffle(a, b, LOW); }
-VEC_INLINE vec::I high_halves(vec::I a, vec::I b) { return __builtin_shuffle(a, b, HIGH); }
+constexpr Row LOW = {INTERLEAVED(0, SIDE)}, HIGH = LOW + SIDE / 2;
+VEC_INLINE Row low_halves(Row a, Row b) { return __builtin_shuffle(a, b, LOW); }
+VEC_INLINE Row high_halves(Row a, Row b) { return __builtin_shuffle(a, b, HIGH); }
 #endif
 
-// Sixteen units of sixteen rows of W -> sixteen columns of a panel: transposed by interleaving halves four times.
-void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
-    vec::I block[16], mixed[16];
-    for (int i = 0; i < 16; ++i) std::memcpy(&block[i], rows[i] + unit, sizeof(vec::I));
-    for (int round = 0; round < 4; ++round) {
-        for (int i = 0; i < 8; ++i) {
-            mixed[2 * i] = low_halves(block[i], block[i + 8]);
-            mixed[2 * i + 1] = high_halves(block[i], block[i + 8]);
+// SIDE units of SIDE rows of W -> SIDE columns of a panel, by interleaving halves.
+VEC_INLINE void transpose(const int32_t* const* rows, int64_t unit, int32_t* out) {
+    Row block[SIDE], mixed[SIDE];
+    for (int i = 0; i < SIDE; ++i) std::memcpy(&block[i], rows[i] + unit, sizeof(Row));
+    for (int round = 1; round < SIDE; round *= 2) {
+        for (int i = 0; i < SIDE / 2; ++i) {
+            mixed[2 * i] = low_halves(block[i], block[i + SIDE / 2]);
+            mixed[2 * i + 1] = high_halves(block[i], block[i + SIDE / 2]);
         }
         std::memcpy(block, mixed, sizeof block);
     }
-    for (int i = 0; i < 16; ++i) std::memcpy(out + i * PANEL, &block[i], sizeof(vec::I));
+    for (int i = 0; i < SIDE; ++i) std::memcpy(out + i * PANEL, &block[i], sizeof(Row));
+}
+
+// Sixteen units of sixteen rows of W -> sixteen columns of a panel.
+void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
+    for (int column = 0; column < 16; column += SIDE)
+        for (int u = 0; u < 16; u += SIDE) transpose(rows + column, unit + u, out + u * PANEL + column);
 }
 
 // Sixteen columns, of which `columns` exist: rows of `row_bytes`, `stride` bytes apart, from `weight` on.

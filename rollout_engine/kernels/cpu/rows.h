@@ -16,7 +16,7 @@ VEC_INLINE F rounded(F x, const float*) { return x; }
 VEC_INLINE F rounded(F x, const bf16*) {  // like to_bf16, without leaving the vector
     const vec::U bits = (vec::U)x;
     const F result = (F)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
-    return x == x ? result : x;
+    return vec::select(x == x, result, x);
 }
 
 #define LAMBDA_INLINE __attribute__((always_inline))

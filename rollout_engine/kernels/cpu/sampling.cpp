@@ -52,7 +52,7 @@ VEC_INLINE F weight_of(F logit, float maximum, float inverse_temperature) {
     const F lowest = vec::set1(-87.0f);
     const F x = (logit - maximum) * inverse_temperature;
     const F w = vec::exp(vec::max(lowest, x));  // NaN stays
-    return x < lowest ? F{} : w;
+    return vec::select(x < lowest, F{}, w);
 }
 
 // Weights of n <= CHUNK tokens, zeros after them and where the edge cuts; returns their sum. `edge.last_tie` counts from
@@ -62,6 +62,7 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
                                             const Edge& edge, float* weights) {
     F sum = {};
     const F floor = vec::set1(edge.floor);
+    const vec::I lane = vec::lane_numbers();
     for (int i = 0; i < CHUNK; i += LANES) {
         F w = {};
         if (i < n) {
@@ -69,13 +70,12 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
             const F x = here == LANES ? vec::load(logits + i) : vec::load(logits + i, here);
             w = weight_of(x, maximum, inverse_temperature);
             if (i + LANES - 1 <= edge.last_tie)
-                w = x < floor ? F{} : w;
+                w = vec::select(x < floor, F{}, w);
             else if (i > edge.last_tie)
-                w = x <= floor ? F{} : w;
+                w = vec::select(x <= floor, F{}, w);
             else
-                for (int k = 0; k < LANES; k++)
-                    if (x[k] < edge.floor || (x[k] == edge.floor && i + k > edge.last_tie)) w[k] = 0.0f;
-            for (int k = here; k < LANES; k++) w[k] = 0.0f;
+                w = vec::select((x < floor) | ((x == floor) & (lane > (int)edge.last_tie - i)), F{}, w);
+            if (here < LANES) w = vec::select(lane >= here, F{}, w);
         }
         vec::store(weights + i, w);
         sum += w;

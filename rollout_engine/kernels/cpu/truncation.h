@@ -169,8 +169,8 @@ struct Row {
         for (int i = 0; i < BLOCK; i += LANES) {
             const F depth = (top - vec::load(x + i)) * bins_per_logit;
             const F last = vec::set1(BINS - 1);
-            const vec::I chosen = __builtin_convertvector(depth < last ? depth : last, vec::I);
-            memcpy(bin + i, &chosen, sizeof chosen);
+            const vec::I chosen = vec::converted<vec::I>(vec::select(depth < last, depth, last));
+            vec::write(bin + i, chosen);
         }
     }
 

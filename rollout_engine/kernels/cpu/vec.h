@@ -1,4 +1,4 @@
-// Vectors of sixteen floats: AVX-512 where the CPU has it, else GCC's generic vectors, which become AVX2, NEON or SSE.
+// Vectors of sixteen floats: AVX-512 where the CPU has it, else pairs of registers (`vec_pair.h`).
 //
 // Every function is element-wise or reduces in one fixed order, so bits never depend on a value's place in a row, block
 // or thread. Therefore write a product that feeds a sum as `fma` or `product`: otherwise the compiler may fuse the two in
@@ -16,6 +16,8 @@
 #endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#else
+#include "vec_pair.h"
 #endif
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // 64-byte vectors are only passed to inlined functions
@@ -28,38 +30,65 @@ struct bf16 {
 namespace vec {
 
 constexpr int LANES = 16;
+#ifdef __AVX512F__
 typedef float F __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 typedef uint16_t Half __attribute__((vector_size(32)));  // sixteen bfloat16
 
-VEC_INLINE F set1(float x) { return F{} + x; }  // -0.0 becomes 0.0
-
-VEC_INLINE F fma(F a, F b, F c) {
-#ifdef __AVX512F__
-    return _mm512_fmadd_ps(a, b, c);
-#else
-    return a * b + c;
-#endif
+// `a` where the mask is set, else `b`.
+template <typename V>
+VEC_INLINE V select(I mask, V a, V b) {
+    return mask ? a : b;
 }
+
+template <typename To, typename V>
+VEC_INLINE To converted(V x) {
+    return __builtin_convertvector(x, To);
+}
+
+VEC_INLINE I lane_numbers() { return I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+template <typename V>
+VEC_INLINE void read(const void* p, V& x) {
+    memcpy(&x, p, sizeof x);
+}
+
+template <typename V>
+VEC_INLINE void write(void* p, V x) {
+    memcpy(p, &x, sizeof x);
+}
+
+VEC_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 
 // a * b, rounded even where it feeds a sum.
 VEC_INLINE F product(F a, F b) {
     F result = a * b;
-#ifdef __AVX512F__
     __asm__("" : "+v"(result));
-#else
-    __asm__("" : "+m"(result));
-#endif
     return result;
 }
+#else
+typedef Wide<float, LANES>::type F;
+typedef Wide<int32_t, LANES>::type I;
+typedef Wide<uint32_t, LANES>::type U;
+typedef Wide<uint16_t, LANES>::type Half;
+
+VEC_INLINE I lane_numbers() {
+    constexpr int32_t numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    I x;
+    read(numbers, x);
+    return x;
+}
+#endif
+
+VEC_INLINE F set1(float x) { return F{} + x; }  // -0.0 becomes 0.0
 
 // The second operand where either is NaN.
 VEC_INLINE F max(F a, F b) {
 #ifdef __AVX512F__
     return _mm512_max_ps(a, b);
 #else
-    return a > b ? a : b;
+    return select(a > b, a, b);
 #endif
 }
 
@@ -67,39 +96,38 @@ VEC_INLINE F min(F a, F b) {
 #ifdef __AVX512F__
     return _mm512_min_ps(a, b);
 #else
-    return a < b ? a : b;
+    return select(a < b, a, b);
 #endif
 }
 
 // --- memory; the forms with `n` touch the first n < 16 elements only and read zeros past them ----------------------
 
-VEC_INLINE F from_bf16(Half x) { return (F)(__builtin_convertvector(x, U) << 16); }
+VEC_INLINE F from_bf16(Half x) { return (F)(converted<U>(x) << 16); }
 
 // To nearest, ties to even, as torch rounds; NaN stays NaN.
 VEC_INLINE Half to_bf16(F x) {
     U bits = (U)x;
     U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    rounded = x == x ? rounded : U{} + 0x7fc0;
-    return __builtin_convertvector(rounded, Half);
+    rounded = select(x == x, rounded, U{} + 0x7fc0);
+    return converted<Half>(rounded);
 }
 
 VEC_INLINE F load(const float* p) {
     F x;
-    memcpy(&x, p, sizeof x);
+    read(p, x);
     return x;
 }
 
 VEC_INLINE F load(const bf16* p) {
     Half x;
-    memcpy(&x, p, sizeof x);
+    read(p, x);
     return from_bf16(x);
 }
 
-VEC_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof x); }
+VEC_INLINE void store(float* p, F x) { write(p, x); }
 
 VEC_INLINE void store(bf16* p, F x) {
-    Half rounded = to_bf16(x);
-    memcpy(p, &rounded, sizeof rounded);
+    write(p, to_bf16(x));
 }
 
 // The same, for values that are 0, normal or NaN only.
@@ -191,7 +219,7 @@ VEC_INLINE F exp(F x) {
     I half = exponent >> 1;
     F result = p * (F)((half + 127) << 23) * (F)((exponent - half + 127) << 23);
 #endif
-    return is_low ? F{} : result;
+    return select(is_low, F{}, result);
 }
 
 // acc + a0 b0 + a1 b1 in each lane, where a lane of `a` and `b` holds two bfloat16.
