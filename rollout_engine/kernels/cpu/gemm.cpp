@@ -14,18 +14,16 @@
 #include "panels.h"
 #include "vec.h"
 
+#ifndef __AVX512F__
+#include "gemm_registers.h"
+#endif
+
 namespace {
 
 using namespace panels;
 
 constexpr int64_t CACHED_BYTES = 1 << 20;       // rows that stay in the second-level cache while panels pass by
 constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another thread has woken up
-
-#ifdef __AVX512F__
-constexpr int MAX_ROWS = 12;  // by two vectors: 24 accumulators of 32 registers
-#else
-constexpr int MAX_ROWS = 2;
-#endif
 
 using Call = GemmCall;
 
@@ -109,6 +107,12 @@ int useful_threads(const Call& call) {
 
 // ---- vectors: float32 everywhere, bfloat16 where there is no AMX
 
+constexpr int64_t LINE = 64;
+
+#ifdef __AVX512F__
+
+constexpr int MAX_ROWS = 12;  // by two vectors: 24 accumulators of 32 registers
+
 VEC_INLINE vec::F accumulated(vec::F sum, float a, vec::I b) { return vec::fma(a - vec::F{}, (vec::F)b, sum); }
 VEC_INLINE vec::F accumulated(vec::F sum, int32_t a, vec::I b) { return vec::dot_pairs(sum, a - vec::I{}, b); }
 
@@ -127,8 +131,8 @@ void vector_block(const Call& call, const char* x, int64_t stride, int64_t panel
         __builtin_prefetch(b + AHEAD);
         __builtin_prefetch(b + AHEAD + vec::LANES);
         vec::I left_columns, right_columns;
-        std::memcpy(&left_columns, b, sizeof left_columns);
-        std::memcpy(&right_columns, b + vec::LANES, sizeof right_columns);
+        vec::read(b, left_columns);
+        vec::read(b + vec::LANES, right_columns);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             Unit value;
@@ -156,16 +160,6 @@ VectorBlock vector_block_of(int64_t rows) {
         return rows == ROWS ? vector_block<Unit, ROWS> : vector_block_of<Unit, ROWS - 1>(rows);
 }
 
-// Rows [begin, end) of one panel, in blocks of nearly equal height.
-void vector_panel(const Call& call, const char* x, int64_t stride, int64_t panel, int64_t begin, int64_t end) {
-    for (int64_t blocks = divided_up(end - begin, MAX_ROWS), rows; blocks > 0; --blocks, begin += rows) {
-        rows = divided_up(end - begin, blocks);
-        (call.is_bf16 ? vector_block_of<int32_t>(rows) : vector_block_of<float>(rows))(call, x, stride, panel, begin);
-    }
-}
-
-constexpr int64_t LINE = 64;
-
 // Rows in place, or copied where that is faster to read. An odd number of bfloat16 leaves half a unit at the end of a row.
 // And rows an even number of cache lines apart, as in most models, map to few sets of the L1 cache.
 struct Rows {
@@ -186,15 +180,62 @@ Rows staged(const Call& call, Team& team) {
     return {call.staging, apart};
 }
 
-void run_on_vectors(const Call& call, Team& team) {
+// Rows [begin, end) of one panel, in blocks of nearly equal height.
+void vector_panel(const Call& call, Rows x, int64_t panel, int64_t begin, int64_t end) {
+    for (int64_t blocks = divided_up(end - begin, MAX_ROWS), rows; blocks > 0; --blocks, begin += rows) {
+        rows = divided_up(end - begin, blocks);
+        (call.is_bf16 ? vector_block_of<int32_t>(rows) : vector_block_of<float>(rows))(call, x.first, x.stride, panel, begin);
+    }
+}
+
+Rows rows_of(const Call& call, Team& team) {
     const int64_t row_bytes = 4 * whole_units(call.in_features, call.is_bf16);
     const bool is_better = call.rows > MAX_ROWS && row_bytes % (8 * LINE) == 0;
-    const Rows x = call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
+    return call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
+}
+
+#else
+
+using Rows = registers::Operand;
+
+// Rows in place, or a copy in float32, with zeros where K ends and an odd number of cache lines apart.
+Rows rows_of(const Call& call, Team& team) {
+    if (!call.is_bf16) return {reinterpret_cast<const float*>(call.x), call.in_features};
+    const int64_t stride = registers::staged_stride(call.in_features);
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < call.rows; ++row) {
+        const bf16* x = reinterpret_cast<const bf16*>(call.x) + row * call.in_features;
+        float* out = reinterpret_cast<float*>(call.staging) + row * stride;
+        int64_t k = 0;
+        for (; k + vec::LANES <= call.in_features; k += vec::LANES) vec::store(out + k, vec::load(x + k));
+        if (k < call.in_features) vec::store(out + k, vec::load(x + k, static_cast<int>(call.in_features - k)));
+    }
+    team.meet();
+    return {reinterpret_cast<const float*>(call.staging), stride};
+}
+
+// Rows [begin, end) of one panel.
+void vector_panel(const Call& call, Rows x, int64_t panel, int64_t begin, int64_t end) {
+    alignas(64) float sums[registers::PART_ROWS * PANEL];
+    const int32_t* packed = call.packed + panel * padded_units(call.in_features, call.is_bf16) * PANEL;
+    const int64_t units = whole_units(call.in_features, call.is_bf16);
+    for (int64_t count; begin < end; begin += count) {
+        count = std::min(registers::PART_ROWS, end - begin);
+        const Rows part = {x.first + begin * x.stride, x.stride};
+        registers::panel(packed, units, call.is_bf16, part, count, sums);
+        write_rows(sums, count, call, begin, panel);
+    }
+}
+
+#endif
+
+void run_on_vectors(const Call& call, Team& team) {
+    const Rows x = rows_of(call, team);
     const Cut cut = cut_of(call, 1);
     const int64_t count = cut.parts * cut.panels, chunk = count / (SHARES * omp_get_num_threads());
     auto multiply = [&](int64_t i) {
         const int64_t begin = i / cut.panels * cut.rows_a_part;
-        vector_panel(call, x.first, x.stride, i % cut.panels, begin, std::min(begin + cut.rows_a_part, call.rows));
+        vector_panel(call, x, i % cut.panels, begin, std::min(begin + cut.rows_a_part, call.rows));
     };
     if (chunk == 0 || call.rows * call.in_features * call.out_features < PRODUCTS_TO_SHARE) {
 #pragma omp for schedule(static) nowait
@@ -306,13 +347,15 @@ void run_on_tiles(const Call&, Team&) {}
 
 extern "C" {
 
-// Instruction set of products: 3 AMX, 2 AVX512_BF16, 1 AVX-512, 0 any other, by the compiler's generic vectors.
+// Instruction set of products: 4 AMX, 3 AVX512_BF16, 2 AVX-512, 1 AVX2 with FMA, 0 any other.
 int32_t gemm_level(int32_t is_bf16) {
-    if (is_bf16 && amx::granted()) return 3;
+    if (is_bf16 && amx::granted()) return 4;
 #ifdef __AVX512BF16__
-    if (is_bf16) return 2;
+    if (is_bf16) return 3;
 #endif
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
+    return 2;
+#elif defined(__AVX2__) && defined(__FMA__)
     return 1;
 #else
     return 0;

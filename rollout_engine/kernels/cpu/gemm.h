@@ -19,7 +19,12 @@ struct GemmCall {
 
 // Bytes of `staging` that any product of this size needs.
 inline int64_t gemm_staging_bytes(int64_t rows, int64_t in_features, bool is_bf16) {
-    return is_bf16 ? (rows + 15) / 16 * 16 * (((in_features + 31) / 32 + 1) * 32) * 2 : 0;
+#ifdef __AVX512F__
+    constexpr int64_t BYTES = 2;  // of an element of the copy
+#else
+    constexpr int64_t BYTES = 4;
+#endif
+    return is_bf16 ? (rows + 15) / 16 * 16 * (((in_features + 31) / 32 + 1) * 32) * BYTES : 0;
 }
 
 // Every thread of a team calls this with the same `call`; returns once the whole product is written.

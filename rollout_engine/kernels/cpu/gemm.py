@@ -50,7 +50,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether it uses AVX-512 or AMX here; without them oneDNN is faster."""
+    """Whether it uses AVX2, AVX-512 or AMX here; without them oneDNN is faster."""
     return supports(dtype) and _library().gemm_level(dtype == torch.bfloat16) > 0
 
 
