@@ -122,10 +122,11 @@ def test_bits_do_not_depend_on_openmp(tmp_path, monkeypatch):
     "compiler, start",
     [
         (["g++", "-march=native"], []),
+        (["g++", "-march=x86-64"], []),
         (["clang++", "-march=native"], []),
         (["aarch64-linux-gnu-g++", "-march=armv8.2-a", "-static"], ["qemu-aarch64"]),
     ],
-    ids=["g++", "clang++", "arm64"],
+    ids=["g++", "sse", "clang++", "arm64"],
 )
 def test_rows_are_the_same_bits_alone_and_in_a_batch_by_every_compiler(tmp_path, compiler, start):
     for program in (compiler[0], *start):

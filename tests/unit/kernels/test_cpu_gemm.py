@@ -46,6 +46,17 @@ def test_a_row_is_the_same_bits_in_any_batch_on_any_number_of_threads(dtype, sha
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_bits_in_blocks_of_any_height(dtype):
+    weight, x = torch.randn(70, 300).to(dtype), torch.randn(260, 300).to(dtype)
+    operand = gemm.pack(weight)
+    whole = gemm.matmul(x, operand, None)
+    for rows in (*range(1, 19), 127, 128, 129, 259):
+        assert torch.equal(gemm.matmul(x[:rows], operand, None), whole[:rows])
+        assert torch.equal(gemm.matmul(x[-rows:], operand, None), whole[-rows:])
+
+
+@needs_compiler
 def test_rows_beyond_the_cache_are_cut_into_parts_with_the_same_bits(thread_count):
     weight, x = torch.randn(40, 2048).to(torch.bfloat16), torch.randn(700, 2048).to(torch.bfloat16)
     operand = gemm.pack(weight)
@@ -101,6 +112,15 @@ def test_a_slow_instruction_set_asks_the_library_first(dtype, monkeypatch):
     monkeypatch.setattr(gemm, "is_fast", lambda dtype: False)
     candidates = linear._candidates(dtype)
     assert candidates[0].kernel == linear.ONEDNN and candidates[-1].kernel == linear.OWN
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_avx2_with_fused_products_is_fast_enough_to_be_asked_first(dtype):
+    if not {"avx2", "fma"} <= set(build._cpu_flags().split()):
+        pytest.skip("no AVX2 with FMA")
+    assert gemm.is_fast(dtype)
+    assert linear._candidates(dtype)[0].kernel == linear.OWN
 
 
 @needs_compiler
