@@ -9,7 +9,7 @@ manifest's digests prove that they are the right ones.
 """
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Set
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from os import PathLike
 from typing import ClassVar, Protocol, TypeAlias
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sync.lazy_tensor import LazyTensor
 from sync.manifest import Form, WeightManifest
+from sync.pieces import Lacking
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
@@ -58,8 +59,8 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """The engine's end."""
 
-    can_skip: ClassVar[bool] = False
-    """Whether tensors that `receive_into` is told to skip do not travel."""
+    takes_part: ClassVar[bool] = False
+    """Whether what `receive_into` is told is not lacking does not travel."""
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor of `manifest` once, under its manifest name, in any order.
@@ -73,11 +74,11 @@ class WeightReceiver(Protocol):
         shadow: Mapping[str, Tensor],
         manifest: WeightManifest,
         writer: TensorWriter = HOST_WRITER,
-        skip: Set[str] = frozenset(),
+        lacking: Lacking | None = None,
     ) -> dict[str, CheckResult]:
         """Write each tensor of `manifest` into `shadow` by `writer`, and return what each name then holds.
 
-        Tensors named in `skip` are not written, and not in the result.
+        `lacking`: only these tensors, or these pieces of them, need to be written; the others are not in the result.
 
         `shadow` has a tensor of the manifest's shape and dtype for each name, and is asked for it once, when that
         tensor has arrived, perhaps from several threads; an error that it raises ends the receiving. Faster than
@@ -86,8 +87,8 @@ class WeightReceiver(Protocol):
         """
         batch = WriteBatch(writer)
         for name, tensor in self.receive(manifest):
-            if name not in skip:
-                batch.write(name, shadow[name], tensor)
+            if lacking is None or name in lacking:
+                batch.write(name, shadow[name], tensor, lacking[name] if lacking else None)
         return batch.results()
 
     def close(self) -> None:
@@ -112,10 +113,11 @@ class GroupReceiver(WeightReceiver):
         shadow: Mapping[str, Tensor],
         manifest: WeightManifest,
         writer: TensorWriter = HOST_WRITER,
-        skip: Set[str] = frozenset(),
+        lacking: Lacking | None = None,
     ) -> dict[str, CheckResult]:
         batch = WriteBatch(writer)
         with closing(self.groups(manifest)) as groups:
             for group in groups:
-                batch.write_group((name, shadow[name], tensor) for name, tensor in group if name not in skip)
+                wanted = [pair for pair in group if lacking is None or pair[0] in lacking]
+                batch.write_group((name, shadow[name], tensor) for name, tensor in wanted)
         return batch.results()

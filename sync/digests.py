@@ -29,7 +29,9 @@ class Digest:
     """The digest of bytes that are given in order, in parts of any size."""
 
     def __init__(self) -> None:
-        self._pieces, self._piece, self._room = xxhash.xxh3_128(), xxhash.xxh3_128(), PIECE_BYTES
+        self._piece, self._room = xxhash.xxh3_128(), PIECE_BYTES
+        self.pieces: list[bytes] = []
+        """Digests of the pieces that are complete."""
 
     def update(self, memory: Memory) -> None:
         """Add the next bytes."""
@@ -45,10 +47,10 @@ class Digest:
         """The digest of all bytes; `update` must not be called again."""
         if self._room < PIECE_BYTES:
             self._end_piece()
-        return self._pieces.hexdigest()
+        return digest_of(self.pieces)
 
     def _end_piece(self) -> None:
-        self._pieces.update(self._piece.digest())
+        self.pieces.append(self._piece.digest())
         self._piece.reset()
         self._room = PIECE_BYTES
 
@@ -58,11 +60,15 @@ def digest_of(pieces: Iterable[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(pieces))
 
 
+def piece_digests(tensor: Tensor) -> list[bytes]:
+    """The digests of a tensor's pieces, computed on the host."""
+    memory = tensor_bytes(tensor.detach().cpu().contiguous())
+    return [xxhash.xxh3_128_digest(memory[i : i + PIECE_BYTES]) for i in range(0, len(memory), PIECE_BYTES)]
+
+
 def tensor_digest(tensor: Tensor) -> str:
     """The digest of a tensor, computed on the host."""
-    digest = Digest()
-    digest.update(tensor_bytes(tensor.detach().cpu().contiguous()))
-    return digest.hexdigest()
+    return digest_of(piece_digests(tensor))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

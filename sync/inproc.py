@@ -5,7 +5,7 @@ own device. A tensor that changes between `offer` and `receive` no longer has th
 is refused.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from sync.base import WeightReceiver
 from sync.errors import SyncError
 from sync.manifest import WeightManifest
 from sync.offer import HeldOfferSender, Offer
+from sync.pieces import Lacking
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
@@ -36,7 +37,7 @@ class InprocSender(HeldOfferSender):
 class InprocReceiver(WeightReceiver):
     """Reads what an `InprocSender` offers."""
 
-    can_skip = True
+    takes_part = True
 
     def __init__(self, sender: InprocSender) -> None:
         self._sender = sender
@@ -53,14 +54,15 @@ class InprocReceiver(WeightReceiver):
         shadow: Mapping[str, Tensor],
         manifest: WeightManifest,
         writer: TensorWriter = HOST_WRITER,
-        skip: Set[str] = frozenset(),
+        lacking: Lacking | None = None,
     ) -> dict[str, CheckResult]:
         """Write each tensor into `shadow`; tensors in files are read straight to their place."""
         batch = WriteBatch(writer)
         for spec in manifest.tensors:
-            if spec.name in skip:
+            if lacking is not None and spec.name not in lacking:
                 continue
             offer = self._sender.offered(manifest)
-            offer.write_batched(offer.index[spec.name], shadow[spec.name], batch)
+            part = lacking[spec.name] if lacking else None
+            offer.write_batched(offer.index[spec.name], shadow[spec.name], batch, part)
         self._sender.offered(manifest).check()
         return batch.results()

@@ -84,12 +84,12 @@ class FileTensor(LazyTensor):
             self._digest(lambda start, end: memory[start:end])
         return out
 
-    def digest(self) -> str:
-        """The digest of what is in the file. Raises `ChecksumMismatch`."""
+    def piece_digests(self) -> list[bytes]:
+        """The digests of the pieces of what is in the file. Raises `ChecksumMismatch`."""
         piece = memoryview(bytearray(PIECE_BYTES))
         return self._digest(lambda start, end: piece[: end - start])
 
-    def _digest(self, buffer: Callable[[int, int], memoryview]) -> str:
+    def _digest(self, buffer: Callable[[int, int], memoryview]) -> list[bytes]:
         """Read the file piece by piece, bytes [start, end) into `buffer(start, end)`."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         digest = Digest()
@@ -100,7 +100,7 @@ class FileTensor(LazyTensor):
         found = digest.hexdigest()
         if self._check_digest is not None:
             self._check_digest(found)
-        return found
+        return digest.pieces
 
 
 def is_sharded(tensor: object) -> bool:

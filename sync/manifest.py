@@ -1,7 +1,8 @@
 """The manifest of one weight version: what travels, in which form, and the digests that prove it arrived.
 
 Digests are those of `sync.digests`, of a tensor in the receiver's dtype. The total digest covers name, dtype, shape and
-digest of every tensor, sorted by name: equal totals mean equal weights under equal names.
+digest of every tensor, sorted by name: equal totals mean equal weights under equal names. The digests of pieces make up
+a tensor's own, so they are covered too.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sync.digests import DIGEST_FORM
+from sync.digests import DIGEST_FORM, PIECE_BYTES, digest_of
 from sync.errors import ManifestMismatch
 from sync.tensor_check import TensorCheck
 
@@ -24,6 +25,8 @@ MAX_NAMES = 2**18
 MAX_NAME_BYTES = 512
 MAX_DIMENSIONS = 8
 _MAX_TENSOR_BYTES = 2**50
+_DIGEST_LENGTH = 32
+"""Hexadecimal digits of a digest."""
 Form: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 _Decoded = TypeVar("_Decoded")
@@ -41,11 +44,24 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     """Name of the torch dtype without the prefix: "float32", "bfloat16"."""
     digest: str
+    pieces: str = ""
+    """Digests of the pieces, one after the other, if there is more than one and they are known."""
+
+    @classmethod
+    def of_pieces(cls, name: str, shape: tuple[int, ...], dtype: str, digests: Sequence[bytes]) -> "TensorSpec":
+        """A spec by the digests of all pieces."""
+        pieces = b"".join(digests).hex() if len(digests) > 1 else ""
+        return cls(name, shape, dtype, digest_of(digests), pieces)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the contiguous tensor."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+    @property
+    def piece_digests(self) -> list[str]:
+        """The digest of each piece, in hexadecimal; none where they are not known."""
+        return [self.pieces[i : i + _DIGEST_LENGTH] for i in range(0, len(self.pieces), _DIGEST_LENGTH)]
 
     def check(self) -> None:
         """Raise `ManifestMismatch` unless a tensor of this name, shape and dtype can exist."""
@@ -55,6 +71,16 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_shape(self.name, self.shape)
         if self.num_bytes > _MAX_TENSOR_BYTES:
             raise _bad_shape(self.name, self.shape)
+        if self.pieces and not self._has_its_pieces():
+            raise ManifestMismatch(f"'{self.name}': the digests of its pieces do not make up its digest.")
+
+    def _has_its_pieces(self) -> bool:
+        if len(self.pieces) != _DIGEST_LENGTH * -(-self.num_bytes // PIECE_BYTES):
+            return False
+        try:
+            return digest_of([bytes.fromhex(self.pieces)]) == self.digest
+        except ValueError:
+            return False
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +100,10 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         groups = [list(group) for group in aliases]
         total = total_digest(tensors)
         return cls(version=version, tensors=list(tensors), aliases=groups, digest=total, digest_form=DIGEST_FORM)
+
+    def is_same(self, other: "WeightManifest") -> bool:
+        """Whether both are one version of the same weights under the same names."""
+        return (self.version, self.digest, self.aliases) == (other.version, other.digest, other.aliases)
 
     def check(self) -> None:
         """Raise `ManifestMismatch` unless version, names and shapes are valid, digests are of the form made here, and

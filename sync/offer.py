@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from sync.base import Metadata, WeightSender, WeightSource
 from sync.buckets import Bucket
+from sync.digests import piece_digests
 from sync.errors import SyncError
 from sync.lazy_tensor import FileTensor, LazyTensor, materialized
 from sync.manifest import (
@@ -18,8 +20,9 @@ from sync.manifest import (
     dtype_name,
     torch_dtype,
 )
+from sync.pieces import Part
 from sync.source import SourcePair, SourceTensor, read_source, tied_groups
-from sync.tensor_check import TensorCheck
+from sync.tensor_check import TensorCheck, supports
 from sync.tensor_writer import TensorWriter, WriteBatch
 from sync.threads import in_threads
 
@@ -73,13 +76,13 @@ class Offer:
         for name, out in bucket.views(buffer):
             self.copy(self.index[name], out)
 
-    def write_batched(self, i: int, out: Tensor, batch: WriteBatch) -> None:
-        """Write tensor `i`, cast, into `out`, as part of `batch`."""
+    def write_batched(self, i: int, out: Tensor, batch: WriteBatch, part: Part | None = None) -> None:
+        """Write tensor `i`, cast, into `out`, as part of `batch`; only pieces of it, if `part` says so."""
         name, tensor = self.tensors[i]
         if isinstance(tensor, FileTensor) and not self._is_cast(i):
-            batch.read(name, out, tensor.fetch)
+            batch.read(name, out, tensor.fetch, part)
         else:
-            batch.write(name, out, self.cast(i))
+            batch.write(name, out, self.cast(i), part)
 
     def check(self) -> None:
         """Raise `ChecksumMismatch` if files that are read have changed since they were opened."""
@@ -91,37 +94,40 @@ class Offer:
 
         Tensors that have to be gathered or computed are so now, once, and kept on the host in the receiver's dtype.
         """
-        check, digests = TensorCheck(check_finite=False), [""] * len(self.tensors)
+        check, specs = TensorCheck(check_finite=False), list(self.specs)
         checked: list[int] = []
         for i, (name, tensor) in enumerate(self.tensors):
             if isinstance(tensor, FileTensor) and not self._is_cast(i):
-                digests[i] = tensor.digest()
+                specs[i] = self._spec(i, tensor.piece_digests())
                 continue
             cast = self.cast(i)
-            check.add(cast)
-            checked.append(i)
+            if supports(cast):
+                check.add(cast)
+                checked.append(i)
+            else:
+                specs[i] = self._spec(i, piece_digests(cast))
             if isinstance(tensor, LazyTensor) and not isinstance(tensor, FileTensor):
                 self.tensors[i] = (name, cast.cpu())
         for i, result in zip(checked, check.results(), strict=True):
-            digests[i] = result.digest
-        return self._manifest(version, digests)
+            specs[i] = msgspec.structs.replace(specs[i], digest=result.digest)
+        return self._manifest(version, specs)
 
-    def manifest(self, version: int, write: Callable[[int], str], num_threads: int) -> WeightManifest:
-        """The manifest; `write(i)` writes tensor `i` and returns its digest, several at once on `num_threads`
+    def manifest(self, version: int, write: Callable[[int], Sequence[bytes]], num_threads: int) -> WeightManifest:
+        """The manifest; `write(i)` writes tensor `i` and returns its pieces' digests, several at once on `num_threads`
         threads."""
         if any(isinstance(tensor, LazyTensor) and tensor.is_collective for _, tensor in self.tensors):
             digests = list(map(write, range(len(self.specs))))  # gathering is collective: every rank in this order
         else:
             sizes = [spec.num_bytes for spec in self.specs]
             digests = in_threads(write, range(len(self.specs)), num_threads, sizes)
-        return self._manifest(version, digests)
+        return self._manifest(version, list(map(self._spec, range(len(digests)), digests)))
 
-    def _manifest(self, version: int, digests: Sequence[str]) -> WeightManifest:
+    def _spec(self, i: int, digests: Sequence[bytes]) -> TensorSpec:
+        spec = self.specs[i]
+        return TensorSpec.of_pieces(spec.name, spec.shape, spec.dtype, digests)
+
+    def _manifest(self, version: int, specs: Sequence[TensorSpec]) -> WeightManifest:
         self.check()
-        specs = [
-            TensorSpec(spec.name, spec.shape, spec.dtype, digest)
-            for spec, digest in zip(self.specs, digests, strict=True)
-        ]
         return WeightManifest.of(version, specs, self.aliases)
 
     def _is_cast(self, i: int) -> bool:

@@ -14,7 +14,7 @@ import fcntl
 import itertools
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from sync.base import Metadata, WeightReceiver, WeightSender, WeightSource
 from sync.buckets import one_bucket, view_of
-from sync.digests import digest_of
 from sync.errors import ChecksumMismatch, SyncError
 from sync.manifest import WeightManifest
 from sync.offer import Offer
 from sync.own_files import read_small
+from sync.pieces import Lacking
 from sync.shared_files import check_private, make_private, open_sole, reserve
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
@@ -98,13 +98,13 @@ class ShmSender(WeightSender):
         known, self._pieces = self._pieces, {}
         pieces: dict[tuple[int, int], list[bytes]] = {}
 
-        def write(i: int) -> str:
+        def write(i: int) -> list[bytes]:
             slot = bucket.slots[i]
             place = slot.start, slot.spec.num_bytes
             found = offer.write_changed(i, view_of(content, slot), self._writer, known.get(place, ()))
             if found:
                 pieces[place] = found
-            return digest_of(found)
+            return found
 
         manifest = offer.manifest(version, write, self._num_threads)
         self._pieces = pieces
@@ -153,7 +153,7 @@ class ShmReceiver(WeightReceiver):
         num_threads: how many threads `receive_into` copies and digests on.
     """
 
-    can_skip = True
+    takes_part = True
 
     def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
         self._path = Path(directory) / _FILE
@@ -182,13 +182,20 @@ class ShmReceiver(WeightReceiver):
         shadow: Mapping[str, Tensor],
         manifest: WeightManifest,
         writer: TensorWriter = HOST_WRITER,
-        skip: Set[str] = frozenset(),
+        lacking: Lacking | None = None,
     ) -> dict[str, CheckResult]:
         views = self.receive(manifest)
         every = itertools.islice(views, len(manifest.tensors))
-        tensors = {name: tensor for name, tensor in every if name not in skip}
+        tensors = {name: tensor for name, tensor in every if lacking is None or name in lacking}
+
+        def write(name: str) -> CheckResult:
+            part = lacking[name] if lacking else None
+            if part is not None:
+                return writer.write_part(shadow[name], tensors[name], part)
+            return writer.write(shadow[name], tensors[name])
+
         sizes = [tensor.nbytes for tensor in tensors.values()]
-        results = in_threads(lambda name: writer.write(shadow[name], tensors[name]), tensors, self._num_threads, sizes)
+        results = in_threads(write, tensors, self._num_threads, sizes)
         list(views)  # checks that it was not overwritten meanwhile
         return dict(zip(tensors, results, strict=True))
 

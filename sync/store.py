@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,12 +23,13 @@ from torch import Tensor
 
 from sync.base import Metadata, WeightReceiver, WeightSender, WeightSource
 from sync.buckets import Slot, view_of
-from sync.digests import tensor_bytes, tensor_digest
+from sync.digests import piece_digests, tensor_bytes
 from sync.errors import StaleVersion, SyncError
 from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import Offer
 from sync.own_files import make_directories, open_directory, open_file, opened_directory, opened_file
 from sync.owner_process import OwnerProcess
+from sync.pieces import Lacking
 from sync.published import (
     CURRENT,
     LEASE,
@@ -125,7 +126,7 @@ class StoreReceiver(WeightReceiver):
     Files are read, not mapped: one that is cut meanwhile is an error, not the end of the process.
     """
 
-    can_skip = True
+    takes_part = True
 
     def __init__(self, directory: str | os.PathLike[str], *, num_threads: int = 1) -> None:
         self._directory, self._num_threads = Path(directory), num_threads
@@ -156,17 +157,18 @@ class StoreReceiver(WeightReceiver):
         shadow: Mapping[str, Tensor],
         manifest: WeightManifest,
         writer: TensorWriter = HOST_WRITER,
-        skip: Set[str] = frozenset(),
+        lacking: Lacking | None = None,
     ) -> dict[str, CheckResult]:
         """Read each tensor straight to its place in `shadow`."""
         lease = self._leased(manifest)
 
         def read(spec: TensorSpec) -> CheckResult:
             out = shadow[spec.name]
+            part = lacking[spec.name] if lacking else None
             with opened_tensor(lease, spec) as fetch:
-                return writer.read(out, fetch)
+                return writer.read(out, fetch) if part is None else writer.read_part(out, fetch, part)
 
-        wanted = [spec for spec in manifest.tensors if spec.name not in skip]
+        wanted = [spec for spec in manifest.tensors if lacking is None or spec.name in lacking]
         results = in_threads(read, wanted, self._num_threads, [spec.num_bytes for spec in wanted])
         return {spec.name: result for spec, result in zip(wanted, results, strict=True)}
 
@@ -222,7 +224,7 @@ def _publish(store: Path, offer: Offer, version: int, reset_version: bool, num_t
 def _published_already(store: Path, offer: Offer, version: int) -> WeightManifest:
     """The manifest on disk when it is this version of these weights; otherwise `StaleVersion`."""
     published = checked_manifest(lease_current(store))
-    if published.version == version and published == offer.manifest_in_place(version):
+    if published.version == version and published.is_same(offer.manifest_in_place(version)):
         return published
     same = version == published.version
     what = "is published with other weights" if same else f"is older than version {published.version}"
@@ -310,10 +312,10 @@ def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) 
     for spec in offer.specs:  # reserves all space before the first byte is written
         _allocate(staging / file_name(spec.name), spec.num_bytes)
 
-    def write(i: int) -> str:
+    def write(i: int) -> list[bytes]:
         tensor = offer.cast(i).cpu().contiguous()
         _write_file(staging / file_name(offer.specs[i].name), tensor_bytes(tensor))
-        return tensor_digest(tensor)
+        return piece_digests(tensor)
 
     manifest = offer.manifest(version, write, num_threads)
     _write_file(staging / META, meta_json(manifest))

@@ -19,6 +19,7 @@ from torch import Tensor
 from sync.digests import PIECE_BYTES, Digest, tensor_bytes
 from sync.errors import ManifestMismatch
 from sync.finite import largest_bits
+from sync.pieces import Part, PartCheck, sections
 from sync.tensor_check import CheckResult, HostCheck, TensorCheck, supports
 
 Copy: TypeAlias = Callable[[int, int, int, int], int]
@@ -99,6 +100,35 @@ class TensorWriter:
                 np.copyto(to[start : start + len(piece)], np.asarray(piece))
         return found
 
+    def write_part(self, out: Tensor, tensor: Tensor, part: Part) -> CheckResult:
+        """Write the pieces of `part` of `tensor`, which has the dtype of `out`, and check what `out` should hold then.
+
+        Both are the host's. The digest is the manifest's if all these pieces have theirs.
+        """
+        source = tensor.detach().contiguous()
+        memory, check = tensor_bytes(source), PartCheck(part)
+        copy = self._find_copy() if out.is_contiguous() else None
+        for start, end in part.ranges:
+            piece = memory[start:end]
+            check.add(start, piece)
+            if copy is not None:
+                copy(out.data_ptr() + start, source.data_ptr() + start, end - start, out.itemsize)
+            else:
+                _place(out, start, piece)
+        return check.result
+
+    def read_part(self, out: Tensor, fill: Fill, part: Part) -> CheckResult:
+        """Have `fill` write the pieces of `part` to `out`, which is the host's, and check them as `write_part` does."""
+        buffer, check = memoryview(bytearray(PIECE_BYTES)), PartCheck(part)
+        memory = tensor_bytes(out) if out.is_contiguous() else None
+        for start, end in part.ranges:
+            piece = buffer[: end - start] if memory is None else memory[start:end]
+            fill(piece, start)
+            check.add(start, piece)
+            if memory is None:
+                _place(out, start, piece)
+        return check.result
+
     def read(self, out: Tensor, fill: Fill) -> CheckResult:
         """Have `fill` write the bytes of `out`, and check them."""
         check = HostCheck(out.dtype, check_finite=True)
@@ -131,9 +161,14 @@ class WriteBatch:
         """Names of the tensors in `_check`."""
         self._check = TensorCheck(check_finite=True)
 
-    def write(self, name: str, out: Tensor, tensor: Tensor) -> None:
-        """Write `tensor`, cast nearest-even, into `out`; on a device on its current stream, without waiting."""
-        if supports(out) and supports(tensor):
+    def write(self, name: str, out: Tensor, tensor: Tensor, part: Part | None = None) -> None:
+        """Write `tensor`, cast nearest-even, into `out`; on a device on its current stream, without waiting.
+
+        `part`: only these pieces of it.
+        """
+        if part is not None and out.is_cpu:
+            self._done[name] = self._writer.write_part(out, tensor.to("cpu", out.dtype), part)
+        elif supports(out) and supports(tensor):
             out.copy_(tensor)
             self._check.add(out)
             self._pending.append(name)
@@ -153,9 +188,12 @@ class WriteBatch:
                 self._done[name] = self._writer.write(out, tensor)
         self._check.launch()
 
-    def read(self, name: str, out: Tensor, fill: Fill) -> None:
-        """Have `fill` write the bytes of `out`."""
-        self._done[name] = self._writer.read(out, fill)
+    def read(self, name: str, out: Tensor, fill: Fill, part: Part | None = None) -> None:
+        """Have `fill` write the bytes of `out`, or only those pieces."""
+        if part is not None and out.is_cpu:
+            self._done[name] = self._writer.read_part(out, fill, part)
+        else:
+            self._done[name] = self._writer.read(out, fill)
 
     def results(self) -> dict[str, CheckResult]:
         """The check of each written tensor, by name."""
@@ -177,6 +215,15 @@ def _copied(out: Tensor, tensor: Tensor, copy: Copy, *, check_finite: bool) -> C
         largest = max(largest, copy(to + start, source + start, len(piece), width))
     is_finite = not (check_finite and out.is_floating_point()) or largest <= largest_bits(out.dtype)
     return CheckResult(digest.hexdigest(), is_finite)
+
+
+def _place(out: Tensor, start: int, piece: memoryview) -> None:
+    """Write the bytes of `piece` to `out`, from its byte `start` on, row-major."""
+    width = out.itemsize
+    first = start // width
+    values = torch.frombuffer(piece, dtype=out.dtype)
+    for view, low, high in sections(out, first, first + len(values)):
+        view.copy_(values[low - first : high - first].view(view.shape))
 
 
 def _writer(out: Tensor, tensor: Tensor) -> Callable[[int, int], None]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from sync.pieces import Part
+
 Runs = np.ndarray
 """int64 [num_runs, 2]: half-open byte intervals of one storage."""
 
@@ -77,6 +79,13 @@ def byte_runs(view: Tensor) -> Runs:
     return np.stack([starts * width, (starts + length) * width], axis=1)
 
 
+def storage_runs(view: Tensor, part: Part | None) -> Runs:
+    """The byte runs of pieces of a contiguous view, relative to its storage; None: of any view as a whole."""
+    if part is None:
+        return byte_runs(view)
+    return np.array(part.runs, np.int64).reshape(-1, 2) + view.storage_offset() * view.element_size()
+
+
 def merged(*several: Runs) -> Runs:
     """All runs in order, those that touch or overlap joined."""
     runs = _sorted(several)
@@ -85,6 +94,22 @@ def merged(*several: Runs) -> Runs:
     begins[1:] = runs[1:, 0] > ends[:-1]
     lasts = np.append(begins[1:], True)[: len(runs)]
     return np.stack([runs[begins, 0], ends[lasts]], axis=1)
+
+
+def gaps(runs: Runs, covered: Runs) -> Runs:
+    """The bytes of `runs` that `covered` leaves out; both are in order and disjoint."""
+    found: list[tuple[int, int]] = []
+    taken = covered.tolist()
+    for start, end in runs.tolist():
+        for low, high in taken:
+            if high <= start or low >= end:
+                continue
+            if start < low:
+                found.append((start, low))
+            start = high
+        if start < end:
+            found.append((start, end))
+    return np.array(found, np.int64).reshape(-1, 2)
 
 
 def _sorted(several: Sequence[Runs]) -> Runs:

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
 from rollout_engine.model.backend import ShadowMemory
-from rollout_engine.weights.coverage import byte_runs, merged
+from rollout_engine.weights.coverage import Runs, byte_runs, gaps, merged
+
+_NO_RUNS = np.empty((0, 2), np.int64)
 
 
 class Shadow:
@@ -19,6 +22,8 @@ class Shadow:
         self._copy: Callable[[], None] | None = None
         self._copy_some: Callable[[], None] | None = None
         """Copies what `plan_some` was given, once."""
+        self._staged: dict[int, Runs] = {}
+        """The byte runs of `plan_some`, by the address of the live storage."""
 
     def of(self, view: Tensor) -> Tensor:
         """The place of a live view's next values."""
@@ -44,17 +49,27 @@ class Shadow:
         if self._copy is None:
             self._copy = self._memory.prepare_copy(list(self._pairs(views)))
 
-    def plan_some(self, views: Iterable[Tensor]) -> None:
-        """Prepare the next `commit` for these live views only."""
-        self._copy_some = self._memory.prepare_copy(list(self._pairs(views)))
+    def plan_some(self, parts: Iterable[tuple[Tensor, Runs]]) -> None:
+        """Prepare the next `commit` for these byte runs of the storages of live views only."""
+        by_storage: dict[int, list[tuple[Tensor, Runs]]] = {}
+        for view, runs in parts:
+            by_storage.setdefault(view.untyped_storage().data_ptr(), []).append((view, runs))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        self._staged = {}
+        for address, members in by_storage.items():
+            self._staged[address] = merged(*(runs for _, runs in members))
+            live, runs = members[0][0].untyped_storage(), self._staged[address]
+            pairs += _bytes_in(self._storages[address], live, runs)
+        self._copy_some = self._memory.prepare_copy(pairs)
 
-    def carry(self, views: Iterable[Tensor]) -> None:
-        """Stage all live values of storages of which the views are parts."""
-        parts = {view.untyped_storage().data_ptr(): view for view in views}
-        for view in parts.values():
-            next_values, live = self.of(view), view.untyped_storage()
-            if view.nbytes < live.nbytes():
-                _bytes_of(next_values.untyped_storage()).copy_(_bytes_of(live))
+    def completed(self, view: Tensor) -> Tensor:
+        """The next values of a view after `plan_some`: what was not staged of them is taken from the live ones."""
+        runs = byte_runs(view)
+        place, live = self.of(view), view.untyped_storage()
+        staged = self._staged.get(live.data_ptr(), _NO_RUNS)
+        for target, source in _bytes_in(place.untyped_storage(), live, gaps(merged(runs), staged)):
+            target.copy_(source)
+        return place
 
     def commit(self) -> None:
         """Copy the shadows of the planned views over them."""
@@ -81,9 +96,14 @@ class Shadow:
         for view in views:
             by_storage.setdefault(view.untyped_storage().data_ptr(), []).append(view)
         for address, members in by_storage.items():
-            source, target = _bytes_of(self._storages[address]), _bytes_of(members[0].untyped_storage())
-            for start, end in merged(*map(byte_runs, members)).tolist():
-                yield source[start:end], target[start:end]
+            runs = merged(*map(byte_runs, members))
+            yield from _bytes_in(self._storages[address], members[0].untyped_storage(), runs)
+
+
+def _bytes_in(first: UntypedStorage, second: UntypedStorage, runs: Runs) -> list[tuple[Tensor, Tensor]]:
+    """The same byte runs of two storages."""
+    a, b = _bytes_of(first), _bytes_of(second)
+    return [(a[start:end], b[start:end]) for start, end in runs.tolist()]
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 from rollout_engine.messages import UpdateOptions
 from sync import errors
 from sync.manifest import WeightManifest, dtype_name, first_names
+from sync.pieces import Lacking
 from sync.tensor_check import CheckResult
 
 
@@ -16,17 +17,15 @@ class StagedUpdate:
         self.specs = {spec.name: spec for spec in manifest.tensors}
         self.staged: dict[str, CheckResult] = {}
         """Digest and finiteness of the tensor written last, by name."""
-        self.changed: list[str] | None = None
-        """Names of the tensors that are received, where the others are live already; None: all."""
+        self.lacking: Lacking | None = None
+        """What is received, where the rest is live already; None: all."""
         self.started = self.verified = False
         """Whether the first write was prepared; whether all was verified since the last."""
 
-    def receive_only(self, changed: list[str]) -> None:
+    def receive_only(self, lacking: Lacking) -> None:
         """Take all other tensors as staged: they are live, with the digest of the manifest and finite."""
-        self.changed, received = changed, set(changed)
-        self.staged = {
-            name: CheckResult(spec.digest, True) for name, spec in self.specs.items() if name not in received
-        }
+        self.lacking = lacking
+        self.staged = {name: CheckResult(spec.digest, True) for name, spec in self.specs.items() if name not in lacking}
 
     def check(self) -> None:
         """Raise `ChecksumMismatch` unless every tensor arrived, unchanged and finite."""

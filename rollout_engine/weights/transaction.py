@@ -31,6 +31,8 @@ from rollout_engine.kernels.memory import resident_bytes
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.model.backend import ShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
+from rollout_engine.weights.coverage import storage_runs
+from rollout_engine.weights.known_weights import KnownWeights
 from rollout_engine.weights.lazy_tensors import LazyTensors
 from rollout_engine.weights.manifest_checks import ManifestChecks
 from rollout_engine.weights.shadow import Shadow
@@ -39,12 +41,10 @@ from sync import errors
 from sync.base import WeightReceiver
 from sync.cast_notice import CastNotice
 from sync.manifest import TensorSpec, WeightManifest, describe_all, dtype_name, total_digest
+from sync.pieces import Lacking, described, num_bytes_lacking
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
 _DEFAULT_OPTIONS = UpdateOptions()
-_LEAST_UNCHANGED = 0.5
-"""Share of the bytes that must be live already before the others alone are taken: steps wait while those are copied
-over the live weights, whereas packed copies of all weights are swapped in."""
 
 
 class WeightUpdater:
@@ -83,11 +83,10 @@ class WeightUpdater:
         """The last commit, until `confirm`."""
         self._staging = threading.Lock()
         """Receivers may write several tensors at once."""
-        self._known: dict[str, TensorSpec] = {}
-        """Live tensors by the names under which they came, with digests; empty where the last update does not tell."""
+        self._known = KnownWeights()
         self._on_host = all(view.device.type in ("cpu", "meta") for view in self._live.values())
         self.num_bytes_received = 0
-        """Bytes of the tensors that the last `receive` took."""
+        """Bytes of the tensors and pieces that the last `receive` took."""
         self.pack_seconds = 0.0
         """How long the last `verify` took to lay weights out for the kernels."""
         self.version = 0
@@ -198,13 +197,13 @@ class WeightUpdater:
             return self._place(update, name)
 
         wanted = update.manifest if manifest is None else manifest
-        unchanged = self._unchanged(update) if manifest is None and receiver.can_skip else frozenset()
-        if unchanged:
-            update.receive_only([name for name in update.specs if name not in unchanged])
+        lacking = self._lacking(update) if manifest is None and receiver.takes_part else None
+        if lacking is not None:
+            update.receive_only(lacking)
         with self._memory.beside_steps():
             shadow = LazyTensors(update.specs, place)
-            update.staged |= receiver.receive_into(shadow, wanted, self._writer, unchanged)
-        self.num_bytes_received = sum(spec.num_bytes for spec in wanted.tensors if spec.name not in unchanged)
+            update.staged |= receiver.receive_into(shadow, wanted, self._writer, lacking)
+        self.num_bytes_received = wanted.num_bytes if lacking is None else num_bytes_lacking(lacking, update.specs)
 
     def verify(self) -> str:
         """Raise `ChecksumMismatch`, naming tensors, unless all arrived, unchanged and finite; then pack them.
@@ -214,10 +213,11 @@ class WeightUpdater:
         update = self._opened("verify")
         update.check()
         start = time.perf_counter()
-        if update.changed is not None:
-            views = self._plain(update.changed)
-            self._packed.pack_changed(self._shadow.of, {view.untyped_storage().data_ptr() for view in views})
-            self._shadow.plan_some(views)
+        if update.lacking is not None:
+            parts = {name: part for name, part in update.lacking.items() if not self._packed.holds(name)}
+            self._shadow.plan_some((self._live[name], storage_runs(self._live[name], parts[name])) for name in parts)
+            changed = {self._live[name].untyped_storage().data_ptr() for name in parts}
+            self._packed.pack_changed(self._shadow.completed, changed)
         else:
             self._packed.pack(lambda view: self._plain_place(update, view))
             written = self._checks.canonical if update.options.partial else update.specs
@@ -241,14 +241,14 @@ class WeightUpdater:
         self.dirty = True
         try:
             self._shadow.commit()
-            self._packed.swap() if update.changed is None else self._packed.swap_changed()
+            self._packed.swap() if update.lacking is None else self._packed.swap_changed()
         except Exception as problem:
             raise _half_way(manifest, problem) from problem
         finally:
             self._open = None
         self._committed = update
         is_sure = not update.options.partial  # else names that overlap others may have changed these
-        self._known = {name: spec for name, spec in update.specs.items() if is_sure and update.staged[name].finite}
+        self._known.replace(spec for name, spec in update.specs.items() if is_sure and update.staged[name].finite)
         self.version, self.dirty, self.forgotten = manifest.version, False, False
 
     @contextmanager
@@ -270,10 +270,11 @@ class WeightUpdater:
         if update is None:
             raise LifecycleError("confirm: no commit waits for it; call commit first.")
         try:
-            written = update.specs if update.changed is None else update.changed
-            plain = {name for name in written if not self._packed.holds(name)}
-            others = [spec for name, spec in update.specs.items() if name not in plain]
-            found = total_digest([*others, *self._describe(plain)])
+            written: Lacking = dict.fromkeys(update.specs) if update.lacking is None else update.lacking
+            plain = {name: part for name, part in written.items() if not self._packed.holds(name)}
+            specs = {spec.name: spec for spec in self._describe(name for name, part in plain.items() if part is None)}
+            specs |= {name: described(part, self.values(name)) for name, part in plain.items() if part is not None}
+            found = total_digest((update.specs | specs).values())
             if found != update.manifest.digest:
                 raise errors.ChecksumMismatch("the live weights are not the ones that were staged")
         except Exception as problem:
@@ -343,24 +344,25 @@ class WeightUpdater:
             self.dirty = True
             self._shadow.clear()
             self._packed.surrender()
-        if update.changed is not None:
-            self._packed.carry_changed(update.changed)
-            self._shadow.carry(self._plain(update.changed))
+        if update.lacking is not None:
+            self._packed.carry_changed({name: part and part.elements for name, part in update.lacking.items()})
         if update.options.partial:
             self._packed.carry()
             for view in [] if update.inplace else self._plain(self._checks.canonical):
                 self._shadow.of(view).copy_(view)
         update.started = True
 
-    def _unchanged(self, update: StagedUpdate) -> frozenset[str]:
-        """Names whose live tensors have their digest already, where such an update may leave them as they are."""
+    def _lacking(self, update: StagedUpdate) -> Lacking | None:
+        """What the update has to bring, where such an update may leave the rest as it is; None: all."""
         if not update.options.delta or update.options.partial or update.inplace or update.started or self.dirty:
-            return frozenset()
+            return None
         if not self._on_host or self._packed.is_without_values:
-            return frozenset()
-        unchanged = frozenset(name for name, spec in update.specs.items() if self._known.get(name) == spec)
-        num_bytes = sum(update.specs[name].num_bytes for name in unchanged)
-        return unchanged if num_bytes >= _LEAST_UNCHANGED * update.manifest.num_bytes else frozenset()
+            return None
+        return self._known.lacking(update.specs, self._takes_pieces)
+
+    def _takes_pieces(self, name: str) -> bool:
+        """Whether parts of these values can be replaced."""
+        return self._packed.takes_pieces(name) if self._packed.holds(name) else self._live[name].is_contiguous()
 
     def _plain_place(self, update: StagedUpdate, view: Tensor) -> Tensor:
         return view if update.inplace else self._shadow.of(view)

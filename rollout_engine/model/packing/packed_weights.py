@@ -9,7 +9,7 @@ between updates while it is small.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from rollout_engine.errors import LifecycleError
 from rollout_engine.kernels import linear
 from rollout_engine.kernels.cpu import gemm
 from rollout_engine.kernels.memory import release_pages
+from rollout_engine.model.packing.changed_panels import ChangedPanels, Ranges
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear, linear_groups
 from rollout_engine.model.packing.packed_embedding import PackedEmbedding, read_from_head
 from rollout_engine.model.packing.stacks import Place, stacks_of
@@ -52,8 +53,8 @@ class PackedWeights:
         """Panels of the next copies."""
         self._next: list[tuple[linear.Operand, Tensor | None]] = []
         """The next operand and bias of `_held`, then of `_others`."""
-        self._changed: list[int] = []
-        """Indices into `_held` of the matrices that `pack_changed` makes anew."""
+        self._changed = ChangedPanels(self._likes)
+        """What `pack_changed` makes anew."""
         self._anew: list[tuple[LinearGroup, linear.Operand, Tensor | None]] = []
         """Groups with their next operand and bias, made by `pack_changed`."""
         self._places: dict[str, Place] = {}
@@ -144,23 +145,28 @@ class PackedWeights:
             group.install(operand, bias)
         self._next = []
 
-    def carry_changed(self, names: Iterable[str]) -> None:
-        """Stage the values in use of the matrices that have one of `names`, before the names are staged."""
-        places = [self._places[name] for name in names if self.holds(name)]
-        self._changed = sorted({index for place in places for index in range(place.first, place.end)})
-        if self._changed:
+    def takes_pieces(self, name: str) -> bool:
+        """Whether pieces of the values of a name that `holds` is true of can be replaced, and not only all of them."""
+        return self._places[name].is_ordered
+
+    def carry_changed(self, changed: Mapping[str, Ranges | None]) -> None:
+        """Prepare to stage these names only, before they are staged: keep the values beside them.
+
+        Each comes with the ranges of its elements, row-major, that are staged, or None for all.
+        """
+        places = [(self._places[name], ranges) for name, ranges in changed.items() if self.holds(name)]
+        self._changed = ChangedPanels(self._likes, places)
+        if places:
             self._make_room()
-        for index in self._changed:
-            gemm.unpack(_packed(self._live[index], self._likes[index]), self._room[index])
+        self._changed.carry(self._live, self._room)
 
     def pack_changed(self, place: Callable[[Tensor], Tensor], changed: set[int]) -> None:
-        """Make the next copies of the matrices of `carry_changed`, and of groups whose plain parameters change.
+        """Make the next copies of what `carry_changed` was given, and of groups whose plain parameters change.
 
         `changed`: addresses of the storages of such parameters, whose next values `place` returns. The copies in use
         are not touched.
         """
-        for index in self._changed:
-            gemm.pack_in_place(self._room[index], self._likes[index])
+        self._changed.pack(self._live, self._room)
 
         def next_values(live: Tensor) -> Tensor:
             return place(live) if _storage(live) in changed else live
@@ -175,11 +181,15 @@ class PackedWeights:
 
     def swap_changed(self) -> None:
         """Multiply by what `pack_changed` has made from now on; all other copies stay in use."""
-        for index in self._changed:
-            self._live[index].copy_(self._room[index])
         for group, operand, bias in self._anew:
             group.install(operand, bias)
-        self._changed, self._anew = [], []
+        if self._changed.is_swapped:
+            self._live, self._room = self._room, self._live
+            for group, panels, like in zip(self._held, self._live, self._likes, strict=True):
+                group.install(_packed(panels, like), group.operand()[1])
+        else:
+            self._changed.copy(self._live, self._room)
+        self._changed, self._anew = ChangedPanels(self._likes), []
 
     def surrender(self) -> None:
         """Let the next copies overwrite those in use; nothing may run until `swap`."""
@@ -217,7 +227,7 @@ class PackedWeights:
 
     def settle(self) -> None:
         """Drop the next copies, after a swap or instead of one, and free their memory if it is large."""
-        self._next, self._changed, self._anew = [], [], []
+        self._next, self._changed, self._anew = [], ChangedPanels(self._likes), []
         if sum(panels.nbytes for panels in self._room) > _KEPT_BYTES:
             release_pages(self._room)  # at once, whoever still has a view of it
             self._room = []

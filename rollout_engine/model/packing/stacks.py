@@ -4,7 +4,8 @@ Thirty-two rows of a matrix, each padded to whole units, are the bytes of one pa
 of a parameter can be staged where its panels will be, with their own strides, and packed in place.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,42 @@ class Place(NamedTuple):
     """Elements from the start of matrix `first`."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the elements, row-major, come in the order of their addresses."""
+        reach = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride < reach:
+                return False
+            reach += (size - 1) * stride
+        return True
+
+    def spans(self, ranges: "Iterable[tuple[int, int]] | None", like: Tensor) -> Iterator[tuple[int, int, bool]]:
+        """Elements of padded rows, from the start of matrix `first` on, that ranges of elements span, and whether they
+        fill them. None: all elements; ranges are only for a place that `is_ordered`.
+
+        `like`: [N, K], the shape of the matrices.
+        """
+        _, units, _ = gemm.panels_shape(*like.shape, like.dtype)
+        padded_columns = units * 4 // like.itemsize
+        is_whole = self.shape[1:] == like.shape[1:] and self.strides == (padded_columns, 1)
+        reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        for start, end in [(0, math.prod(self.shape))] if ranges is None else ranges:
+            if start == end:
+                continue
+            low = self.offset if ranges is None else self._address(start)
+            high = 1 + (self.offset + reach if ranges is None else self._address(end - 1))
+            if is_whole and high % padded_columns == like.shape[1]:  # what follows in that row is padding
+                high = -(-high // padded_columns) * padded_columns
+            yield low, high, is_whole
+
+    def _address(self, index: int) -> int:
+        address = self.offset
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            index, position = divmod(index, size)
+            address += position * stride
+        return address
 
     def within(self, panels: Tensor, dtype: torch.dtype) -> Tensor:
         """The view of staged rows, given the panels of matrix `first`."""

@@ -9,7 +9,7 @@ import sync
 from rollout_engine import LLM, errors
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.testing import tiny_model
-from rollout_engine.weights import transaction
+from rollout_engine.weights import known_weights
 from rollout_engine.weights.update import apply_update
 from tests.unit.weights.conftest import Packed
 
@@ -19,7 +19,7 @@ BYTES = {"embed": 80, "q": 64, "k": 32, "steps": 8}
 @pytest.fixture(autouse=True)
 def any_share(monkeypatch):
     """However little has not changed, it is left."""
-    monkeypatch.setattr(transaction, "_LEAST_UNCHANGED", 0.0)
+    monkeypatch.setattr(known_weights, "_LEAST_UNCHANGED", 0.0)
 
 
 def total(*names):
