@@ -15,9 +15,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sync.digests import DIGEST_FORM, PIECE_BYTES, digest_of
+from sync.digests import DIGEST_FORM, PIECE_BYTES, digest_of, piece_digests
 from sync.errors import ManifestMismatch
-from sync.tensor_check import TensorCheck
+from sync.tensor_check import TensorCheck, supports
 
 MAX_VERSION = 2**63
 MAX_NAMES = 2**18
@@ -208,12 +208,20 @@ def describe(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def describe_all(pairs: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
-    """The specs of all tensors as they are now; those on a device are digested there."""
-    check, forms = TensorCheck(check_finite=False), []
+    """The specs of all tensors as they are now; those on a device are digested there, without their pieces."""
+    check, on_device = TensorCheck(check_finite=False), []
+    specs: list[TensorSpec] = []
     for name, tensor in pairs:
-        check.add(tensor)
-        forms.append((name, tuple(tensor.shape), dtype_name(tensor.dtype)))
-    return [TensorSpec(*form, result.digest) for form, result in zip(forms, check.results(), strict=True)]
+        form = name, tuple(tensor.shape), dtype_name(tensor.dtype)
+        if supports(tensor):
+            check.add(tensor)
+            on_device.append(len(specs))
+            specs.append(TensorSpec(*form, ""))
+        else:
+            specs.append(TensorSpec.of_pieces(*form, piece_digests(tensor)))
+    for i, result in zip(on_device, check.results(), strict=True):
+        specs[i] = msgspec.structs.replace(specs[i], digest=result.digest)
+    return specs
 
 
 def decode_json(content: bytes | bytearray, kind: type[_Decoded], what: str, advice: str = "") -> _Decoded:

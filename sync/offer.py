@@ -1,14 +1,12 @@
 """The offer of a sender: a source, described as the receiver will hold it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
 from sync.base import Metadata, WeightSender, WeightSource
 from sync.buckets import Bucket
-from sync.digests import piece_digests
 from sync.errors import SyncError
 from sync.lazy_tensor import FileTensor, LazyTensor, materialized
 from sync.manifest import (
@@ -17,12 +15,12 @@ from sync.manifest import (
     check_forms,
     check_known,
     check_specs,
+    describe_all,
     dtype_name,
     torch_dtype,
 )
 from sync.pieces import Part
 from sync.source import SourcePair, SourceTensor, read_source, tied_groups
-from sync.tensor_check import TensorCheck, supports
 from sync.tensor_writer import TensorWriter, WriteBatch
 from sync.threads import in_threads
 
@@ -94,23 +92,20 @@ class Offer:
 
         Tensors that have to be gathered or computed are so now, once, and kept on the host in the receiver's dtype.
         """
-        check, specs = TensorCheck(check_finite=False), list(self.specs)
-        checked: list[int] = []
-        for i, (name, tensor) in enumerate(self.tensors):
-            if isinstance(tensor, FileTensor) and not self._is_cast(i):
-                specs[i] = self._spec(i, tensor.piece_digests())
-                continue
-            cast = self.cast(i)
-            if supports(cast):
-                check.add(cast)
-                checked.append(i)
-            else:
-                specs[i] = self._spec(i, piece_digests(cast))
-            if isinstance(tensor, LazyTensor) and not isinstance(tensor, FileTensor):
-                self.tensors[i] = (name, cast.cpu())
-        for i, result in zip(checked, check.results(), strict=True):
-            specs[i] = msgspec.structs.replace(specs[i], digest=result.digest)
-        return self._manifest(version, specs)
+        specs: dict[int, TensorSpec] = {}
+
+        def cast_tensors() -> Iterator[tuple[str, Tensor]]:
+            for i, (name, tensor) in enumerate(self.tensors):
+                if isinstance(tensor, FileTensor) and not self._is_cast(i):
+                    specs[i] = self._spec(i, tensor.piece_digests())
+                    continue
+                cast = self.cast(i)
+                if isinstance(tensor, LazyTensor) and not isinstance(tensor, FileTensor):
+                    self.tensors[i] = (name, cast.cpu())
+                yield name, cast
+
+        specs |= {self.index[spec.name]: spec for spec in describe_all(cast_tensors())}
+        return self._manifest(version, [specs[i] for i in range(len(self.specs))])
 
     def manifest(self, version: int, write: Callable[[int], Sequence[bytes]], num_threads: int) -> WeightManifest:
         """The manifest; `write(i)` writes tensor `i` and returns its pieces' digests, several at once on `num_threads`

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sync import digest_kernel, digests, tensor_check, tensor_writer  # noqa: E402
+from sync import digest_kernel, digests, manifest, tensor_check, tensor_writer  # noqa: E402
 from sync.digests import tensor_digest  # noqa: E402
 from sync.finite import is_finite, markers  # noqa: E402
 from sync.gloo import GlooReceiver, GlooSender  # noqa: E402
@@ -32,7 +32,8 @@ def small_pieces(monkeypatch):
 @pytest.fixture
 def results_of(monkeypatch, device):  # noqa: F811
     """A function from tensors to the results of the kernel."""
-    monkeypatch.setattr(tensor_check, "supports", lambda tensor: True)
+    for module in (manifest, tensor_check):
+        monkeypatch.setattr(module, "supports", lambda tensor: True)
 
     def check_all(*tensors):
         check = TensorCheck(check_finite=True)

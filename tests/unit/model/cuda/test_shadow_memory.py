@@ -17,7 +17,7 @@ from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update import update_from_source
-from sync import tensor_check, tensor_writer
+from sync import manifest, tensor_check, tensor_writer
 from sync.digests import tensor_bytes, tensor_digest
 from sync.manifest import describe, total_digest
 from sync.tensor_check import CheckResult
@@ -105,7 +105,7 @@ def on_device(is_there, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("only the interpreter takes tensors of the host for a device's")
     monkeypatch.setattr(tensor_writer, "is_plain", lambda t: not is_there(t) and t.is_contiguous())
-    for module in (tensor_writer, tensor_check):
+    for module in (manifest, tensor_writer, tensor_check):
         monkeypatch.setattr(module, "supports", is_there)
     return lambda tensor: is_there.places.add(tensor.untyped_storage().data_ptr()) or tensor
 
