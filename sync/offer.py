@@ -21,7 +21,7 @@ from sync.manifest import (
 )
 from sync.pieces import Part
 from sync.source import SourcePair, SourceTensor, read_source, tied_groups
-from sync.tensor_writer import TensorWriter, WriteBatch
+from sync.tensor_writer import TensorWriter, WriteBatch, Written
 from sync.threads import in_threads
 
 
@@ -61,7 +61,7 @@ class Offer:
             return None
         return tensor
 
-    def write_changed(self, i: int, out: Tensor, writer: TensorWriter, known: Sequence[bytes]) -> list[bytes]:
+    def write_changed(self, i: int, out: Tensor, writer: TensorWriter, known: Written | None) -> Written:
         """Write the pieces of tensor `i`, cast, that `out` lacks, as `TensorWriter.write_changed` does."""
         return writer.write_changed(out, materialized(self.tensors[i][1]), known)
 

@@ -8,7 +8,7 @@ import xxhash
 from torch import Tensor
 
 from sync.digests import PIECE_BYTES, digest_of, tensor_bytes
-from sync.finite import is_finite
+from sync.finite import is_finite, largest_bits
 from sync.manifest import TensorSpec, torch_dtype
 from sync.tensor_check import CheckResult
 
@@ -81,8 +81,16 @@ class PartCheck:
 
     def add(self, start: int, piece: memoryview) -> None:
         """Check the piece that begins at byte `start`."""
-        self._digests[start // PIECE_BYTES] = xxhash.xxh3_128_digest(piece)
+        self.add_digest(start, piece)
         self._finite = self._finite and is_finite(piece, self._dtype)
+
+    def add_digest(self, start: int, piece: memoryview) -> None:
+        """Check its digest only."""
+        self._digests[start // PIECE_BYTES] = xxhash.xxh3_128_digest(piece)
+
+    def add_bits(self, largest: int) -> None:
+        """Check that a piece is finite by the largest of its elements' bits without the sign."""
+        self._finite = self._finite and (not self._dtype.is_floating_point or largest <= largest_bits(self._dtype))
 
     @property
     def result(self) -> CheckResult:

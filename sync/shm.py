@@ -32,7 +32,7 @@ from sync.pieces import Lacking
 from sync.shared_files import check_private, make_private, open_sole, reserve
 from sync.source import NamedTensor
 from sync.tensor_check import CheckResult
-from sync.tensor_writer import HOST_WRITER, TensorWriter
+from sync.tensor_writer import HOST_WRITER, TensorWriter, Written
 from sync.threads import in_threads
 
 _FILE = "weights"
@@ -81,8 +81,8 @@ class ShmSender(WeightSender):
         self._memory = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._mapping: mmap.mmap | None = None
-        self._pieces: dict[tuple[int, int], list[bytes]] = {}
-        """Digests of the pieces of what the memory holds, by the first byte and the number of bytes of each tensor."""
+        self._written: dict[tuple[int, int], Written] = {}
+        """What the memory holds, by the first byte and the number of bytes of each tensor."""
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """Write to shared memory what of `source` is not there from the last offer, piece by piece.
@@ -95,25 +95,25 @@ class ShmSender(WeightSender):
         mapping = self._grown_to(_HEADER_BYTES + bucket.num_bytes)
         _write_header(mapping, None)
         content = _content(mapping, bucket.num_bytes)
-        known, self._pieces = self._pieces, {}
-        pieces: dict[tuple[int, int], list[bytes]] = {}
+        known, self._written = self._written, {}
+        written: dict[tuple[int, int], Written] = {}
 
         def write(i: int) -> list[bytes]:
             slot = bucket.slots[i]
             place = slot.start, slot.spec.num_bytes
-            found = offer.write_changed(i, view_of(content, slot), self._writer, known.get(place, ()))
-            if found:
-                pieces[place] = found
-            return found
+            found = offer.write_changed(i, view_of(content, slot), self._writer, known.get(place))
+            if found.digests:  # else it shares its place with the next one
+                written[place] = found
+            return found.digests
 
         manifest = offer.manifest(version, write, self._num_threads)
-        self._pieces = pieces
+        self._written = written
         _write_header(mapping, _Header(version, manifest.digest))
         self._announce()
         return manifest
 
     def forget(self) -> None:
-        self._pieces = {}
+        self._written = {}
 
     def close(self) -> None:
         """Remove the announcement; receivers keep what they have mapped. No-op the second time."""

@@ -8,8 +8,8 @@
 A strided tensor of the host is written whole and read again.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +30,17 @@ Fill: TypeAlias = Callable[[memoryview, int], None]
 Upload: TypeAlias = Callable[[Tensor, Fill], None]
 """`upload(out, fill)` has `fill` write the bytes of `out`, whole elements, in order, into buffers of its own, which it
 copies to `out`; copies may still be under way when it returns. Several threads may call it."""
+
+
+class Written(NamedTuple):
+    """What a sender has written for a tensor."""
+
+    digests: list[bytes]
+    """Of each piece."""
+    sources: list[bytes]
+    """Digests of what each piece was cast from, if that is narrower."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """What it was cast from and to, which may be the same."""
 
 
 class TensorWriter:
@@ -78,27 +89,38 @@ class TensorWriter:
             check.update(tensor_bytes(out.detach().cpu().contiguous()))
         return check.result
 
-    def write_changed(self, out: Tensor, tensor: Tensor, known: Sequence[bytes] = ()) -> list[bytes]:
+    def write_changed(self, out: Tensor, tensor: Tensor, known: "Written | None" = None) -> "Written":
         """Write `tensor`, cast nearest-even, into `out`, which is plain, but for pieces that `out` has already.
 
-        `known`: digests of the pieces of `out`, none if it is new. Returns those that it has then.
+        `known`: what was written to `out` before, None if it is new. Returns what it has then.
         """
         on_host = tensor.detach() if tensor.is_cpu else tensor.detach().to(out.dtype).cpu()  # cast before it travels
-        to, values = np.asarray(tensor_bytes(out)), on_host.reshape(-1)
-        copy, width, digest, found = self._find_copy(), out.itemsize, xxhash.xxh3_128(), []
+        values, width, copy = on_host.reshape(-1), out.itemsize, self._find_copy()
+        to, memory = tensor_bytes(out), tensor_bytes(values)
+        # Casts to a wider dtype keep all values apart: a piece has changed exactly if what it is cast from has.
+        is_widened = values.itemsize < width
+        written = Written([], [], (values.dtype, out.dtype))
+        before = known if known is not None and known.dtypes == written.dtypes else Written([], [], written.dtypes)
         for i, start in enumerate(range(0, out.nbytes, PIECE_BYTES)):
-            part = values[start // width : (start + PIECE_BYTES) // width].to(out.dtype)
-            piece = tensor_bytes(part)
-            digest.update(piece)
-            found.append(digest.digest())
-            digest.reset()
-            if i < len(known) and known[i] == found[i]:
+            first, last = start // width, min((start + PIECE_BYTES) // width, len(values))
+            source = memory[first * values.itemsize : last * values.itemsize]
+            if is_widened:
+                written.sources.append(xxhash.xxh3_128_digest(source))
+                if before.sources[i : i + 1] == written.sources[i:]:
+                    written.digests.append(before.digests[i])
+                    continue
+            piece, address = source, values.data_ptr() + first * values.itemsize
+            if values.dtype != out.dtype:
+                cast = values[first:last].to(out.dtype)
+                piece, address = tensor_bytes(cast), cast.data_ptr()
+            written.digests.append(xxhash.xxh3_128_digest(piece))
+            if before.digests[i : i + 1] == written.digests[i:]:
                 continue
             if copy is not None:
-                copy(out.data_ptr() + start, part.data_ptr(), len(piece), width)
+                copy(out.data_ptr() + start, address, len(piece), width)
             else:
-                np.copyto(to[start : start + len(piece)], np.asarray(piece))
-        return found
+                to[start : start + len(piece)] = piece
+        return written
 
     def write_part(self, out: Tensor, tensor: Tensor, part: Part) -> CheckResult:
         """Write the pieces of `part` of `tensor`, which has the dtype of `out`, and check what `out` should hold then.
@@ -110,10 +132,11 @@ class TensorWriter:
         copy = self._find_copy() if out.is_contiguous() else None
         for start, end in part.ranges:
             piece = memory[start:end]
-            check.add(start, piece)
             if copy is not None:
-                copy(out.data_ptr() + start, source.data_ptr() + start, end - start, out.itemsize)
+                check.add_digest(start, piece)
+                check.add_bits(copy(out.data_ptr() + start, source.data_ptr() + start, end - start, out.itemsize))
             else:
+                check.add(start, piece)
                 _place(out, start, piece)
         return check.result
 

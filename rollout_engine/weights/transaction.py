@@ -72,6 +72,7 @@ class WeightUpdater:
         self._checks = ManifestChecks(targets, aliases)
         self._live = packed.take_over({name: view.detach() for name, view in targets.items()})
         """Views by name; on meta where `packed` alone holds the values."""
+        self._metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
         self._packed = packed
         self._prepare = prepare
         self.cast_notice = CastNotice()
@@ -98,7 +99,7 @@ class WeightUpdater:
 
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""
-        return {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
+        return dict(self._metadata)
 
     @property
     def num_live_bytes(self) -> int:
