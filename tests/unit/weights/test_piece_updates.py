@@ -194,3 +194,62 @@ def test_pieces_that_do_not_make_up_the_digest_are_refused(pieces_text):
     broken = sync.manifest.TensorSpec("a", (30, 7), "float32", spec.digest, pieces_text)
     with pytest.raises(sync.errors.ManifestMismatch, match="'a': the digests of its pieces"):
         broken.check()
+
+
+def test_an_engine_that_was_started_anew_takes_everything_and_then_pieces(make_updater, steps, tmp_path):
+    sender, receiver = ends("shm", tmp_path / "meeting")
+    source = big(1)
+    for version in range(1, 6):
+        if version in (1, 4):  # a new process begins with the weights of its checkpoint, at any version
+            updater = make_updater(make_live(), [["embed", "head"]])
+        source["q"][version, 0] += 1
+        report = apply_update(
+            updater, sender.offer(source, version, updater.metadata()), receiver, steps, UpdateOptions()
+        )
+        assert report.num_bytes_sent == (report.num_bytes if version in (1, 4) else 64)
+        assert torch.equal(updater.values("q"), source["q"])
+    sender.close()
+
+
+def test_trainers_that_take_turns_send_what_the_weights_of_the_other_lack(make_updater, steps, tmp_path):
+    live = make_live()
+    updater = make_updater(live, [["embed", "head"]])
+    pairs = [ends("shm", tmp_path / str(i)) for i in range(2)]
+    sources = [big(1), big(1)]
+    for version in range(1, 8):
+        who = version % 2
+        sources[who]["embed"][3 * version, 0] += 1
+        manifest = pairs[who][0].offer(sources[who], version, updater.metadata())
+        report = apply_update(updater, manifest, pairs[who][1], steps, UpdateOptions())
+        assert version == 1 or 64 <= report.num_bytes_sent < report.num_bytes / 2
+        assert all(torch.equal(live[name], sources[who][name]) for name in live if name != "head")
+    for sender, _ in pairs:
+        sender.close()
+
+
+def test_an_older_version_brings_its_pieces_back_where_versions_may_go_back(make_updater, steps):
+    live, source = make_live(), big(1)
+    updater = make_updater(live, [["embed", "head"]])
+    sender, receiver = ends("inproc", None)
+    apply_update(updater, sender.offer(source, 5, updater.metadata()), receiver, steps, UpdateOptions())
+    source["q"][0, 0] += 1
+    manifest = sender.offer(source, 3, updater.metadata())
+    with pytest.raises(errors.StaleVersionError, match="older than the live version 5"):
+        apply_update(updater, manifest, receiver, steps, UpdateOptions())
+    report = apply_update(updater, manifest, receiver, steps, UpdateOptions(reset_version=True))
+    assert report.num_bytes_sent == 64 and torch.equal(live["q"], source["q"])
+
+
+def test_a_sender_that_widens_looks_at_what_it_casts_from(tmp_path):
+    sender, receiver = ends("shm", tmp_path / "meeting")
+    metadata = {"a": ("float32", (100,))}
+    source = {"a": torch.randn(100).bfloat16()}
+    wide = {"a": torch.zeros(100)}
+    for version, dtype in enumerate([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16], 1):
+        source["a"] = source["a"].to(dtype)
+        source["a"][version] += 1
+        manifest = sender.offer(source, version, metadata)
+        assert manifest.tensors[0].digest == sync.digests.tensor_digest(source["a"].float())
+        receiver.receive_into(wide, manifest)
+        assert torch.equal(wide["a"], source["a"].float())
+    sender.close()
