@@ -181,7 +181,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     replicas: "dict[int, UpdateReport]" = {}
     """The report of each replica of a fleet, by its index; the times above are then the longest of them."""
     num_bytes_sent: int = 0
-    """Bytes of the tensors that the engine took: those that had changed, or all `num_bytes`."""
+    """Bytes of the tensors and pieces that the engine took: those that had changed, or all `num_bytes`."""
 
 
 def _dicts(
