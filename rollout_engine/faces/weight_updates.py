@@ -68,7 +68,7 @@ def update_weights(
             are those of all live weights. After `DirtyWeightsError`, or a sleep that forgot the weights, send all. A
             fleet takes a part once all weights were sent; both as tensors then, not as a path.
         merge: False sends the active LoRA of a `PeftModel` alone, for requests that name it (`docs/adapters.md`).
-        delta: leave tensors, and pieces of 512 KiB, as they are whose digest says that they are live already, where that
+        delta: leave tensors, and pieces of 512 KiB, as they are whose digest says that they are live, where that
             saves most of the bytes; the report says how many were staged. False: send and stage all again.
 
     Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
