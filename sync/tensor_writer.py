@@ -96,30 +96,31 @@ class TensorWriter:
         """
         on_host = tensor.detach() if tensor.is_cpu else tensor.detach().to(out.dtype).cpu()  # cast before it travels
         values, width, copy = on_host.reshape(-1), out.itemsize, self._find_copy()
-        to, memory = tensor_bytes(out), tensor_bytes(values)
+        from_width, is_cast, origin = values.itemsize, values.dtype != out.dtype, values.data_ptr()
+        memory, end = tensor_bytes(values), len(values)
         # Casts to a wider dtype keep all values apart: a piece has changed exactly if what it is cast from has.
-        is_widened = values.itemsize < width
+        is_widened = from_width < width
         written = Written([], [], (values.dtype, out.dtype))
         before = known if known is not None and known.dtypes == written.dtypes else Written([], [], written.dtypes)
         for i, start in enumerate(range(0, out.nbytes, PIECE_BYTES)):
-            first, last = start // width, min((start + PIECE_BYTES) // width, len(values))
-            source = memory[first * values.itemsize : last * values.itemsize]
+            first, last = start // width, min((start + PIECE_BYTES) // width, end)
+            piece, address = memory[first * from_width : last * from_width], origin + first * from_width
             if is_widened:
-                written.sources.append(xxhash.xxh3_128_digest(source))
+                written.sources.append(xxhash.xxh3_128_digest(piece))
                 if before.sources[i : i + 1] == written.sources[i:]:
                     written.digests.append(before.digests[i])
                     continue
-            piece, address = source, values.data_ptr() + first * values.itemsize
-            if values.dtype != out.dtype:
+            if is_cast:
                 cast = values[first:last].to(out.dtype)
                 piece, address = tensor_bytes(cast), cast.data_ptr()
-            written.digests.append(xxhash.xxh3_128_digest(piece))
-            if before.digests[i : i + 1] == written.digests[i:]:
+            digest = xxhash.xxh3_128_digest(piece)
+            written.digests.append(digest)
+            if i < len(before.digests) and before.digests[i] == digest:
                 continue
             if copy is not None:
                 copy(out.data_ptr() + start, address, len(piece), width)
             else:
-                to[start : start + len(piece)] = piece
+                tensor_bytes(out)[start : start + len(piece)] = piece
         return written
 
     def write_part(self, out: Tensor, tensor: Tensor, part: Part) -> CheckResult:
