@@ -26,6 +26,19 @@ class SpeculationConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fi
     """Most tokens of finished samples that are kept to draft from, 4 bytes each: beyond, the prompts that were not
     seen for longest are forgotten."""
 
+    draft_model: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    """Directory or hub id of a small causal LM with the model's tokenizer, which drafts where `sources` have no draft,
+    or one that is less likely to be right. It is run where that pays. Send new weights of it by
+    `update_weights(source, draft=True)`."""
+    draft_kv_cache_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**50)] | None = None
+    """Size of the draft model's KV pool. None: an eighth of the KV pool's, and no more than its tokens need."""
+
     def check(self) -> None:
-        if not self.sources or len(set(self.sources)) < len(self.sources):
+        if len(set(self.sources)) < len(self.sources):
             raise ConfigError(refused("sources", self.sources, "'rollouts', 'ngram' or both, each once"))
+        if not self.sources and self.draft_model is None:
+            raise ConfigError("sources=() and draft_model=None leave nothing to draft from: give one of them.")
+        if self.draft_model == "":
+            raise ConfigError(refused("draft_model", "", "the directory or hub id of a checkpoint, or None"))
+        if self.draft_kv_cache_bytes is not None and self.draft_model is None:
+            raise ConfigError("draft_kv_cache_bytes is set without a draft_model: give both, or neither.")

@@ -37,6 +37,10 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most adapters held at a time."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
+    draft_seconds: tuple[tuple[int, float], ...] = ()
+    """The same of the draft model, where there is one."""
+    num_draft_blocks: int = 0
+    """KV blocks of the draft model."""
     generates: bool = True
     """Whether the model has an output head."""
     pooling: PoolingInfo | None = None

@@ -10,10 +10,12 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.draft_index import DraftIndex
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
+from rollout_engine.core.model_drafts import ModelDrafts
 from rollout_engine.core.request_checks import check_request
 from rollout_engine.core.request_table import RequestTable
 from rollout_engine.core.result_processor import ResultProcessor
 from rollout_engine.core.scheduler import Scheduler
+from rollout_engine.core.speculation import speculator_of
 from rollout_engine.core.step import Step
 from rollout_engine.errors import LifecycleError, RetryableError, WeightUpdateError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
@@ -27,7 +29,7 @@ class EngineCore:
         self._executor = executor
         self._config = config
         self._tables = BlockTables(config, policy_version)
-        self._scheduler = Scheduler(self._tables, config)
+        self._scheduler = Scheduler(self._tables, config, speculator_of(config, self._tables, executor))
         self._requests = RequestTable()
         self.adapters = AdapterTable(config.max_loras)
         """Adapters that requests may name. What changes here has to change in the model runner."""
@@ -247,6 +249,12 @@ class EngineCore:
         speculator = self._scheduler.speculator
         return None if speculator is None else speculator.index
 
+    @property
+    def draft_model(self) -> ModelDrafts | None:
+        """Drafts of a small model; None where there is none."""
+        speculator = self._scheduler.speculator
+        return None if speculator is None else speculator.model
+
     def num_draining(self, verb: str) -> int:
         """Requests in flight, which steps will finish. Raises `LifecycleError`, naming `verb`, when they are frozen."""
         self.lifecycle.require_alive(verb)
@@ -322,5 +330,7 @@ class EngineCore:
             self.reset_prefix_cache(reset_running_requests=True)
             self._clear_cache_when_paused = False
         if level:
+            if self.draft_model is not None:
+                self.draft_model.forget_kv()
             self._executor.release_kv()
             self._executor.release_weights(forget=level == 2)

@@ -25,6 +25,10 @@ class Executor(Protocol):
         """
         ...
 
+    def draft(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step of the draft model, whose sequences and blocks are its own. What it raises fails no request."""
+        ...
+
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system, contents lost. The next step that writes takes it again."""
         ...

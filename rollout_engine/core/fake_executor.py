@@ -32,7 +32,10 @@ class FakeExecutor:
         fail_at_steps: Collection[int] = (),
         scripts: Mapping[int, list[int]] = MappingProxyType({}),
         errors: Mapping[int, str] = MappingProxyType({}),
+        draft_model: "FakeExecutor | None" = None,
     ) -> None:
+        self.draft_model = draft_model
+        """The model that drafts, over blocks of its own."""
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.fail_at_steps = fail_at_steps
@@ -53,6 +56,11 @@ class FakeExecutor:
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Run the step when its result is asked for."""
         return partial(self.execute, work)
+
+    def draft(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step of the draft model."""
+        assert self.draft_model is not None, "nothing drafts"
+        return self.draft_model.execute(work)
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step in the order of `SchedulerOutput`. Raises `FakeKVError` if it reads KV of another context."""

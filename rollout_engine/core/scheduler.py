@@ -27,11 +27,11 @@ class Scheduler:
     all blocks, and `check_request` refuses a request that needs more: every step with work computes something.
     """
 
-    def __init__(self, tables: BlockTables, config: CoreConfig) -> None:
+    def __init__(self, tables: BlockTables, config: CoreConfig, speculator: Speculator | None = None) -> None:
         self.tables = tables
         self._config = config
         self.stats = CoreStats()
-        self.speculator = None if config.speculation is None else Speculator(config, config.speculation, tables)
+        self.speculator = speculator
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
         self.running: list[Sequence] = []

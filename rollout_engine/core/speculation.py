@@ -15,13 +15,22 @@ that looking takes no more than a two-hundredth of the time.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Sequence as Rows
 
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.draft_choice import (
+    LEAST_EXPECTED_GAIN,
+    SECONDS_PER_TOKEN,
+    Proposal,
+    RightRates,
+    StepCosts,
+    choose,
+)
 from rollout_engine.core.draft_index import DraftIndex
+from rollout_engine.core.draft_model import DraftModel
 from rollout_engine.core.drafts import MAX_MATCH, Draft
+from rollout_engine.core.executor import Executor
+from rollout_engine.core.model_drafts import ModelDrafts
 from rollout_engine.core.request import Sequence
 from rollout_engine.core.step import Step
 from rollout_engine.messages import ScheduledSequence
@@ -29,10 +38,6 @@ from rollout_engine.speculation_config import SpeculationConfig
 
 _LEAST_POSSIBLE_GAIN = 1.2
 """Tokens a second by drafts that are always right, over those without, below which sequences are not followed."""
-_LEAST_EXPECTED_GAIN = 1.1
-"""The same by the drafts at hand, below which none are added: costs and rates are estimates."""
-_SECONDS_PER_TOKEN = 40e-6
-"""Of the host, for each token that a sequence gains: a step with drafts saves none of it."""
 _SECONDS_TO_FOLLOW = 10e-6
 """Of the host, for each sequence that is followed in a step."""
 _SHARE_TO_PROBE = 0.005
@@ -40,6 +45,7 @@ _SHARE_TO_PROBE = 0.005
 _STEPS_PER_CHOICE = 16
 """Steps of the same size for which that is decided at once."""
 _NUM_REMEMBERED = 64
+"""Tokens over which the rate of all followed sequences is a mean."""
 _MAX_MISSES = 4
 """Wrong tokens in a row after which a run is not followed any more."""
 
@@ -47,7 +53,13 @@ _MAX_MISSES = 4
 class Speculator:
     """Adds drafts to the decode rows of a scheduled step."""
 
-    def __init__(self, config: CoreConfig, speculation: SpeculationConfig, tables: BlockTables) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        speculation: SpeculationConfig,
+        tables: BlockTables,
+        model: ModelDrafts | None = None,
+    ) -> None:
         self._costs = StepCosts(config.step_seconds)
         self._tables = tables
         self._max_num_tokens = config.max_num_batched_tokens
@@ -55,32 +67,36 @@ class Speculator:
         self._shares = "rollouts" in speculation.sources
         self._uses_own = "ngram" in speculation.sources
         self.index = DraftIndex(speculation.max_rollout_tokens if self._shares else 0)
-        self._rates = RightRates()
+        self._uses_index = bool(speculation.sources)
+        self._rates = _FollowedRates()
+        self.model = model
+        """Drafts of a small model, where there is one."""
         self._every = self._num_steps_left = 0
         """Which sequences are followed, and for how many more steps of these sizes."""
         self._sizes = (0, 0)
 
     def add_drafts(self, step: Step) -> None:
         """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight."""
-        work = step.work
-        num_rows, num_samples = work.num_scheduled_tokens, len(work.samples)
+        num_rows, num_samples = step.work.num_scheduled_tokens, len(step.work.samples)
+        if not num_samples:
+            return
         if (num_rows, num_samples) != self._sizes or not self._num_steps_left:
             self._sizes, self._num_steps_left = (num_rows, num_samples), _STEPS_PER_CHOICE
-            self._every = self._which_to_follow(num_rows, num_samples) if num_samples else 0
+            self._every = self._which_to_follow(num_rows, num_samples)
         self._num_steps_left -= 1
-        every = self._every
-        if not every:
-            return
-        rows, drafts = [], []
-        for row, sequence in zip(work.scheduled, step.rows, strict=True):
-            if sequence.sequence_id % every or row.num_scheduled_tokens > 1 or not _may_draft(sequence):
-                continue
-            found = self._draft(sequence)
-            if found:
-                rows.append((row, sequence))
-                drafts.append(found)
-        for (row, sequence), draft in zip(rows, self._choose(drafts, rows, num_rows, num_samples), strict=True):
-            self._extend(row, sequence, draft)
+        proposals = self._follow_rows(step) if self._every else []
+        if self.model is not None:
+            proposals = self.model.improve(proposals, step)
+        for proposal, count in zip(proposals, self._choose(proposals, num_rows, num_samples), strict=True):
+            self._extend(proposal.row, proposal.sequence, proposal.token_ids[:count])
+
+    def _follow_rows(self, step: Step) -> list[Proposal]:
+        """Drafts for the rows of the sequences that are followed."""
+        proposals = []
+        for row, sequence in step.decode_rows(self._every):
+            if draft := self._draft(sequence):
+                proposals.append(Proposal(row, sequence, draft, self._chances(sequence, draft)))
+        return proposals
 
     def end(self, sequence: Sequence) -> None:
         """Keep the tokens of a sequence that has ended, to draft from."""
@@ -90,14 +106,16 @@ class Speculator:
             sequence.draft = None
         if self._shares and sequence.request.source.params.speculation:
             self.index.keep(sequence)
+        if self.model is not None:
+            self.model.end(sequence)
 
     def _which_to_follow(self, num_rows: int, num_samples: int) -> int:
         """1: every sequence; k: one in k, to see whether drafts would be right; 0: none."""
-        if self._gain(1.0, num_rows, num_samples) < _LEAST_POSSIBLE_GAIN:
+        if not self._uses_index or self._gain(1.0, num_rows, num_samples) < _LEAST_POSSIBLE_GAIN:
             return 0
-        if self._gain(self._rates.mean, num_rows, num_samples) >= _LEAST_EXPECTED_GAIN:
+        if self._gain(self._rates.mean, num_rows, num_samples) >= LEAST_EXPECTED_GAIN:
             return 1
-        seconds = self._costs.of(num_rows) + _SECONDS_PER_TOKEN * num_samples
+        seconds = self._costs.of(num_rows) + SECONDS_PER_TOKEN * num_samples
         return math.ceil(num_samples * _SECONDS_TO_FOLLOW / (_SHARE_TO_PROBE * seconds))
 
     def _gain(self, rate: float, num_rows: int, num_samples: int) -> float:
@@ -107,9 +125,9 @@ class Speculator:
         for num in (1, 2, 4, 8):
             if num <= most:
                 gained = num_samples * sum(rate**place for place in range(num + 1))
-                seconds = self._costs.of(num_rows + num * num_samples) + _SECONDS_PER_TOKEN * gained
+                seconds = self._costs.of(num_rows + num * num_samples) + SECONDS_PER_TOKEN * gained
                 best = max(best, gained / (seconds + _SECONDS_TO_FOLLOW * num_samples))
-        return best * (self._costs.of(num_rows) + _SECONDS_PER_TOKEN * num_samples) / num_samples
+        return best * (self._costs.of(num_rows) + SECONDS_PER_TOKEN * num_samples) / num_samples
 
     def _draft(self, sequence: Sequence) -> list[int]:
         """The tokens that may follow, as far as the sequence may go."""
@@ -147,7 +165,7 @@ class Speculator:
                 draft.run = -1
                 break
             is_right = run[draft.at] == token
-            rates.learn(draft.num_matched, is_right)
+            rates.learn(draft.num_matched.bit_length(), is_right)
             draft.num_matched = min(draft.num_matched + 1, MAX_MATCH) if is_right else 0
             draft.num_misses = 0 if is_right else draft.num_misses + 1
             draft.at += 1
@@ -165,35 +183,18 @@ class Speculator:
         elif draft.num_misses > _MAX_MISSES:
             draft.run = -1
 
-    def _choose(
-        self,
-        drafts: list[list[int]],
-        rows: Rows[tuple[ScheduledSequence, Sequence]],
-        num_rows: int,
-        num_samples: int,
-    ) -> list[list[int]]:
-        """The first tokens of each draft: as many of all as give the most tokens a second."""
-        chances: list[tuple[float, int]] = []
-        for index, ((_, sequence), draft) in enumerate(zip(rows, drafts, strict=True)):
-            assert sequence.draft is not None, "it has a draft"
-            chance, num_matched = 1.0, sequence.draft.num_matched
-            for _ in draft:
-                chance *= self._rates.of(num_matched)
-                num_matched = min(num_matched + 1, MAX_MATCH)
-                chances.append((chance, index))
-        chances.sort(key=lambda each: -each[0])  # stable: of one sequence, the first tokens first
-        expected = float(num_samples)
-        best = _LEAST_EXPECTED_GAIN * expected / (self._costs.of(num_rows) + _SECONDS_PER_TOKEN * expected)
-        num_chosen = 0
-        for num, (chance, _) in enumerate(chances[: self._max_num_tokens - num_rows], start=1):
-            expected += chance
-            rate = expected / (self._costs.of(num_rows + num) + _SECONDS_PER_TOKEN * expected)
-            if rate > best:
-                best, num_chosen = rate, num
-        counts = [0] * len(drafts)
-        for _, index in chances[:num_chosen]:
-            counts[index] += 1
-        return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
+    def _chances(self, sequence: Sequence, draft: list[int]) -> list[float]:
+        """Of each token of a draft: that it is right, and all before it."""
+        chances: list[float] = []
+        chance, num_matched = 1.0, 0 if sequence.draft is None else sequence.draft.num_matched
+        for _ in draft:
+            chance *= self._rates.of(num_matched.bit_length())
+            num_matched = min(num_matched + 1, MAX_MATCH)
+            chances.append(chance)
+        return chances
+
+    def _choose(self, proposals: list[Proposal], num_rows: int, num_samples: int) -> list[int]:
+        return choose(proposals, self._costs, num_rows, num_samples, self._max_num_tokens - num_rows)
 
     def _extend(self, row: ScheduledSequence, sequence: Sequence, draft: list[int]) -> None:
         """Add drafts to a row, with blocks for them; where blocks are short, as many as its own have room for."""
@@ -212,51 +213,34 @@ class Speculator:
         row.num_scheduled_tokens += len(draft)
 
 
-def _may_draft(sequence: Sequence) -> bool:
-    """Whether a row of one token is the last of its sequence, behind which it alone draws."""
-    is_last = sequence.num_computed_tokens + 1 == len(sequence.token_ids)
-    source = sequence.request.source
-    return is_last and sequence.request.forked and source.params.speculation and source.pooling is None
+def speculator_of(config: CoreConfig, tables: BlockTables, executor: Executor) -> Speculator | None:
+    """The speculator that `config` asks for; None where no token is drafted."""
+    if config.speculation is None:
+        return None
+    model = None
+    if config.draft_seconds:
+        model = ModelDrafts(
+            DraftModel(executor.draft, num_blocks=config.num_draft_blocks, block_size=config.block_size),
+            StepCosts(config.step_seconds),
+            StepCosts(config.draft_seconds),
+            max_draft_tokens=config.speculation.max_draft_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+    return Speculator(config, config.speculation, tables, model)
 
 
-class RightRates:
-    """How often a drafted token is right, by the number of tokens before it that agree: 0, 1, 2-3, 4-7, 8-15, more.
-
-    The mean of what was seen, and of one right and one wrong token to begin with; the newest 64 count most.
-    """
+class _FollowedRates(RightRates):
+    """Rates by the number of tokens before one that agree: 0, 1, 2-3, 4-7, 8-15, more."""
 
     def __init__(self) -> None:
+        super().__init__(MAX_MATCH.bit_length() + 1)
         self.mean = 0.5
         """Of all tokens of sequences that are followed; where none was drafted, that counts as wrong."""
-        self._rates = [0.5] * (MAX_MATCH.bit_length() + 1)
-        self._counts = [2] * len(self._rates)
 
-    def of(self, num_matched: int) -> float:
-        """The rate behind so many tokens that agree."""
-        return self._rates[num_matched.bit_length()]
-
-    def learn(self, num_matched: int, is_right: bool) -> None:
-        """Count one token behind so many that agree."""
-        kind = num_matched.bit_length()
-        count = self._counts[kind] = min(self._counts[kind] + 1, _NUM_REMEMBERED)
-        self._rates[kind] += (is_right - self._rates[kind]) / count
+    def learn(self, kind: int, is_right: bool) -> None:
+        super().learn(kind, is_right)
         self.mean += (is_right - self.mean) / _NUM_REMEMBERED
 
     def miss(self) -> None:
         """Count a token for which there was no draft."""
         self.mean -= self.mean / _NUM_REMEMBERED
-
-
-class StepCosts:
-    """Seconds of a step by its number of rows: measured at some, straight lines between them and beyond."""
-
-    def __init__(self, measured: Rows[tuple[int, float]]) -> None:
-        assert len(measured) >= 2, "two measured costs at least"
-        self._rows = [rows for rows, _ in measured]
-        self._seconds = [seconds for _, seconds in measured]
-
-    def of(self, num_rows: int) -> float:
-        """Seconds of a step of `num_rows` rows."""
-        right = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
-        (x0, x1), (y0, y1) = self._rows[right - 1 : right + 1], self._seconds[right - 1 : right + 1]
-        return y0 + (num_rows - x0) * (y1 - y0) / (x1 - x0)

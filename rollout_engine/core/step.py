@@ -1,11 +1,11 @@
 """A scheduled step and the sequences in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.request import Request, Sequence
-from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.messages import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 
 
 class Step:
@@ -30,6 +30,19 @@ class Step:
     def has_drafts(self) -> bool:
         """Whether some sequence may gain several tokens: how many is known with the result."""
         return any(row.draft_token_ids for row in self.work.scheduled)
+
+    def decode_rows(self, every: int = 1) -> Iterator[tuple[ScheduledSequence, Sequence]]:
+        """Yield the rows behind which drafts may be computed: one token, the last of a sequence, which alone draws.
+
+        `every` k: of one sequence in k.
+        """
+        for row, sequence in zip(self.work.scheduled, self.rows, strict=True):
+            if sequence.sequence_id % every:
+                continue
+            is_last = row.num_scheduled_tokens == 1 and row.num_computed_tokens + 1 == len(sequence.token_ids)
+            source = sequence.request.source
+            if is_last and sequence.request.forked and source.params.speculation and source.pooling is None:
+                yield row, sequence
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -1,10 +1,10 @@
 """Drafts of a simulated engine: what the formula will say next, most of the time."""
 
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.draft_choice import Proposal
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.request import Sequence
 from rollout_engine.core.speculation import Speculator
-from rollout_engine.messages import ScheduledSequence
 from rollout_engine.seeds import mix
 from tests.simulation.spelling_worker import VOCAB_SIZE, spelled_token
 
@@ -34,15 +34,9 @@ class Guesses(Speculator):
             digest = mix(digest, found[-1])
         return found
 
-    def _choose(
-        self,
-        drafts: list[list[int]],
-        rows: list[tuple[ScheduledSequence, Sequence]],
-        num_rows: int,
-        num_samples: int,
-    ) -> list[list[int]]:
-        left, chosen = self._max_num_tokens - num_rows, []
-        for draft in drafts:
-            chosen.append(draft[:left])
-            left -= len(chosen[-1])
-        return chosen
+    def _choose(self, proposals: list[Proposal], num_rows: int, num_samples: int) -> list[int]:
+        left, counts = self._max_num_tokens - num_rows, []
+        for each in proposals:
+            counts.append(min(len(each.token_ids), left))
+            left -= counts[-1]
+        return counts

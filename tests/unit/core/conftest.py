@@ -64,6 +64,7 @@ class Rig:
             fail_at_steps=self.fail_at_steps,
             errors=self.errors,
         )
+        self.draft = self.executor.draft
         self.core = EngineCore(self, self.config, policy_version=policy_version)
         self.requests: dict[str, EngineCoreRequest] = {}
         self.tokens: dict[Key, list[int]] = {}

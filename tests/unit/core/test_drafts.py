@@ -2,10 +2,10 @@
 
 import pytest
 
+from rollout_engine.core.draft_choice import RightRates, StepCosts
 from rollout_engine.core.draft_index import DraftIndex, prompt_key
 from rollout_engine.core.drafts import MAX_MATCH, PromptDrafts
 from rollout_engine.core.request import Request
-from rollout_engine.core.speculation import RightRates, StepCosts
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.speculation_config import SpeculationConfig
@@ -126,15 +126,15 @@ def test_costs_lie_on_lines_between_what_was_measured():
 
 
 def test_rates_follow_what_is_seen():
-    rates = RightRates()
-    assert rates.of(5) == 0.5
+    rates = RightRates(5)
+    assert rates.of(3) == 0.5
     for _ in range(200):
-        rates.learn(5, True)
-    assert rates.of(4) == rates.of(7) > 0.95
-    assert rates.of(8) == rates.of(3) == 0.5
+        rates.learn(3, True)
+    assert rates.of(3) > 0.95
+    assert rates.of(4) == rates.of(2) == 0.5
     for _ in range(300):
-        rates.learn(5, False)
-    assert rates.of(5) < 0.05
+        rates.learn(3, False)
+    assert rates.of(3) < 0.05
 
 
 @pytest.fixture

@@ -31,12 +31,12 @@ class Oracle(Speculator):
         vocab_size = self.rig.config.vocab_size
         return [t if self.random.random() < self.right else self.random.randrange(vocab_size) for t in found]
 
-    def _choose(self, drafts, rows, num_rows, num_samples):
-        left, chosen = self.rig.config.max_num_batched_tokens - num_rows, []
-        for draft in drafts:
-            chosen.append(draft[:left])
-            left -= len(chosen[-1])
-        return chosen
+    def _choose(self, proposals, num_rows, num_samples):
+        left, counts = self.rig.config.max_num_batched_tokens - num_rows, []
+        for each in proposals:
+            counts.append(min(len(each.token_ids), left))
+            left -= counts[-1]
+        return counts
 
 
 @pytest.fixture
