@@ -42,3 +42,14 @@ class SpeculationConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(refused("draft_model", "", "the directory or hub id of a checkpoint, or None"))
         if self.draft_kv_cache_bytes is not None and self.draft_model is None:
             raise ConfigError("draft_kv_cache_bytes is set without a draft_model: give both, or neither.")
+
+
+class DraftInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a loaded draft model."""
+
+    num_blocks: int
+    """Blocks of its KV pool, of the engine's block size."""
+    max_model_len: int
+    """Most tokens of a sequence that it drafts for."""
+    step_seconds: tuple[tuple[int, float], ...]
+    """(rows, seconds) of its steps of so many rows, ascending, two at least."""

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from rollout_engine.pooling_params import PoolingInfo, PoolingParams
-from rollout_engine.speculation_config import SpeculationConfig
+from rollout_engine.speculation_config import DraftInfo, SpeculationConfig
 
 _MAX_PROMPT_LOGITS = 1 << 25
 """Logits of prompt tokens in one step: 64 MiB as bfloat16."""
@@ -37,10 +37,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most adapters held at a time."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, ascending, two at least where tokens are drafted."""
-    draft_seconds: tuple[tuple[int, float], ...] = ()
-    """The same of the draft model, where there is one."""
-    num_draft_blocks: int = 0
-    """KV blocks of the draft model."""
+    draft: DraftInfo | None = None
+    """Sizes of the draft model, where there is one."""
     generates: bool = True
     """Whether the model has an output head."""
     pooling: PoolingInfo | None = None

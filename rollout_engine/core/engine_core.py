@@ -331,6 +331,6 @@ class EngineCore:
             self._clear_cache_when_paused = False
         if level:
             if self.draft_model is not None:
-                self.draft_model.forget_kv()
+                self.draft_model.release(forget=level == 2)
             self._executor.release_kv()
             self._executor.release_weights(forget=level == 2)

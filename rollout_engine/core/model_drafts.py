@@ -63,10 +63,12 @@ class ModelDrafts:
         costs: StepCosts,
         draft_costs: StepCosts,
         *,
+        max_model_len: int,
         max_draft_tokens: int,
         max_num_batched_tokens: int,
     ) -> None:
         self._model, self._costs, self._draft_costs = model, costs, draft_costs
+        self._max_model_len = max_model_len
         self._max_draft_tokens, self._max_num_tokens = max_draft_tokens, max_num_batched_tokens
         self._judged: list[_Judged] = []
         self._credits: dict[int, float] = {}
@@ -86,9 +88,10 @@ class ModelDrafts:
         self.is_off = False
         """It has raised."""
 
-    def forget_kv(self) -> None:
-        """The model's KV is gone."""
+    def release(self, *, forget: bool) -> None:
+        """The model's KV is gone; `forget`: so are its weights, until others are sent."""
         self._model.clear()
+        self.is_off |= forget
 
     def end(self, sequence: Sequence) -> None:
         """Release what is kept for a sequence that has ended."""
@@ -139,7 +142,7 @@ class ModelDrafts:
 
     def _is_worth_beginning(self, sequence: Sequence, saved: float) -> bool:
         """Whether the model has a sequence's tokens, or is to compute them now: drafts save `saved` seconds a step."""
-        if len(sequence.token_ids) + 1 >= sequence.max_num_tokens:
+        if self._room(sequence) < 1:
             return False
         num_missing = self._model.num_missing(sequence)
         if num_missing <= SHORT:
@@ -167,7 +170,7 @@ class ModelDrafts:
                 each.token_ids.append(found.token_id)
                 each.chances.append((each.chances[-1] if each.chances else 1.0) * self._rates.of(kind))
                 num_rows, tokens = num_rows + 1, tokens + each.chances[-1]
-                if self._has_room(each):
+                if len(each.token_ids) < self._room(each.sequence):
                     can_go_on.append(each)
             active = self._worth_going_on(can_go_on, num_rows, tokens, spent)
         for each in proposals:
@@ -175,9 +178,11 @@ class ModelDrafts:
             self._judged.append(_Judged(sequence, len(sequence.token_ids), drafted[sequence.sequence_id]))
         return [each for each in proposals if each.token_ids]
 
-    def _has_room(self, proposal: Proposal) -> bool:
-        sequence, num = proposal.sequence, len(proposal.token_ids)
-        return num < min(self._max_draft_tokens, sequence.max_num_tokens - len(sequence.token_ids) - 1)
+    def _room(self, sequence: Sequence) -> int:
+        """Most tokens that may be drafted for a sequence; not more than 0 where none may."""
+        num_tokens = len(sequence.token_ids)
+        longest = min(sequence.max_num_tokens - 1, self._max_model_len)
+        return min(self._max_draft_tokens, longest - num_tokens)
 
     def _worth_going_on(self, proposals: list[Proposal], num_rows: int, tokens: float, spent: float) -> list[Proposal]:
         """The likeliest drafts, as many as are worth one more token each."""
@@ -209,7 +214,7 @@ class ModelDrafts:
 
     def _probe(self, step: Step) -> None:
         """Draft one token for one sequence, if there is time for that, to see whether it would be right."""
-        candidates = [s for _, s in islice(step.decode_rows(), _NUM_CANDIDATES)]
+        candidates = [s for _, s in islice(step.decode_rows(), _NUM_CANDIDATES) if self._room(s) > 0]
         if not candidates:
             return
         missing = {s.sequence_id: min(self._model.num_missing(s), CHUNK) for s in candidates}

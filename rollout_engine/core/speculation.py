@@ -218,11 +218,12 @@ def speculator_of(config: CoreConfig, tables: BlockTables, executor: Executor) -
     if config.speculation is None:
         return None
     model = None
-    if config.draft_seconds:
+    if config.draft is not None:
         model = ModelDrafts(
-            DraftModel(executor.draft, num_blocks=config.num_draft_blocks, block_size=config.block_size),
+            DraftModel(executor.draft, num_blocks=config.draft.num_blocks, block_size=config.block_size),
             StepCosts(config.step_seconds),
-            StepCosts(config.draft_seconds),
+            StepCosts(config.draft.step_seconds),
+            max_model_len=config.draft.max_model_len,
             max_draft_tokens=config.speculation.max_draft_tokens,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )

@@ -73,6 +73,11 @@ class InlineExecutor:
         run = partial(self._execute, work)
         return run if self._thread is None else self._thread.submit(run)
 
+    def draft(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step of the draft model, at once. Raises `DirtyWeightsError` while it has no weights to use."""
+        assert self.worker.draft is not None, "only a draft model drafts"
+        return self.worker.draft.execute(work)
+
     def score(
         self, sequences: list[list[int]], num_prompt: list[int], temperature: float, adapter_slot: int = -1
     ) -> Iterator[dict[int, np.ndarray]]:
@@ -136,7 +141,7 @@ class InlineExecutor:
         return [self.profiler.stop()]
 
     def release_kv(self) -> None:
-        self.worker.runner.model.kv.release()
+        self.worker.release_kv()
 
     def release_weights(self, *, forget: bool) -> None:
         self.worker.release_weights(forget=forget)

@@ -3,6 +3,7 @@
 import msgspec
 
 from rollout_engine.pooling_params import PoolingInfo
+from rollout_engine.speculation_config import DraftInfo
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,3 +25,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of pooling that the model offers; None: none, on this device."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""
+    draft: DraftInfo | None = None
+    """Sizes of the draft model, where there is one."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError
+from rollout_engine.execution.draft_worker import DraftWorker
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.step_costs import step_costs
@@ -53,6 +54,10 @@ class Worker:
         self._weights = backend.memory_of([v for name, v in loaded.targets.items() if not backend.packed.holds(name)])
         loaded = loaded._replace(targets={})
         trim_allocator()  # packed weights have given up their plain values
+        step_seconds = step_costs(config, backend)
+        speculation = config.speculates
+        drafts = speculation is not None and speculation.draft_model is not None and bool(step_seconds)
+        self.draft = DraftWorker(config, loaded, backend) if drafts else None
         self.info = ModelInfo(
             num_blocks=backend.num_blocks,
             block_size=config.block_size,
@@ -61,12 +66,14 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
             dtype=str(loaded.dtype).removeprefix("torch."),
             max_prefill_beside_decode=backend.max_prefill_beside_decode,
-            step_seconds=step_costs(config, backend),
+            step_seconds=step_seconds,
+            draft=None if self.draft is None else self.draft.info,
             generates=backend.generates,
             pooling=backend.pooling,
             choices=(
                 f"{type(loaded.module).__name__} from {config.model}: {backend.choices}, "
                 f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
+                f"{'' if self.draft is None else f', {self.draft.choices}'}"
             ),
         )
         self.module = loaded.module
@@ -86,7 +93,7 @@ class Worker:
             "derived": self.updater.num_resident_bytes,
             "kv_cache": self.runner.model.kv.num_resident_bytes,
             "process": psutil.Process().memory_info().rss,
-        }
+        } | ({} if self.draft is None else {"draft_model": self.draft.num_resident_bytes})
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
         return self.runner.model.layer_watch.watch(watcher)
@@ -114,6 +121,12 @@ class Worker:
         found = {index: values for piece in pieces for index, values in piece.items()}
         return [found[i] for i in range(len(sequences))]
 
+    def release_kv(self) -> None:
+        """Give the memory of all KV back to the system."""
+        self.runner.model.kv.release()
+        if self.draft is not None:
+            self.draft.release_kv()
+
     def release_weights(self, *, forget: bool) -> None:
         """Free copies of weights and the shadow of updates; on a device move the weights to the host.
 
@@ -121,7 +134,11 @@ class Worker:
         """
         self.updater.release(forget=forget)
         self._weights.release(forget=forget)
+        if self.draft is not None:
+            self.draft.release_weights(forget=forget)
 
     def restore_weights(self) -> None:
         """Undo `release_weights(forget=False)`."""
         self._weights.derive()
+        if self.draft is not None:
+            self.draft.restore_weights()

@@ -6,7 +6,7 @@ import pytest
 
 from rollout_engine.core import draft_model
 from rollout_engine.core.fake_executor import FakeExecutor
-from rollout_engine.speculation_config import SpeculationConfig
+from rollout_engine.speculation_config import DraftInfo, SpeculationConfig
 from tests.unit.core.random_operations import SHAPES, Monkey
 
 CHEAP = ((1, 1.0), (64, 1.1))
@@ -37,10 +37,12 @@ class DraftingExecutor(FakeExecutor):
 def make_drafting_rig(make_rig):
     """make_drafting_rig(right=1.0, sources=(), **CoreConfig) -> a rig with a draft model, `rig.drafter`."""
 
-    def make(right=1.0, sources=(), **settings):
-        options = dict(step_seconds=CHEAP, draft_seconds=CHEAP_DRAFTS, num_draft_blocks=200) | settings
+    def make(right=1.0, sources=(), num_draft_blocks=200, draft_seconds=CHEAP_DRAFTS, **settings):
+        draft = DraftInfo(
+            num_blocks=num_draft_blocks, max_model_len=settings.get("max_model_len", 256), step_seconds=draft_seconds
+        )
         speculation = SpeculationConfig(sources=sources, draft_model="drafter")
-        rig = make_rig(speculation=speculation, **options)
+        rig = make_rig(speculation=speculation, step_seconds=CHEAP, draft=draft, **settings)
         if rig.config.async_scheduling:
             pytest.skip("nothing is drafted behind a step in flight")
         sizes = dict(block_size=rig.config.block_size, vocab_size=rig.config.vocab_size)
@@ -68,7 +70,7 @@ def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, sh
         monkey.act()
         check(rig)
         if monkey.random.random() < 0.02:
-            rig.model.forget_kv()
+            rig.model.release(forget=False)
     rig.run(max_steps=20_000)
     rig.assert_clean()
     drafts = rig.core.stats.drafts
