@@ -334,6 +334,8 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """None: the engine's own choice."""
     partial: bool = False
     delta: bool = True
+    draft: bool = False
+    """The weights are the draft model's."""
 
     @classmethod
     def checked(cls, **values: Any) -> "UpdateOptions":
@@ -346,6 +348,10 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             options = msgspec.convert(values, cls)
         except msgspec.ValidationError as problem:
             raise WeightUpdateError(f"update_weights: {problem}.") from None
+        for name in ("mode", "kv") if options.draft else ():
+            if getattr(options, name) != "keep":
+                what = f"{name}={getattr(options, name)!r} does not go with draft=True"
+                raise WeightUpdateError(f"update_weights: {what}: requests go on as they are. Leave {name} out.")
         if not 0 < options.timeout <= 1e6:
             raise WeightUpdateError(refused("timeout", options.timeout, "seconds in (0, 1e6]"))
         return options

@@ -1,11 +1,21 @@
 """Options of speculative decoding."""
 
-from typing import Annotated, Literal
+import os
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import ConfigError, refused
+
+
+def _read_model(value: Any) -> Any:
+    if hasattr(value, "state_dict"):
+        raise ConfigError(
+            f"draft_model={type(value).__name__}(...) is not allowed: must be the directory or hub id of a checkpoint. "
+            "Save the model there (save_pretrained), and send its weights later by update_weights(model, draft=True)."
+        )
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 class SpeculationConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[metaclass]
@@ -16,6 +26,7 @@ class SpeculationConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     error_class = ConfigError
+    readings = {"draft_model": _read_model}
 
     sources: tuple[Literal["rollouts", "ngram"], ...] = ("rollouts", "ngram")
     """Where drafts come from. "rollouts": earlier samples of the same prompt, and those in flight that are ahead.

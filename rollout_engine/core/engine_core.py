@@ -205,6 +205,12 @@ class EngineCore:
         self._tables.policy_version = version
         return self.num_unfinished_requests
 
+    def commit_draft(self) -> int:
+        """The draft model has other weights now: learn anew how often it is right. Returns the number of requests."""
+        if self.draft_model is not None:
+            self.draft_model.reset()
+        return self.num_unfinished_requests
+
     def end_update(self, *, dirty: bool | None) -> None:
         """End the update. `dirty`: False if it is complete, True if it left a mixture, None if it changed nothing."""
         self.lifecycle.end_update(dirty=dirty)

@@ -141,12 +141,10 @@ class LocalClient:
         if options.transport not in (None, "inproc"):
             what = f"transport='{options.transport}' leads to another process"
             raise WeightUpdateError(f"update_weights: {what}; an engine in this one takes weights by 'inproc'.")
-        check, executor = threads.raise_if_cancelled, self.driver.executor
-        steps = UpdateSteps(self.driver, options.kv, self._turn, check)
+        check, updater = threads.raise_if_cancelled, self.driver.executor.updater_for(draft=options.draft)
+        steps = UpdateSteps(self.driver, options, self._turn, check)
         deadline = time.monotonic() + options.timeout
-        return steps.carry_out(
-            lambda: update_from_source(executor.updater, source, steps, options, version, check), deadline
-        )
+        return steps.carry_out(lambda: update_from_source(updater, source, steps, options, version, check), deadline)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` before it is this thread's turn.

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from rollout_engine.engine.driver import EngineDriver
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.errors import DrainTimeoutError, RetryableError, TransferTimeoutError
-from rollout_engine.messages import KvMode, UpdateMode
+from rollout_engine.messages import UpdateMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.threads import start_thread
 
@@ -17,15 +17,19 @@ class UpdateSteps:
     """Holds steps off and drains requests for one update.
 
     Args:
-        kv: whether requests in flight keep their KV at the commit, or compute it again.
+        options: say whether requests in flight keep their KV at the commit, and whose weights are updated.
         turn: called again and again while requests are to finish: it computes a step, or waits a moment for one.
         check: called meanwhile; what it raises ends the update.
     """
 
     def __init__(
-        self, driver: EngineDriver, kv: KvMode, turn: Callable[[], None], check: Callable[[], None] = lambda: None
+        self,
+        driver: EngineDriver,
+        options: UpdateOptions,
+        turn: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._driver, self._kv, self._turn, self._check = driver, kv, turn, check
+        self._driver, self._options, self._turn, self._check = driver, options, turn, check
         self._is_late = False
         """Whether the engine was busy with something else when the update was to go on."""
 
@@ -106,7 +110,9 @@ class UpdateSteps:
 
     def commit_version(self, version: int) -> int:
         """Make `version` the live one; returns the number of requests in flight. Called inside `boundary`."""
-        return self._driver.core.commit_version(version, self._kv)
+        if self._options.draft:
+            return self._driver.core.commit_draft()
+        return self._driver.core.commit_version(version, self._options.kv)
 
 
 @contextmanager

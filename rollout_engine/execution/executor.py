@@ -55,6 +55,15 @@ class InlineExecutor:
     def updater(self) -> WeightUpdater:
         return self.worker.updater
 
+    def updater_for(self, *, draft: bool) -> WeightUpdater:
+        """The transaction on the policy's weights, or the draft model's. Raises `LifecycleError` where none drafts."""
+        if not draft:
+            return self.updater
+        if self.worker.draft is None:
+            what = "update_weights(draft=True): this engine has no draft model"
+            raise LifecycleError(f"{what}. Start it with speculation=SpeculationConfig(draft_model=...).")
+        return self.worker.draft.updater
+
     @property
     def dirty(self) -> bool:
         """Whether the weights must not be used."""

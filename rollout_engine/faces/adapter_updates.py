@@ -17,7 +17,7 @@ from sync.lazy_tensor import gathered, is_sharded
 def update_adapter(client: EngineClient, source: Any, version: Any, options: UpdateOptions) -> UpdateReport:
     """Send the active LoRA of a `PeftModel` as a policy version. Raises `WeightUpdateError`."""
     defaults = UpdateOptions()
-    for name in ("mode", "staging", "transport", "partial", "reset_version", "allow_nonfinite"):
+    for name in ("mode", "staging", "transport", "partial", "draft", "reset_version", "allow_nonfinite"):
         if getattr(options, name) != getattr(defaults, name):
             what = f"update_weights: {name}={getattr(options, name)!r} does not go with merge=False"
             raise WeightUpdateError(f"{what}, which sends an adapter: leave it out, or merge.")

@@ -39,6 +39,7 @@ def update_weights(
     partial: bool = False,
     merge: bool = True,
     delta: bool = True,
+    draft: bool = False,
 ) -> UpdateReport:
     """Replace the live weights between two steps, wholly or not at all.
 
@@ -70,6 +71,7 @@ def update_weights(
         merge: False sends the active LoRA of a `PeftModel` alone, for requests that name it (`docs/adapters.md`).
         delta: leave tensors, and pieces of 512 KiB, as they are whose digest says that they are live, where that
             saves most of the bytes; the report says how many were staged. False: send and stage all again.
+        draft: they are of `SpeculationConfig.draft_model`, with versions of its own. A fleet refuses them.
 
     Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`
@@ -77,7 +79,7 @@ def update_weights(
     """
     options = UpdateOptions.checked(
         mode=mode, kv=kv, staging=staging, transport=transport, reset_version=reset_version,
-        allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta,
+        allow_nonfinite=allow_nonfinite, timeout=timeout, partial=partial, delta=delta, draft=draft,
     )  # fmt: skip
     return (_carry_out if merge else _carry_out_adapter)(frontend, source, version, options)
 

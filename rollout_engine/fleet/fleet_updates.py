@@ -109,9 +109,7 @@ class FleetUpdates:
         `LifecycleError` and `WeightUpdateError`, nothing changed, for what no replica can take, or where replicas have
         read different weights; where none commits, the error of one of them.
         """
-        if options.transport not in (None, "store"):
-            what = f"update_weights: transport={options.transport!r} leads to one engine"
-            raise LifecycleError(f"{what}; the replicas of a fleet read one store: leave transport=None.")
+        _check_options(options)
         if not members:
             what = "update_weights: no replica of the fleet lives at the moment"
             raise RetryableError(f"{what}; they are started again: update again a little later.")
@@ -226,6 +224,16 @@ class FleetUpdates:
             self._cast_notice.warn_if_cast(pairs, metadata)
             self._sender.offer(pairs, version, metadata)
         return str(self._directory.path), version
+
+
+def _check_options(options: UpdateOptions) -> None:
+    """Raise `LifecycleError` for what leads to one engine alone."""
+    if options.transport not in (None, "store"):
+        what = f"update_weights: transport={options.transport!r} leads to one engine"
+        raise LifecycleError(f"{what}; the replicas of a fleet read one store: leave transport=None.")
+    if options.draft:
+        what = "update_weights(draft=True): the replicas of a fleet keep the draft model that they were started with"
+        raise LifecycleError(f"{what}. Use one engine, or start the fleet with another draft_model.")
 
 
 @contextmanager

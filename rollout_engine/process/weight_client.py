@@ -72,6 +72,8 @@ class WeightClient:
         self._directory, self._lock = "", -1
         self._rendezvous: Rendezvous | None = None
         self._sender: WeightSender | None = None
+        self._sends_draft = False
+        """Whether the sender's weights are the draft model's."""
         self._num_groups = 0
 
     def push(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
@@ -92,6 +94,9 @@ class WeightClient:
         if not self._pushing.acquire(blocking=False):
             raise LifecycleError("update_weights: another update is under way; wait until it has ended.")
         try:
+            if options.draft != self._sends_draft:  # the kept sender has the other model's tensors
+                self._disconnect()
+                self._sends_draft = options.draft
             return self._push(source, version, transport, options)
         except BaseException as problem:
             self._disconnect()
@@ -136,7 +141,7 @@ class WeightClient:
             self._directory = ""
 
     def _push(self, source: WeightSource, version: int | None, transport: str, options: UpdateOptions) -> UpdateReport:
-        live, metadata = self._ask("get_live_weights", options.timeout)
+        live, metadata = self._ask("get_live_weights", options.timeout, draft=options.draft)
         with as_weight_errors():
             rendezvous, sender = self._connected(transport, metadata, options.timeout)
             pairs = read_source(source)

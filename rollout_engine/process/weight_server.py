@@ -37,9 +37,10 @@ class ServingDriver(EngineDriver):
 
 
 @WEIGHT_VERBS.add(public=False)
-def get_live_weights(driver: ServingDriver) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Version of the live weights, and name -> (dtype, shape) of each."""
-    return driver.core.policy_version, driver.executor.metadata()
+def get_live_weights(driver: ServingDriver, draft: bool = False) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Version of the live weights, or of the draft model's, and name -> (dtype, shape) of each."""
+    updater = driver.executor.updater_for(draft=draft)
+    return updater.version if draft else driver.core.policy_version, updater.metadata()
 
 
 @WEIGHT_VERBS.add(public=False)
@@ -100,12 +101,14 @@ class WeightServer:
         Raises `LifecycleError` if an update is open, or the weights are released.
         """
 
+        updater = self._driver.executor.updater_for(draft=options.draft)
+
         def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
             with as_weight_errors():
                 receiver = self._connected(rendezvous)
             try:
                 update.attach(receiver)
-                updater, accepted = self._driver.executor.updater, partial(update.ready.set_result, True)
+                accepted = partial(update.ready.set_result, True)
                 return apply_update(updater, manifest, receiver, steps, options, update.check, accepted)
             except BaseException:
                 self._receiver = None
@@ -119,8 +122,10 @@ class WeightServer:
     ) -> Future[tuple[int, str]]:
         """Stage an update from a path that this process can read, and hold it until `report` is called."""
 
+        updater = self._driver.executor.updater_for(draft=options.draft)
+
         def apply(update: _Update, steps: UpdateSteps) -> UpdateReport:
-            updater, hold = self._driver.executor.updater, partial(update.hold, time.monotonic() + options.timeout)
+            hold = partial(update.hold, time.monotonic() + options.timeout)
             return update_from_source(updater, path, steps, options, version, update.check, hold)
 
         return self._start(client_index, options, apply, is_live=lambda report: (report.version, report.digest)).ready
@@ -151,7 +156,7 @@ class WeightServer:
     ) -> "_Update":
         UpdateOptions.checked(**msgspec.structs.asdict(options))
         update = _Update(is_live)
-        steps = UpdateSteps(self._driver, options.kv, lambda: time.sleep(_POLL_SECONDS), update.check)
+        steps = UpdateSteps(self._driver, options, lambda: time.sleep(_POLL_SECONDS), update.check)
         steps.begin()
         try:
             run_in_background(update.run, partial(steps.run, partial(apply, update, steps)), name="weight-update")

@@ -133,7 +133,7 @@ def _half_open(patch: MonkeyPatch) -> None:
 def _update_without_thread(patch: MonkeyPatch) -> None:
     def start(server: Any, client_index: int, options: Any, apply: Any) -> Any:
         update = weight_server._Update()
-        steps = UpdateSteps(server._driver, options.kv, lambda: None, update.check)
+        steps = UpdateSteps(server._driver, options, lambda: None, update.check)
         steps.begin()
         server._last[client_index] = update
         work = partial(steps.run, partial(apply, update, steps))

@@ -10,6 +10,7 @@ import pytest
 
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.errors import LifecycleError, TransferTimeoutError
+from rollout_engine.messages import UpdateOptions
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def driver(engine):
 @pytest.fixture
 def steps(driver, monkeypatch):
     monkeypatch.setattr(driver.executor, "updater", SimpleNamespace(dirty=False), raising=False)
-    return UpdateSteps(driver, "keep", lambda: None)
+    return UpdateSteps(driver, UpdateOptions(), lambda: None)
 
 
 def soon():
