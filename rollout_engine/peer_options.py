@@ -62,7 +62,7 @@ ENGINE_PEERS: Peers = {
         "runner": "generation is what there is; leave it out",
         "scheduling_policy": "requests always run by priority, then by arrival: generate(..., priority=...)",
         "served_model_name": "leave it out",
-        "speculative_config": "there is no speculative decoding; leave it out",
+        "speculative_config": "give speculation='auto' or SpeculationConfig(draft_model=..., max_draft_tokens=...)",
         "swap_space": "preempted requests are recomputed, not swapped out; leave it out",
         "task": "generation is what there is; leave it out",
         "tensor_parallel_size": _NO_PARALLEL,
@@ -105,6 +105,25 @@ ENGINE_PEERS: Peers = {
     },
 }
 """Library -> option of its engine -> what to do here instead."""
+
+SPECULATION_PEERS: Peers = {
+    "vLLM's": {
+        "method": "give sources and draft_model",
+        "num_speculative_tokens": "give max_draft_tokens",
+        "prompt_lookup_max": "give sources=('ngram',) and max_draft_tokens",
+        "rejection_sample_method": "a draft is kept exactly when it is the token that would be drawn; leave it out",
+    },
+    "Hugging Face's": {
+        "assistant_model": "give draft_model",
+        "num_assistant_tokens": "give max_draft_tokens",
+        "prompt_lookup_num_tokens": "give sources=('ngram',) and max_draft_tokens",
+    },
+    "SGLang's": {
+        "speculative_draft_model_path": "give draft_model",
+        "speculative_num_draft_tokens": "give max_draft_tokens",
+    },
+}
+"""Library -> option of its speculative decoding -> what to do here instead."""
 
 SAMPLING_PEERS: Peers = {
     "vLLM's": {

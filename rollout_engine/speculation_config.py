@@ -7,6 +7,7 @@ import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import ConfigError, refused
+from rollout_engine.peer_options import SPECULATION_PEERS
 
 
 def _read_model(value: Any) -> Any:
@@ -26,6 +27,7 @@ class SpeculationConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     error_class = ConfigError
+    peers = SPECULATION_PEERS
     readings = {"draft_model": _read_model}
 
     sources: tuple[Literal["rollouts", "ngram"], ...] = ("rollouts", "ngram")

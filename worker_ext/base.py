@@ -93,7 +93,10 @@ class WorkerLike(Protocol):
         """Sequence id -> KV blocks, of every sequence that the worker holds state of. The ids are the core's."""
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all)."""
+        """Bytes resident now: "weights", "derived" (copies made of them), "kv_cache", "process" (all).
+
+        With a draft model also "draft_model": all of it.
+        """
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
         """Call `watcher(layer, hidden)` with the output [T, H] of every decoder layer, in steps and scores alike.

@@ -8,5 +8,8 @@ class MemoryExtension(WorkerExtension):
 
     @rpc
     def get_memory_usage(self) -> dict[str, int]:
-        """Bytes resident: "weights", "derived" (packed copies, and those of an update), "kv_cache", "process" (all)."""
+        """Bytes resident: "weights", "derived" (packed copies, and those of an update), "kv_cache", "process" (all).
+
+        With a draft model also "draft_model": all of it.
+        """
         return self.worker.memory_usage()

@@ -25,6 +25,7 @@ import attention
 import balancer
 import capacity
 import costs
+import draft_model
 import episodes
 import fleet
 import host
@@ -57,12 +58,12 @@ class Run:
         self.peers: list[str] = arguments.peers
         self.rounds: int = arguments.rounds
         self._vllm_python = str(arguments.vllm.absolute() / "bin" / "python")
-        self._models, self._results = models, arguments.results
+        self.models, self._results = models, arguments.results
         # Without the places of one machine.
         self._command = f"run.py {' '.join(arguments.parts)} --peers '{','.join(self.peers)}' --rounds {self.rounds}"
 
     def directory(self, shape: str) -> Path:
-        return write_config(self._models / shape, shape)
+        return write_config(self.models / shape, shape)
 
     @contextlib.contextmanager
     def workers(self, shape: str, peers: list[str]) -> Iterator[dict[str, Worker]]:
@@ -234,6 +235,16 @@ def measure_speculation(run: Run) -> None:
             run.keep(name, lambda e=engine, c=case, p=prompts: speculation.measure(e, c, p, run.rounds))
 
 
+def measure_draft_model(run: Run) -> None:
+    paths = draft_model.write_models(run.models / "draft_model")
+    for kind in ("good", "never"):
+        engine, prompts = draft_model.Engine(paths, kind), FreshPrompts(draft_model.SHAPE["vocab_size"])
+        for case in (each for each in draft_model.CASES if each.draft == kind):
+            name = f"draft model / without, {case}"
+            run.keep(name, lambda e=engine, c=case, p=prompts: draft_model.measure(e, c, p, run.rounds))
+        engine.close()
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -251,6 +262,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "arrivals": measure_arrivals,
     "http": measure_http,
     "speculation": measure_speculation,
+    "draft_model": measure_draft_model,
 }
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rollout_engine import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, RolloutPolicy, SamplingParams
 from rollout_engine.errors import unknown_name
 from rollout_engine.messages import UpdateOptions
-from rollout_engine.peer_options import CALL_PEERS, ENGINE_PEERS, SAMPLING_PEERS
+from rollout_engine.peer_options import CALL_PEERS, ENGINE_PEERS, SAMPLING_PEERS, SPECULATION_PEERS
+from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.text.conversations import CHAT_KEYS
 
 
@@ -173,7 +174,10 @@ def test_a_name_of_another_library_or_class_is_known_for_what_it_is(make, name, 
         make(**{name: 1})
 
 
-@pytest.mark.parametrize("kind, peers", [(EngineConfig, ENGINE_PEERS), (SamplingParams, SAMPLING_PEERS)])
+@pytest.mark.parametrize(
+    "kind, peers",
+    [(EngineConfig, ENGINE_PEERS), (SamplingParams, SAMPLING_PEERS), (SpeculationConfig, SPECULATION_PEERS)],
+)
 def test_names_of_other_libraries_are_not_options_here(kind, peers):
     assert not set(kind.__struct_fields__) & {name for names in peers.values() for name in names}
 
