@@ -164,6 +164,11 @@ class EngineCoreOutputs(msgspec.Struct):
     """Values of the sequences that asked; None when none did."""
     pooled: dict[int, Pooled] = {}
     """Sequence id -> result of a pooling request; its end comes with it, or with later outputs."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [N, L, k]: experts of the token before each; None when no request of the step asked."""
+    prompt_routed_experts: dict[int, np.ndarray] = {}
+    """`first_sequence_id` -> those of its prompt's tokens but the last, [P - 1, L, k], with the first tokens of a
+    request that asked; perhaps again."""
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these of the N rows in every column. Lists and arrays are replaced, not changed."""
@@ -176,6 +181,8 @@ class EngineCoreOutputs(msgspec.Struct):
             self.top_logprobs = ids[rows], values[rows]
         if self.sampled_ranks is not None:
             self.sampled_ranks = self.sampled_ranks[rows]
+        if self.routed_experts is not None:
+            self.routed_experts = self.routed_experts[rows]
         if self.id_logprobs is not None:
             values_of = dict(self.id_logprobs.rows())
             self.id_logprobs = IdLogprobs.of({id: values_of[id] for id in self.sequence_ids if id in values_of})
@@ -265,6 +272,10 @@ class ModelRunnerOutput(msgspec.Struct):
     """Tokens of each sample: they stand end to end in all columns, and a "sample index" counts them. None: one each."""
     pooled: dict[int, np.ndarray] = {}
     """Index into `SchedulerOutput.scheduled` -> float32 result of a pooling request, in the step that completes it."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [N, L, k]: experts of the token behind which each was drawn; None when nobody asked."""
+    prompt_routed_experts: dict[int, np.ndarray] = {}
+    """Index into `SchedulerOutput.scheduled` -> those of the tokens before, in the step that completes a prompt."""
 
 
 UpdateMode = Literal["keep", "wait", "abort"]

@@ -69,6 +69,11 @@ class CompletionOutput(msgspec.Struct):
     """int32 [T], 1 for the most likely token, ties to the lowest id; None unless `logprobs` is -1 or at least 1."""
     token_id_logprobs: np.ndarray | None = None
     """float32 [T, number of `logprob_token_ids`], in their order."""
+    routed_experts: np.ndarray | None = None
+    """uint8 (int16 beyond 256 experts) [P + T - 1, layers with a router, k]: the experts of each token of prompt and
+    completion but the last, which was not computed. Those of the token before a sampled one are the ones that it was
+    sampled with, by the version of its span. "delta": the first output begins with the prompt's. None unless
+    `return_routed_experts`, and where nothing was sampled."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.

@@ -109,6 +109,9 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=MAX_PROMPT_LOGPROBS)] | None = None
     """None, 0, k up to 1,024 and -1 as in `logprobs`, of the prompt's tokens, the first excepted, with their ranks; k
     or the whole vocabulary for at most 2**24 log-probs a prompt. The prompt is then computed without prefix hits."""
+    return_routed_experts: bool = False
+    """For a mixture of experts: return which experts its routers chose for every token, of the prompt as well
+    (`CompletionOutput.routed_experts`). Prefix hits are those of requests that ask for it, too. On a CPU."""
     logprobs_mode: LogprobsMode = "tempered"
     """"tempered": log_softmax(logits / temperature) of the model's own logits, what trainers recompute. "raw": the same
     at temperature 1. "processed": of the distribution actually sampled from, after penalties, bias, logits processors,

@@ -170,7 +170,7 @@ class BlockTables:
             sequence.token_ids[start : min(start + self.block_size, end)],
             self.policy_version,
             sequence.request.source.cache_salt,
-            0 if sequence.request.adapter is None else sequence.request.adapter.serial,
+            sequence.request.kv_space,
         )
 
     def _check_table(self, sequence: Sequence) -> None:

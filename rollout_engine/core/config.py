@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from rollout_engine.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.routed_experts import RoutingInfo
 from rollout_engine.speculation_config import DraftInfo, SpeculationConfig
 
 _MAX_PROMPT_LOGITS = 1 << 25
@@ -43,6 +44,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model has an output head."""
     pooling: PoolingInfo | None = None
     """Kinds of pooling that the model offers; None: the runner does not pool."""
+    routing: RoutingInfo | None = None
+    """The model's routers, whose choices the runner returns; None: it does not."""
 
     @property
     def max_scored_tokens(self) -> int:

@@ -50,6 +50,8 @@ class FakeExecutor:
         self.kv_min_versions: dict[int, int] = {}
         """Sequence id -> oldest version among the KV its last sample, or its pooled prompt, attended."""
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self._routed: set[tuple[int, int]] = set()
+        """Slots whose tokens' experts were recorded."""
         self.weights: Literal["live", "kept", "forgotten"] = "live"
         """`restore_weights` sets "live", and so do tests in place of an update."""
 
@@ -77,19 +79,22 @@ class FakeExecutor:
         self._check_slots(work.scheduled)
         if work.scheduled and self.weights != "live":
             raise FakeKVError("computed while the weights are released")
+        records = any(self.sequences[row.sequence_id].params.return_routed_experts for row in work.scheduled)
         for index, row in enumerate(work.scheduled):
             if work.step in self.fail_at_steps and index == len(work.scheduled) // 2:
                 raise RuntimeError(f"told to fail at step {work.step}")
-            self._compute(row, work.policy_version)
+            self._compute(row, work.policy_version, records)
         prompts, pooled = self._score_prompts(work.scheduled), self._pool(work.scheduled)
+        routed = self._route_prompts(work.scheduled)
         self.num_steps += 1
         output = self._sample(work)
-        output.prompt_logprobs, output.pooled = prompts, pooled
+        output.prompt_logprobs, output.pooled, output.prompt_routed_experts = prompts, pooled, routed
         return output
 
     def release_kv(self) -> None:
         """Forget all KV."""
         self._slots.clear()
+        self._routed.clear()
 
     def release_weights(self, *, forget: bool) -> None:
         """Refuse to compute until the weights are back."""
@@ -110,18 +115,23 @@ class FakeExecutor:
             for offset in range(self.block_size):
                 if (source, offset) in self._slots:
                     self._slots[destination, offset] = self._slots[source, offset]
+                    self._mark_routed((destination, offset), (source, offset) in self._routed)
 
     def _check_slots(self, scheduled: list[ScheduledSequence]) -> None:
         written = [self._slot(row, position) for row in scheduled for position in _positions(row)]
         if len(set(written)) < len(written):
             raise FakeKVError("two sequences write the same KV slot in one step")
 
-    def _compute(self, row: ScheduledSequence, version: int) -> None:
+    def _mark_routed(self, slot: tuple[int, int], is_routed: bool) -> None:
+        (self._routed.add if is_routed else self._routed.discard)(slot)
+
+    def _compute(self, row: ScheduledSequence, version: int, records: bool) -> None:
         digest, _ = self._read(row, row.num_computed_tokens)
         tokens = self.sequences[row.sequence_id].token_ids + row.draft_token_ids
         for position in _positions(row):
             digest = mix(digest, tokens[position])
             self._slots[self._slot(row, position)] = (digest, version)
+            self._mark_routed(self._slot(row, position), records)
             self.num_tokens_computed += 1
 
     def _score_prompts(self, scheduled: list[ScheduledSequence]) -> dict[int, PromptLogprobs]:
@@ -156,8 +166,22 @@ class FakeExecutor:
                 found[index] = fake_pooled(state.token_ids, state.pooling)
         return found
 
+    def _route_prompts(self, scheduled: list[ScheduledSequence]) -> dict[int, np.ndarray]:
+        """The experts of complete prompts. Raises for those of a token that was computed for nobody who asks."""
+        found = {}
+        for index, row in enumerate(scheduled):
+            state, end = self.sequences[row.sequence_id], row.num_computed_tokens + row.num_scheduled_tokens
+            if not state.params.return_routed_experts or state.num_sampled or end < state.num_prompt_tokens:
+                continue
+            slots = [self._slot(row, position) for position in range(end - 1)]
+            if not self._routed.issuperset(slots):
+                raise FakeKVError(f"sequence {row.sequence_id}: the experts of some prompt tokens were not recorded")
+            found[index] = np.array([_experts(self._slots[slot][0]) for slot in slots], np.uint8).reshape(-1, 1, 2)
+        return found
+
     def _sample(self, work: SchedulerOutput) -> ModelRunnerOutput:
         token_ids: list[int] = []
+        routed: list[list[list[int]]] = []
         errors, params, num_drawn = {}, [], []
         for task in work.samples:
             row, state = work.scheduled[task.row], self.sequences[task.sequence_id]
@@ -167,6 +191,7 @@ class FakeExecutor:
                 raise FakeKVError(f"sequence {task.sequence_id} has {known} tokens, but samples after {end}")
             for draft in [*row.draft_token_ids, None]:
                 digest, self.kv_min_versions[task.sequence_id] = self._read(row, len(state.token_ids))
+                routed.append(_experts(digest))
                 if task.sequence_id in self.errors:
                     errors[len(token_ids)] = self.errors[task.sequence_id]
                     token_ids.append(-1)
@@ -178,6 +203,8 @@ class FakeExecutor:
             num_drawn.append(len(token_ids) - start)
             params += [state.params] * num_drawn[-1]
         output = _with_columns(token_ids, params, errors, self.vocab_size)
+        if any(each.return_routed_experts for each in params):
+            output.routed_experts = np.array(routed, np.uint8)
         output.num_drawn = num_drawn if any(row.draft_token_ids for row in work.scheduled) else None
         return output
 
@@ -248,6 +275,15 @@ def fake_next_token(context: list[int], seed: int, vocab_size: int, banned: Coll
     return _draw(digest, seed, vocab_size, banned)
 
 
+def fake_routed_experts(token_ids: list[int]) -> np.ndarray:
+    """The experts of the fake model for every token but the last, uint8 [n - 1, 1, 2]: they depend on the context."""
+    digest, rows = 0, []
+    for token_id in token_ids[:-1]:
+        digest = mix(digest, token_id)
+        rows.append(_experts(digest))
+    return np.array(rows, np.uint8).reshape(-1, 1, 2)
+
+
 def fake_pooled(token_ids: list[int], pooling: PoolingParams) -> np.ndarray:
     """The pooling result of the fake model: rows (token id, 1) that tell which tokens were pooled."""
     rows = np.array([[token_id, 1.0] for token_id in token_ids], np.float32)
@@ -259,6 +295,11 @@ def _draw(digest: int, seed: int, vocab_size: int, banned: Collection[int]) -> i
     first = mix(digest, seed) % vocab_size
     candidates = ((first + shift) % vocab_size for shift in range(vocab_size))
     return next((token_id for token_id in candidates if token_id not in banned), first)
+
+
+def _experts(digest: int) -> list[list[int]]:
+    """Two of 256 experts, in one layer."""
+    return [[digest % 256, (digest % 256 + 1 + digest // 256 % 255) % 256]]
 
 
 def _positions(row: ScheduledSequence) -> range:

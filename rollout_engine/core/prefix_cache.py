@@ -1,4 +1,4 @@
-"""KV blocks that may be found again: by their tokens, all tokens before them, policy version, adapter and salt.
+"""KV blocks that may be found again: by their tokens, all tokens before them, policy version, space and salt.
 
 Full ones and tails: the last block of a sequence that has ended, filled in part, in which the next turn goes on.
 """
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 
 class PrefixBlock:
-    """The identity of one KV block: its own tokens after its parent's, under one policy version, adapter, salt."""
+    """The identity of one KV block: its own tokens after its parent's, under one policy version, space and salt."""
 
-    __slots__ = ("adapter", "content", "hash", "parent", "salt", "version")
+    __slots__ = ("content", "hash", "parent", "salt", "space", "version")
 
     def __init__(
-        self, parent: "PrefixBlock | None", token_ids: Sequence[int], version: int, salt: str, adapter: int = 0
+        self, parent: "PrefixBlock | None", token_ids: Sequence[int], version: int, salt: str, space: int = 0
     ) -> None:
-        """`adapter`: serial number of the adapter's values; 0: the base model's KV."""
+        """`space`: number of those that may share KV, by their adapter and by whether routing is kept."""
         self.parent = parent
         self.content = array("I", token_ids).tobytes()
         self.version = version
-        self.salt, self.adapter = salt, adapter
-        self.hash: bytes = block_hash(self.parent_hash, self.content, version, salt, adapter)
+        self.salt, self.space = salt, space
+        self.hash: bytes = block_hash(self.parent_hash, self.content, version, salt, space)
 
     @property
     def num_tokens(self) -> int:
@@ -48,16 +48,16 @@ class PrefixBlock:
         while one is not two:
             if one is None or two is None:
                 return False
-            if (one.content, one.version, one.salt, one.adapter) != (two.content, two.version, two.salt, two.adapter):
+            if (one.content, one.version, one.salt, one.space) != (two.content, two.version, two.salt, two.space):
                 return False
             one, two = one.parent, two.parent
         return True
 
 
-def block_hash(parent: bytes, content: bytes, version: int, salt: str, adapter: int = 0) -> bytes:
+def block_hash(parent: bytes, content: bytes, version: int, salt: str, space: int = 0) -> bytes:
     """Hash a block with its prefix: blake2b-128 over fields of fixed or stated width and, last, the salt."""
     numbers = version.to_bytes(8, "big", signed=True) + len(content).to_bytes(4, "big")
-    numbers += adapter.to_bytes(8, "big")
+    numbers += space.to_bytes(8, "big")
     salt_bytes = salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(parent.rjust(16, b"\0") + numbers + content + salt_bytes, digest_size=16).digest()
 
@@ -83,7 +83,7 @@ class PrefixCache:
         token_ids = array("I", whole.content)
         for num_tokens in sorted(self._tail_lengths.get(whole.parent_hash, ()), reverse=True):
             if num_tokens <= len(token_ids):
-                tail = PrefixBlock(whole.parent, token_ids[:num_tokens], whole.version, whole.salt, whole.adapter)
+                tail = PrefixBlock(whole.parent, token_ids[:num_tokens], whole.version, whole.salt, whole.space)
                 if (found := self.find(tail)) is not None:
                     return found
         return None

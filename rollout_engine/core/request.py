@@ -43,6 +43,12 @@ class Request:
         ]
 
     @property
+    def kv_space(self) -> int:
+        """Number of the requests that it may share KV with: under the same adapter, and with routing kept or not."""
+        serial = 0 if self.adapter is None else self.adapter.serial
+        return 2 * serial + self.source.params.return_routed_experts
+
+    @property
     def live_sequences(self) -> list["Sequence"]:
         """Sequences that have not ended, in order."""
         return [sequence for sequence in self.sequences if not sequence.ended]

@@ -6,6 +6,7 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.errors import RequestError, check_text_size
 from rollout_engine.messages import MAX_CACHE_SALT_BYTES, EngineCoreRequest
 from rollout_engine.pooling_params import check_generation, check_pooling
+from rollout_engine.routed_experts import check_routing_asked
 from rollout_engine.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N, MAX_STOP_TOKEN_IDS
 
 _MAX_SPELLINGS = 2 * MAX_BAD_WORDS
@@ -36,6 +37,7 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
         check_generation(config.generates)
     else:
         check_pooling(request.pooling, config.pooling, len(request.prompt_token_ids))
+    check_routing_asked(request.params.return_routed_experts, config.routing)
     request.params.check_num_logprobs(len(request.prompt_token_ids), request.max_tokens, config.vocab_size)
 
 

@@ -69,6 +69,8 @@ class ResultProcessor:
             request = step.rows[index].request
             if request.num_live:
                 outputs.prompt_logprobs[request.source.first_sequence_id] = logprobs
+        for index, routed in result.prompt_routed_experts.items():
+            outputs.prompt_routed_experts[step.rows[index].request.source.first_sequence_id] = routed
         self._pool(step, result, outputs)
         self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
         for sequence, message in drawn.failed:
@@ -187,6 +189,7 @@ def fill_columns(
     outputs.kept_logprob_mass = result.kept_logprob_mass
     outputs.top_logprobs = result.top_logprobs
     outputs.sampled_ranks = result.sampled_ranks
+    outputs.routed_experts = result.routed_experts
     if rows is None:
         left_out = {row for row, sequence in enumerate(sampled) if sequence.ended} | result.errors.keys()
         rows = [row for row in range(len(sampled)) if row not in left_out] if left_out else range(len(sampled))

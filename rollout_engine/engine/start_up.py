@@ -27,6 +27,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         draft=info.draft,
         generates=info.generates,
         pooling=info.pooling,
+        routing=info.routing,
     )
 
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from rollout_engine.pooling_params import PoolingInfo
+from rollout_engine.routed_experts import RoutingInfo
 from rollout_engine.speculation_config import DraftInfo
 
 
@@ -23,6 +24,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has an output head; a checkpoint that classifies has none."""
     pooling: PoolingInfo | None = None
     """Kinds of pooling that the model offers; None: none, on this device."""
+    routing: RoutingInfo | None = None
+    """Its routers, whose choices requests may ask for; None: it has none that are all alike, or runs on a device."""
     step_seconds: tuple[tuple[int, float], ...] = ()
     """(rows, seconds) of steps of so many rows, measured at load where tokens are drafted; see `CoreConfig`."""
     draft: DraftInfo | None = None

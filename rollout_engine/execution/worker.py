@@ -70,6 +70,7 @@ class Worker:
             draft=None if self.draft is None else self.draft.info,
             generates=backend.generates,
             pooling=backend.pooling,
+            routing=backend.routing,
             choices=(
                 f"{type(loaded.module).__name__} from {config.model}: {backend.choices}, "
                 f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"

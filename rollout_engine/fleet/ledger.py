@@ -182,7 +182,7 @@ class Ledger:
         if len(own) < len(ids):
             outputs.keep_rows(own)
         outputs.ended = [end for end in ended if end.sequence_id not in foreign]
-        for name in ("num_cached_tokens", "prompt_logprobs", "pooled"):
+        for name in ("num_cached_tokens", "prompt_logprobs", "pooled", "prompt_routed_experts"):
             setattr(outputs, name, {id: value for id, value in getattr(outputs, name).items() if id not in foreign})
         for end in ended:
             foreign.pop(end.sequence_id, None)

@@ -98,5 +98,6 @@ def _shifted(outputs: EngineCoreOutputs, first: int) -> EngineCoreOutputs:
         ended=[msgspec.structs.replace(end, sequence_id=end.sequence_id - first) for end in outputs.ended],
         num_cached_tokens={id - first: count for id, count in outputs.num_cached_tokens.items()},
         prompt_logprobs={id - first: logprobs for id, logprobs in outputs.prompt_logprobs.items()},
+        prompt_routed_experts={id - first: routed for id, routed in outputs.prompt_routed_experts.items()},
         id_logprobs=given and IdLogprobs([id - first for id in given.sequence_ids], given.widths, given.pieces),
     )

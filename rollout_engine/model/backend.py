@@ -14,6 +14,7 @@ from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.pooling_params import PoolingInfo
+from rollout_engine.routed_experts import RoutingInfo
 from sync.tensor_writer import Upload
 
 
@@ -97,6 +98,8 @@ class Backend(Protocol):
     """Whether the model has an output head."""
     pooling: PoolingInfo | None
     """Kinds of pooling that it offers; None: none."""
+    routing: RoutingInfo | None
+    """Its routers, whose choices are returned and replayed; None where they are not."""
     adapters: AdapterPool | None
     """Adapters beside the linears; None where they are not computed: on a device, and without `is_deterministic`."""
     choices: str

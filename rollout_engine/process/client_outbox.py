@@ -19,6 +19,8 @@ class ClientOutbox:
         self._answer_limits, self._clock = answer_limits, clock
         self.vocab_size = 0
         """Of the core's model; set it before the first request is sent."""
+        self.num_routed_bytes = 0
+        """Bytes of one token's routed experts, once the core has said so."""
         self._messages: deque[Any] = deque()
         self._encoder = Encoder()
 
@@ -33,7 +35,7 @@ class ClientOutbox:
             message = self._clock.departing(self._messages.popleft())
             try:
                 if isinstance(message, AddRequest):
-                    check_answer(message, self._answer_limits, self.vocab_size)
+                    check_answer(message, self._answer_limits, self.vocab_size, self.num_routed_bytes)
                 multiparts = in_parts(self._encoder.encode(message), limits)
             except (TypeError, ValueError, OverflowError) as problem:
                 answers.append(_refusal(message, problem))

@@ -15,6 +15,8 @@ from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 NUM_ROWS = 512
 """Rows of a slice."""
 _SHIFT = 40
+_OF_PROMPTS = ("prompt_logprobs", "prompt_routed_experts")
+"""Columns with one entry for a prompt, which may be long."""
 
 
 def first_sequence_of(client_index: int) -> int:
@@ -44,8 +46,8 @@ def split(outputs: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:
     """Client index -> what is its own of a step's outputs; clients without news are absent."""
     clients = {number >> _SHIFT for number in outputs.sequence_ids}
     clients.update(end.sequence_id >> _SHIFT for end in outputs.ended)
-    for column in (outputs.num_cached_tokens, outputs.prompt_logprobs, outputs.pooled):
-        clients.update(number >> _SHIFT for number in column)
+    for name in ("num_cached_tokens", "pooled", *_OF_PROMPTS):
+        clients.update(number >> _SHIFT for number in getattr(outputs, name))
     if len(clients) == 1:
         return {clients.pop(): outputs}
     return {client_index: _share(outputs, client_index) for client_index in clients}
@@ -56,8 +58,8 @@ def _share(outputs: EngineCoreOutputs, client_index: int) -> EngineCoreOutputs:
         outputs,
         ended=[end for end in outputs.ended if end.sequence_id >> _SHIFT == client_index],
         num_cached_tokens=_own_keys(outputs.num_cached_tokens, client_index),
-        prompt_logprobs=_own_keys(outputs.prompt_logprobs, client_index),
         pooled=_own_keys(outputs.pooled, client_index),
+        **{name: _own_keys(getattr(outputs, name), client_index) for name in _OF_PROMPTS},
     )
     share.keep_rows([row for row, id in enumerate(outputs.sequence_ids) if id >> _SHIFT == client_index])
     return share
@@ -71,26 +73,43 @@ def halves(outputs: EngineCoreOutputs) -> list[EngineCoreOutputs]:
     """Divide the outputs of a step in two; one that cannot be divided is returned alone."""
     num_rows = len(outputs.sequence_ids)
     first, second = msgspec.structs.replace(outputs), msgspec.structs.replace(outputs)
-    if len(outputs.prompt_logprobs) > 1:
-        first.prompt_logprobs, second.prompt_logprobs = _halves(outputs.prompt_logprobs)
+    long = next((name for name in _OF_PROMPTS if len(getattr(outputs, name)) > 1), None)
+    if long is not None:
+        for name, divided in zip(_OF_PROMPTS, _halves_of_one(outputs, long), strict=True):
+            for half, part in zip((first, second), divided, strict=True):
+                setattr(half, name, part)
         first.ended, first.pooled, second.num_cached_tokens = [], {}, {}
         first.keep_rows([])
     elif len(outputs.pooled) > 1:  # each at the latest with its end
         first.pooled, second.pooled = _halves(outputs.pooled)
-        first.ended, second.num_cached_tokens, second.prompt_logprobs = [], {}, {}
+        first.ended = []
+        _drop_prompts(second)
         second.keep_rows([])
     elif num_rows > 1:
-        first.ended, second.num_cached_tokens, second.prompt_logprobs, second.pooled = [], {}, {}, {}
+        first.ended, second.pooled = [], {}
+        _drop_prompts(second)
         first.keep_rows([*range(num_rows // 2)])
         second.keep_rows([*range(num_rows // 2, num_rows)])
     elif len(outputs.ended) > 1:
         middle = len(outputs.ended) // 2
         first.ended, second.ended = outputs.ended[:middle], outputs.ended[middle:]
-        second.num_cached_tokens, second.prompt_logprobs, second.pooled = {}, {}, {}
+        second.pooled = {}
+        _drop_prompts(second)
         second.keep_rows([])
     else:
         return [outputs]
     return [first, second]
+
+
+def _halves_of_one(outputs: EngineCoreOutputs, long: str) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Each of `_OF_PROMPTS` for two halves: `long` divided, the others whole in the second, with the tokens."""
+    return [_halves(getattr(outputs, name)) if name == long else ({}, getattr(outputs, name)) for name in _OF_PROMPTS]
+
+
+def _drop_prompts(outputs: EngineCoreOutputs) -> None:
+    """Leave out what is said of prompts: another part of the same outputs says it before."""
+    for name in ("num_cached_tokens", *_OF_PROMPTS):
+        setattr(outputs, name, {})
 
 
 def _halves(by_sequence: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -109,8 +128,8 @@ def slices(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
             outputs,
             ended=outputs.ended if start + NUM_ROWS >= num_rows else [],
             num_cached_tokens=outputs.num_cached_tokens if start == 0 else {},
-            prompt_logprobs=outputs.prompt_logprobs if start == 0 else {},
             pooled=outputs.pooled if start == 0 else {},
+            **{name: getattr(outputs, name) if start == 0 else {} for name in _OF_PROMPTS},
         )
         part.keep_rows(list(range(start, min(start + NUM_ROWS, num_rows))))
         yield part

@@ -258,6 +258,7 @@ class ClientSocket:
                 self.client_index, self.limits = client_index, limits
                 self._outbox.vocab_size = ready.info.vocab_size
                 self._step_deadline = ready.info.config.step_deadline or math.inf
+                self._outbox.num_routed_bytes = 0 if (found := ready.info.routing) is None else found.num_token_bytes
                 self._welcome.set_result(ready)
             case Rejected(reason):
                 logger.warning("the core rejected a message of this client: %s", reason)

@@ -245,10 +245,16 @@ def _request(source: EngineCoreRequest, max_tokens: int, config: CoreConfig) -> 
         num_tokens=len(token_ids),
         max_tokens=max_tokens,
         priority=source.priority,
-        salt=_digest(source.cache_salt.encode()).hexdigest() if source.cache_salt else "",
+        salt=_space(source),
         scores_prompt=source.params.prompt_logprobs is not None,
         pools="" if source.pooling is None else "all" if config.pools_beyond_last(source.pooling) else "last",
     )
+
+
+def _space(source: EngineCoreRequest) -> str:
+    """A salt for those that it shares KV with; "" without one."""
+    salt = _digest(source.cache_salt.encode()).hexdigest() if source.cache_salt else ""
+    return f"{salt} with routed experts" if source.params.return_routed_experts else salt
 
 
 def _blocks(token_ids: list[int], block_size: int) -> list[int]:

@@ -68,17 +68,26 @@ def request_of(message: AddRequest) -> EngineCoreRequest:
     return msgspec.structs.replace(request, params=params, **lists)
 
 
-def check_answer(message: AddRequest, limits: Limits, vocab_size: int) -> None:
-    """Raise `MessageTooLongError` for a request whose prompt's log-probs would not fit in one message."""
-    asked = message.request.params.prompt_logprobs
-    if asked is None:
-        return
+def check_answer(message: AddRequest, limits: Limits, vocab_size: int, num_routed_bytes: int = 0) -> None:
+    """Raise `MessageTooLongError` where log-probs, or routed experts, of a prompt would not fit in one message.
+
+    `num_routed_bytes`: bytes of one token's routed experts.
+    """
+    params = message.request.params
     num_tokens = len(message.request.prompt_token_ids) or len(message.columns.get(_PROMPT, ()))
-    width = vocab_size if asked == -1 else asked
-    num_bytes = num_tokens * (_TOKEN_BYTES + _TOP_BYTES * width) + _STEP_BYTES
+    if (asked := params.prompt_logprobs) is not None:
+        width = vocab_size if asked == -1 else asked
+        num_bytes = num_tokens * (_TOKEN_BYTES + _TOP_BYTES * width) + _STEP_BYTES
+        _check_size(f"prompt_logprobs={asked} of {num_tokens} tokens", num_bytes, limits, "ask for fewer")
+    if params.return_routed_experts:
+        num_bytes = num_tokens * num_routed_bytes + _STEP_BYTES
+        _check_size(f"routed experts of {num_tokens} prompt tokens", num_bytes, limits, "give a shorter prompt")
+
+
+def _check_size(what: str, num_bytes: int, limits: Limits, advice: str) -> None:
     if num_bytes > limits.message_bytes:
-        what = f"prompt_logprobs={asked} of {num_tokens} tokens take {num_bytes} bytes"
-        raise MessageTooLongError(f"{what}, and a message may take {limits.message_bytes}; ask for fewer")
+        most = limits.message_bytes
+        raise MessageTooLongError(f"{what} take {num_bytes} bytes, and a message may take {most}; {advice}")
 
 
 def _divided(values: list[int], lengths: list[int]) -> list[list[int]]:

@@ -35,7 +35,7 @@ MAX_FRAME_BYTES = 2 << 20
 
 _INLINE_BYTES = 2048
 """Arrays up to this size are sent inside the struct: a frame of their own would cost more than the copy."""
-_DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("u1", "<i4", "<i8", "<f4", "<f8"))}
+_DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("u1", "<i2", "<i4", "<i8", "<f4", "<f8"))}
 
 Frame = bytes | bytearray | memoryview
 

@@ -109,6 +109,10 @@ class OutputProcessor:
         for sequence_id, logprobs in outputs.prompt_logprobs.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].prompt_logprobs = logprobs
+        for sequence_id, routed in outputs.prompt_routed_experts.items():
+            if sequence_id in self._owners:
+                for sample in self._owners[sequence_id].samples:
+                    sample.begin_routed(routed)
         for sequence_id, pooled in outputs.pooled.items():
             if sequence_id in self._owners:
                 self._owners[sequence_id].pool(pooled, outputs.policy_version)
@@ -169,6 +173,10 @@ class OutputProcessor:
             for sequence_id, rank in zip(sequence_ids, outputs.sampled_ranks.tolist(), strict=True):
                 if sequence_id in live:
                     live[sequence_id].append_rank(rank)
+        if outputs.routed_experts is not None:
+            for sequence_id, row in zip(sequence_ids, outputs.routed_experts, strict=True):
+                if sequence_id in live:
+                    live[sequence_id].append_routed(row)
         if outputs.id_logprobs is not None:
             for sequence_id, logprobs in outputs.id_logprobs.rows():
                 if sequence_id in live:

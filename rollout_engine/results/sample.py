@@ -11,6 +11,7 @@ import numpy as np
 
 from rollout_engine.messages import SequenceEnd
 from rollout_engine.outputs import CompletionOutput, FinishReason, RequestMetrics, VersionSpan
+from rollout_engine.results.routed_column import RoutedColumn
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.text.detokenizer import Detokenizer
 
@@ -43,6 +44,7 @@ class Sample:
         self._asked_ids = params.logprob_token_ids or None
         self._id_logprobs: list[np.ndarray] | None = None if self._asked_ids is None else []
         self._kept_logprob_mass = array("f") if params.truncates else None
+        self._routed_experts = RoutedColumn() if params.return_routed_experts else None
         self._policy_version = self._kv_min_version = -1
         self._spans: list[tuple[int, int, int]] = []
         """(first token, policy_version, kv_min_version); each ends where the next starts."""
@@ -92,6 +94,16 @@ class Sample:
         if self._kept_logprob_mass is not None:
             self._kept_logprob_mass.append(mass)
 
+    def begin_routed(self, rows: np.ndarray) -> None:
+        """Set the experts of the prompt's tokens but the last, if asked for; the first that come stay."""
+        if self._routed_experts is not None:
+            self._routed_experts.begin(rows)
+
+    def append_routed(self, row: np.ndarray) -> None:
+        """Add the experts of the token before the last one, if asked for."""
+        if self._routed_experts is not None:
+            self._routed_experts.append(row)
+
     def read_text(self) -> bool:
         """Decode the new tokens. Returns whether the text, or a failure to decode it, has ended the sample, so that the
         core can abort it."""
@@ -113,7 +125,7 @@ class Sample:
         num_tokens = len(self._token_ids)
         for column in (
             *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
-            *(self._sampled_ranks, self._id_logprobs),
+            *(self._sampled_ranks, self._id_logprobs, self._routed_experts),
         ):
             assert column is None or len(column) == num_tokens, f"a column of {len(column)} for {num_tokens} tokens"
         start = self.num_rendered if only_new else 0
@@ -135,6 +147,7 @@ class Sample:
             error=self.error,
             sampled_ranks=None if self._sampled_ranks is None else np.array(self._sampled_ranks[start:], np.int32),
             token_id_logprobs=self._id_logprobs_from(start),
+            routed_experts=None if self._routed_experts is None else self._routed_experts.stacked(start),
         )
 
     def _id_logprobs_from(self, start: int) -> np.ndarray | None:

@@ -11,6 +11,7 @@ from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import as_lora_request
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.pooling_params import PoolingInfo, PoolingParams, check_generation
+from rollout_engine.routed_experts import RoutingInfo, check_routing_asked
 from rollout_engine.sampling_params import MAX_LOGPROBS, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix, unsigned
 from rollout_engine.text.conversations import CHAT_KEYS
@@ -41,6 +42,8 @@ class ModelSizes(Protocol):
     def generates(self) -> bool: ...
     @property
     def pooling(self) -> PoolingInfo | None: ...
+    @property
+    def routing(self) -> RoutingInfo | None: ...
 
 
 class CheckedPrompt(NamedTuple):
@@ -75,13 +78,14 @@ class InputProcessor:
         first_sequence_id: int = 0,
         generates: bool = True,
         pooling: PoolingInfo | None = None,
+        routing: RoutingInfo | None = None,
     ) -> None:
         """`first_sequence_id`: id of the first admitted sequence; the others count up from it."""
         self.codec = codec
         """None with `skip_tokenizer_init`: all prompts are token ids."""
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._generates, self._pooling = generates, pooling
+        self._generates, self._pooling, self._routing = generates, pooling, routing
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
         self._takes_extra_args = takes_extra_args
@@ -126,6 +130,7 @@ class InputProcessor:
             first_sequence_id=first_sequence_id,
             generates=sizes.generates,
             pooling=sizes.pooling,
+            routing=sizes.routing,
         )
 
     def check_batch(
@@ -247,6 +252,7 @@ class InputProcessor:
             field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
             hint = f"Its sampler returns log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."
             raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
+        check_routing_asked(params.return_routed_experts, self._routing)
         if params.extra_args and not self._takes_extra_args:
             hint = "This engine has no logits_processors to read them."
             raise RequestError.for_field("extra_args", params.extra_args, "absent", hint)

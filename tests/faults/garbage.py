@@ -87,6 +87,8 @@ def client_messages() -> list[Frames]:
     columns = EngineCoreOutputs(1, [0, 1], [5, 6], [1, 1], [-0.5, -1.0], ended=[SequenceEnd(0, "stop", 2, "e")])
     columns.top_logprobs = np.zeros((2, 3), np.int32), np.zeros((2, 400), np.float32)
     columns.sampled_ranks = np.ones(2, np.int32)
+    columns.routed_experts = np.zeros((2, 1, 2), np.uint8)
+    columns.prompt_routed_experts = {0: np.zeros((4, 1, 2), np.uint8)}
     columns.id_logprobs = IdLogprobs.of({0: np.zeros(3, np.float32), 1: np.zeros(900, np.float32)})
     columns.prompt_logprobs = {0: PromptLogprobs(np.zeros(5, np.float32))}
     body, arrays = pack([np.zeros(3, np.float32), np.zeros(100_000, np.uint8)])

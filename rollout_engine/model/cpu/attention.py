@@ -24,12 +24,21 @@ class CpuKVPool:
     ) -> None:
         pool = CompiledPool if compiled.supports(dtype) else EagerPool
         self._pool = pool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self.block_size = block_size
+        self._shape = num_blocks, block_size
+        self._columns: list[Tensor] = []
+        """Other values of each token, which go where its KV goes."""
 
     @contextmanager
     def step(self, batch: FlatBatch) -> Iterator[None]:
         """Inside, attention of this thread's forwards runs over the chunks of `batch`."""
         with attending(self._pool.step(batch)):
             yield
+
+    def add_column(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make a tensor [num_blocks, block_size, *shape] whose blocks are copied and released with those of the KV."""
+        self._columns.append(torch.empty(*self._shape, *shape, dtype=dtype))
+        return self._columns[-1]
 
     def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:
         """The C++ kernel's plan of attention over `batch`."""
@@ -39,11 +48,11 @@ class CpuKVPool:
     @property
     def num_resident_bytes(self) -> int:
         """Bytes of the pool that take memory now."""
-        return resident_bytes(self._pool.tensors())
+        return resident_bytes(self.tensors())
 
     def release(self) -> None:
         """Forget all KV and give its memory back to the system; later writes take it again."""
-        release_pages(self._pool.tensors())
+        release_pages(self.tensors())
 
     @property
     def layers(self) -> list[compiled.KVLayer]:
@@ -53,14 +62,15 @@ class CpuKVPool:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks come first in its shape."""
-        return self._pool.tensors()
+        yield from self._pool.tensors()
+        yield from self._columns
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), in every layer."""
         if not pairs:
             return
         source, destination = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        for tensor in self._pool.tensors():
+        for tensor in self.tensors():
             tensor[destination] = tensor[source]
 
 

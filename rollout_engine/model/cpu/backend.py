@@ -63,6 +63,7 @@ class CpuBackend:
         self.pooling = pooling_info(loaded.module, loaded.head_kind)
         pooler = Pooler(self.pooling, head_of(loaded.module))
         self.runner = CpuRunner(model, vocab_size=loaded.vocab_size, processors=processors, pooler=pooler)
+        self.routing = self.runner.routing.info
         self.choices = (
             f"device cpu, dtype {_described_dtype(loaded)}, {torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"

@@ -15,6 +15,7 @@ from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.cpu.routing import RoutingRecorder
 from rollout_engine.model.pooling.pooler import Pooler
 from rollout_engine.model.sampling.draft_draws import DraftTask, Row, draw_behind_drafts
 from rollout_engine.model.sampling.draw_pieces import sample_rows
@@ -43,6 +44,7 @@ class CpuRunner:
         self._prompts = PromptScorer(vocab_size)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts)
         self._blocks = BlockTableMatrix()
+        self.routing = RoutingRecorder(model.module, model.kv, block_size=model.kv.block_size)
         self._computed = _Computed([], [], np.empty(0, np.int64))
         """Tokens and block tables of the last step's sequences; kept while steps compute the same ones."""
         self._drawn: _Drawn | None = None
@@ -75,7 +77,9 @@ class CpuRunner:
         prompt_rows = self._prompts.rows(work.scheduled)
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
-        logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, self._adapter_rows(work.scheduled))
+        with self.routing.step(work, batch):
+            adapter_rows = self._adapter_rows(work.scheduled)
+            logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows)
         pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:
             prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))
@@ -91,12 +95,14 @@ class CpuRunner:
                 logits = logits.at(torch.from_numpy(np.searchsorted(rows, drawn)))
             out = self._sample(logits, [task.sequence_id for task in work.samples])
         out.prompt_logprobs, out.pooled = prompt_logprobs, pooled
+        self.routing.add_to(out, work, batch)
         return out
 
     def _note_changes(self, work: SchedulerOutput) -> None:
         if work.finished_sequence_ids or work.new:
             self._computed, self._drawn = _Computed([], [], np.empty(0, np.int64)), None
         self._sequences.update(work)
+        self.routing.update(work)
         if self._pooler is not None:
             self._pooler.update(work)
         for sequence_id in work.finished_sequence_ids:

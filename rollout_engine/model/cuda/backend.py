@@ -39,6 +39,7 @@ class CudaBackend:
     runs_ahead = True
     generates = True
     pooling = None
+    routing = None
     adapters = None
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""

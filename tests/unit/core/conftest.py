@@ -10,9 +10,16 @@ import pytest
 
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError, fake_next_token, fake_pooled
+from rollout_engine.core.fake_executor import (
+    FakeExecutor,
+    FakeKVError,
+    fake_next_token,
+    fake_pooled,
+    fake_routed_experts,
+)
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
 from rollout_engine.pooling_params import PoolingInfo, PoolingParams
+from rollout_engine.routed_experts import RoutingInfo
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.seeds import child_seed
 
@@ -55,6 +62,7 @@ class Rig:
             num_blocks=64, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, vocab_size=97
         )
         sizes["pooling"] = PoolingInfo(hidden_size=2)
+        sizes["routing"] = RoutingInfo(num_layers=1, num_experts=256, top_k=2)
         self.config = CoreConfig(**(sizes | config))
         self.fail_at_steps: set[int] = set()
         self.errors: dict[int, str] = {}
@@ -77,6 +85,10 @@ class Rig:
         """Request id -> result of a pooling request."""
         self.pooled_by: dict[int, tuple[int, int]] = {}
         """Sequence id -> policy version and oldest KV of what it was pooled to."""
+        self.prompt_routed: dict[str, list[Any]] = {}
+        """Request id -> experts of its prompt's tokens but the last."""
+        self.routed: dict[Key, list[Any]] = {}
+        """Experts that came with the tokens of a sequence that asks."""
         self.works: list[SchedulerOutput] = []
         self.drawn: dict[tuple[int, int], tuple[int, int]] = {}
         """(sequence id, tokens it had before) -> policy version and oldest KV of what was drawn for it then."""
@@ -232,6 +244,7 @@ class Rig:
         for request_id, request in self.requests.items():
             self.assert_prompt_scored(request_id, request)
             self.assert_pooled(request_id, request)
+            self.assert_routed(request_id, request)
         assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == 0.0
@@ -263,6 +276,16 @@ class Rig:
             expected = fake_pooled(request.prompt_token_ids, request.pooling)
             assert self.pooled[request_id].data.tolist() == expected.tolist()
 
+    def assert_routed(self, request_id: str, request: EngineCoreRequest) -> None:
+        """The experts of each token but the last came, if it asked for them, and of no other request."""
+        for index in range(request.params.n):
+            tokens = self.tokens[request_id, index]
+            if request.params.return_routed_experts and tokens:
+                found = self.prompt_routed[request_id] + self.routed[request_id, index]
+                assert found == fake_routed_experts(request.prompt_token_ids + tokens).tolist()
+            else:
+                assert (request_id, index) not in self.routed
+
     def truth(self, key: Key) -> tuple[list[int], tuple[str, int | None]]:
         request = self.requests[key[0]]
         if request.pooling is not None:
@@ -293,12 +316,18 @@ class Rig:
     def _record(self, outputs: EngineCoreOutputs) -> list[Said]:
         assert outputs.policy_version == self.core.policy_version or self.leaves_outputs
         assert len(outputs.sequence_ids) == len(outputs.token_ids) == len(outputs.kv_min_versions)
+        asked = outputs.routed_experts is not None
         for first, count in outputs.num_cached_tokens.items():
             self.num_cached_tokens[self.keys[first][0]] = count
         for first, found in outputs.prompt_logprobs.items():
             assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
             self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
             assert found.ranks is not None and len(found.ranks) == len(found.logprobs)
+        for first, rows in outputs.prompt_routed_experts.items():
+            self.prompt_routed.setdefault(self.keys[first][0], rows.tolist())
+        for sequence, row in zip(outputs.sequence_ids, outputs.routed_experts, strict=True) if asked else ():
+            if self.requests[self.keys[sequence][0]].params.return_routed_experts:
+                self.routed.setdefault(self.keys[sequence], []).append(row.tolist())
         for first, result in outputs.pooled.items():
             name = self.keys[first][0]
             assert name not in self.pooled and (name, 0) not in self.ends, f"{name} was pooled twice, or after its end"

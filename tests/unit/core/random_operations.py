@@ -71,6 +71,7 @@ class Monkey:
             priority=choose.choice([0, 0, 0, 1, -1]),
             salt=choose.choice(SALTS),
             prompt_logprobs=choose.choice([None, None, None, 0, 2]),
+            return_routed_experts=self.num_added % 3 == 0,
         )
 
     def _next_turn(self):

@@ -6,7 +6,13 @@ import pytest
 
 from rollout_engine.errors import RequestError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, IdLogprobs, SequenceEnd
-from rollout_engine.process.client_routing import check_sequences, first_sequence_of, sequences_of_client, split
+from rollout_engine.process.client_routing import (
+    check_sequences,
+    first_sequence_of,
+    halves,
+    sequences_of_client,
+    split,
+)
 from rollout_engine.sampling_params import SamplingParams
 
 SECOND = 1 << 40
@@ -48,6 +54,8 @@ def test_each_client_gets_its_own_columns():
         pooled={7: "mine", SECOND + 9: "yours"},
         sampled_ranks=np.array([1, 2, 3], np.int32),
         id_logprobs=IdLogprobs.of({3: np.float32([-1.5]), SECOND + 2: np.float32([-2.5, -3.5])}),
+        routed_experts=np.arange(6, dtype=np.uint8).reshape(3, 1, 2),
+        prompt_routed_experts={SECOND: "experts"},
     )
     shares = split(outputs)
     assert sorted(shares) == [0, 1]
@@ -61,6 +69,8 @@ def test_each_client_gets_its_own_columns():
     assert second.ended == [SequenceEnd(SECOND + 2, "stop")] and first.ended == [SequenceEnd(3, "length")]
     assert (first.num_cached_tokens, second.num_cached_tokens) == ({}, {SECOND: 16})
     assert (first.prompt_logprobs, second.prompt_logprobs) == ({3: "ours"}, {SECOND: "theirs"})
+    assert (first.routed_experts.tolist(), second.routed_experts.tolist()) == ([[[2, 3]]], [[[0, 1]], [[4, 5]]])
+    assert (first.prompt_routed_experts, second.prompt_routed_experts) == ({}, {SECOND: "experts"})
     assert (first.pooled, second.pooled) == ({7: "mine"}, {SECOND + 9: "yours"})
     assert {share.policy_version for share in shares.values()} == {4} and first.start_time == 9.0
 
@@ -68,7 +78,7 @@ def test_each_client_gets_its_own_columns():
 def test_no_field_of_the_outputs_is_forgotten():
     names = {"policy_version", "sequence_ids", "token_ids", "kv_min_versions", "logprobs", "kept_logprob_mass"}
     names |= {"top_logprobs", "ended", "num_cached_tokens", "start_time", "prompt_logprobs"}
-    names |= {"sampled_ranks", "id_logprobs", "pooled"}
+    names |= {"sampled_ranks", "id_logprobs", "pooled", "routed_experts", "prompt_routed_experts"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutputs)} == names
 
 
@@ -76,3 +86,35 @@ def test_one_client_alone_gets_the_outputs_as_they_are():
     for client in (0, 1):
         outputs = EngineCoreOutputs(0, [client * SECOND + 1, client * SECOND + 2], [5, 6], [0, 0])
         assert split(outputs)[client] is outputs
+
+
+def parts_of(outputs):
+    """The outputs divided as often as they can be."""
+    parts = halves(outputs)
+    return parts if len(parts) == 1 else [part for half in parts for part in parts_of(half)]
+
+
+def test_outputs_that_are_divided_say_everything_once_and_of_a_prompt_no_later_than_its_tokens():
+    outputs = EngineCoreOutputs(
+        4,
+        [5, 6, 7],
+        [10, 11, 12],
+        [1, 2, 3],
+        ended=[SequenceEnd(5, "stop"), SequenceEnd(7, "length")],
+        num_cached_tokens={5: 16, 6: 0},
+        prompt_logprobs={5: "a", 6: "b"},
+        pooled={8: "p", 9: "q"},
+        routed_experts=np.arange(6, dtype=np.uint8).reshape(3, 1, 2),
+        prompt_routed_experts={5: "x", 6: "y", 7: "z"},
+    )
+    parts = parts_of(outputs)
+    assert [id for part in parts for id in part.sequence_ids] == [5, 6, 7]
+    assert [end for part in parts for end in part.ended] == outputs.ended
+    assert [row for part in parts for row in (part.routed_experts.tolist())] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    for name in ("num_cached_tokens", "prompt_logprobs", "pooled", "prompt_routed_experts"):
+        columns = [getattr(part, name) for part in parts]
+        assert {k: v for column in columns for k, v in column.items()} == getattr(outputs, name)
+        assert sum(map(len, columns)) == len(getattr(outputs, name))
+    first_row = next(index for index, part in enumerate(parts) if part.sequence_ids)
+    told = {id for part in parts[: first_row + 1] for id in part.prompt_routed_experts}
+    assert told == {5, 6, 7}

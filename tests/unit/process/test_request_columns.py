@@ -116,3 +116,12 @@ def test_what_is_counted_is_what_a_message_takes(width):
     check_answer(asks(num_tokens, width), Limits(message_bytes=num_bytes + (1 << 16)), top)
     with pytest.raises(MessageTooLongError):
         check_answer(asks(num_tokens, width), Limits(message_bytes=num_bytes), top)
+
+
+def test_routed_experts_of_a_prompt_that_fit_no_message_are_refused_before_it_is_sent():
+    routed = with_columns(request(range(6000), return_routed_experts=True))
+    check_answer(routed, Limits(), VOCAB_SIZE, num_routed_bytes=384)
+    small = Limits(message_bytes=1 << 21)
+    check_answer(with_columns(request(range(6000))), small, VOCAB_SIZE, num_routed_bytes=384)
+    with pytest.raises(MessageTooLongError, match="routed experts of 6000 prompt tokens take 23.* bytes.*shorter"):
+        check_answer(routed, small, VOCAB_SIZE, num_routed_bytes=384)

@@ -18,6 +18,7 @@ def make_outputs(num_rows, **columns):
         num_cached_tokens={1: 16},
         prompt_logprobs={2: "prompt"},
         pooled={9: "pooled"},
+        prompt_routed_experts={2: "experts"},
         start_time=9.0,
         **columns,
     )
@@ -30,6 +31,7 @@ def make_columns(num_rows):
         kept_logprob_mass=list(-2 * numbers),
         top_logprobs=(np.arange(2 * num_rows, dtype=np.int32).reshape(-1, 2), np.outer(numbers, np.float32([1, 2]))),
         sampled_ranks=np.arange(num_rows, dtype=np.int32),
+        routed_experts=np.arange(4 * num_rows, dtype=np.int16).reshape(num_rows, 2, 2),
         id_logprobs=IdLogprobs.of({n: np.full(1 + n % 3, n, np.float32) for n in range(0, num_rows, 5)}),
     )
 
@@ -44,6 +46,7 @@ def test_slices_hold_every_row_once(num_rows):
     for i in range(2):
         assert np.array_equal(np.concatenate([part.top_logprobs[i] for part in parts]), outputs.top_logprobs[i])
     assert np.array_equal(np.concatenate([part.sampled_ranks for part in parts]), outputs.sampled_ranks)
+    assert np.array_equal(np.concatenate([part.routed_experts for part in parts]), outputs.routed_experts)
     rows = [(s, row.tolist()) for part in parts if part.id_logprobs for s, row in part.id_logprobs.rows()]
     assert rows == [(s, row.tolist()) for s, row in outputs.id_logprobs.rows()]
     assert {(part.policy_version, part.start_time) for part in parts} == {(3, 9.0)}
@@ -53,6 +56,7 @@ def test_what_belongs_to_no_row_comes_once():
     first, *others, last = slices(make_outputs(3 * NUM_ROWS))
     assert (first.num_cached_tokens, first.prompt_logprobs, first.ended) == ({1: 16}, {2: "prompt"}, [])
     assert first.pooled == {9: "pooled"} and not any(part.pooled for part in (*others, last))
+    assert [part.prompt_routed_experts for part in (first, *others, last)] == [{2: "experts"}, {}, {}]
     assert last.ended == [SequenceEnd(0, "stop")]
     assert not any(part.num_cached_tokens or part.prompt_logprobs for part in (*others, last))
     assert not any(part.ended for part in others)

@@ -52,6 +52,8 @@ def sample_messages():
     columns = EngineCoreOutputs(1, [0, 1], [5, 6], [1, 1], [-0.5, -1.0], ended=[SequenceEnd(0, "stop", 2)])
     columns.top_logprobs = (SMALL, BIG)
     columns.sampled_ranks = np.array([1, 7], np.int32)
+    columns.routed_experts = np.arange(8, dtype=np.int16).reshape(2, 2, 2)
+    columns.prompt_routed_experts = {0: np.zeros((300, 2, 8), np.uint8)}
     columns.id_logprobs = IdLogprobs.of({0: BIG[0], 1: BIG.ravel()})
     body, arrays = pack([SMALL, BIG])
     to_client = [
@@ -79,6 +81,8 @@ def same(a, b):
         return type(a) is type(b) and all(same(getattr(a, f), getattr(b, f)) for f in a.__struct_fields__)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return bytes(a) == bytes(b) if isinstance(a, msgspec.Raw) else a == b
 
 

@@ -1,0 +1,97 @@
+"""The routed experts of a step's tokens: recorded, kept beside their KV, and returned with the tokens drawn.
+
+    forward ── routers' choices [T, L, k] ──> a column of the KV pool ──> a prompt's rows, once it is complete
+                                         └──> the row behind which each token was drawn
+
+In the pool they go where the KV goes: to samples of the same prompt, to a next turn, through copies. Only requests that
+ask share KV with one another (`Request.kv_space`), so what one of them finds was recorded. Steps in which nobody asks
+record nothing, and the column is made by the first that does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.model.cpu.attention import CpuKVPool
+from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.modules.routers import recording, routers_of, routing_info
+
+
+class RoutingRecorder:
+    """Records the choices of `module`'s routers for the sequences that ask."""
+
+    def __init__(self, module: nn.Module, kv: CpuKVPool, *, block_size: int) -> None:
+        self._routers = routers_of(module)
+        self.info = routing_info(self._routers)
+        """Sizes of the routers; None where nothing can be recorded."""
+        self._kv, self._block_size = kv, block_size
+        self._kept: Tensor | None = None
+        """[num_blocks, block_size, L, k], beside the KV."""
+        self._asking: set[int] = set()
+        """Sequences that ask."""
+        self._prompts: dict[int, int] = {}
+        """Tokens of the prompts that have not been returned, by the sequence that may complete them."""
+        self._rows: np.ndarray | None = None
+        """[T, L, k] of the step's tokens; None where nobody asks."""
+
+    def update(self, work: SchedulerOutput) -> None:
+        """Drop finished sequences and add new ones."""
+        for sequence_id in work.finished_sequence_ids if self._asking else ():
+            self._asking.discard(sequence_id)
+            self._prompts.pop(sequence_id, None)
+        for new in work.new:
+            if new.params.return_routed_experts:
+                self._asking.add(new.sequence_id)
+                if len(new.token_ids) == new.num_prompt_tokens:
+                    self._prompts[new.sequence_id] = new.num_prompt_tokens
+
+    @contextmanager
+    def step(self, work: SchedulerOutput, batch: FlatBatch) -> Iterator[None]:
+        """Inside, record the forward of `batch`, if a sequence of it asks."""
+        self._rows = None
+        if self._asking.isdisjoint(row.sequence_id for row in work.scheduled):
+            yield
+            return
+        with recording(self._routers) as chosen:
+            yield
+        assert self.info is not None, "requests that ask were checked"
+        rows = torch.stack([experts for experts in chosen if experts is not None], 1)
+        self._rows = rows.numpy().astype(self.info.dtype)
+        if self._kept is None:
+            dtype = torch.uint8 if self.info.dtype == np.uint8 else torch.int16
+            self._kept = self._kv.add_column(self.info.shape, dtype)
+        self._kept.numpy()[_places(batch, self._block_size)] = self._rows
+
+    def add_to(self, out: ModelRunnerOutput, work: SchedulerOutput, batch: FlatBatch) -> None:
+        """Fill in the experts of what the step drew, and of the prompts that it completed."""
+        if self._rows is None:
+            return
+        ends = batch.columns.token_starts[1:]
+        num_drawn = out.num_drawn or [1] * len(work.samples)
+        rows = []
+        for task, num in zip(work.samples, num_drawn, strict=True):
+            first = ends[task.row] - 1 - len(work.scheduled[task.row].draft_token_ids)
+            rows += range(first, first + num)
+        out.routed_experts = self._rows[rows]
+        for index, row in enumerate(work.scheduled if self._prompts else ()):
+            if row.num_computed_tokens + row.num_scheduled_tokens == self._prompts.get(row.sequence_id):
+                num_tokens = self._prompts.pop(row.sequence_id)
+                out.prompt_routed_experts[index] = self._kept_rows(batch, index, num_tokens - 1)
+
+    def _kept_rows(self, batch: FlatBatch, index: int, num_tokens: int) -> np.ndarray:
+        """The experts of the first tokens of a chunk's sequence, [num_tokens, L, k]."""
+        assert self._kept is not None, "its last token was just recorded"
+        columns, positions = batch.columns, np.arange(num_tokens)
+        blocks = columns.blocks.reshape(-1)[columns.block_starts[index] + positions // self._block_size]
+        return self._kept.numpy()[blocks, positions % self._block_size]
+
+
+def _places(batch: FlatBatch, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(block, offset) of each token of a batch, int [T]."""
+    columns, positions = batch.columns, batch.positions
+    starts = np.repeat(columns.block_starts, np.diff(columns.token_starts))
+    return columns.blocks.reshape(-1)[starts + positions // block_size], positions % block_size

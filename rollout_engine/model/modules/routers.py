@@ -1,0 +1,123 @@
+"""Routers of mixtures of experts: found in a Hugging Face module, their choices recorded, and choices given to them.
+
+A router is a module with `weight` [E, H] and `top_k` that returns (..., experts int [T, k]). Its weights of experts are
+its own also where it is given the experts: only its `torch.topk` over all experts returns the given ones, with their
+probabilities, and what the architecture does before and after that stays as it is, gradients included.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.routed_experts import RoutingInfo
+
+
+def routers_of(module: nn.Module) -> list[nn.Module]:
+    """The routers below `module`, in the order in which its layers compute."""
+    return [child for child in module.modules() if _is_router(child)]
+
+
+def routing_info(routers: Sequence[nn.Module]) -> RoutingInfo | None:
+    """Sizes of these routers; None where there are none, or they are not all alike."""
+    found = {(router.weight.shape[0], router.top_k) for router in routers}
+    if len(found) != 1:
+        return None
+    ((num_experts, top_k),) = found
+    return RoutingInfo(len(routers), num_experts, top_k)
+
+
+@contextmanager
+def recording(routers: Sequence[nn.Module]) -> Iterator[list[Tensor | None]]:
+    """Inside, record each router's choice in the last forward: experts int64 [T, k]; None before the first."""
+    chosen: list[Tensor | None] = [None] * len(routers)
+
+    def record(index: int, router: nn.Module, given: Any, output: tuple[Tensor, ...]) -> None:
+        chosen[index] = output[-1]
+
+    with ExitStack() as hooks:
+        for index, router in enumerate(routers):
+            hooks.callback(router.register_forward_hook(partial(record, index)).remove)
+        yield chosen
+
+
+@contextmanager
+def replaying(routers: Sequence[nn.Module], experts: Tensor) -> Iterator[None]:
+    """Inside, routers choose `experts` int64 [T, number of routers, k] for the T tokens of a forward.
+
+    Where they are negative, a router chooses by itself. Raises `RequestError` in a forward of another number of tokens.
+    """
+    with ExitStack() as hooks:
+        for index, router in enumerate(routers):
+            replay = _Replay(experts[:, index])
+            hooks.callback(router.register_forward_pre_hook(replay.begin).remove)
+            hooks.callback(router.register_forward_hook(replay.end, always_call=True).remove)
+        yield
+
+
+class _Replay:
+    """Gives one router its experts, in each of its forwards."""
+
+    def __init__(self, experts: Tensor) -> None:
+        self._experts = experts
+        self._running: list[_GivenExperts] = []
+
+    def begin(self, router: nn.Module, given: tuple[Any, ...]) -> None:
+        num_tokens = given[0].numel() // given[0].shape[-1]
+        if num_tokens != len(self._experts):
+            bound = f"one entry for each of the {num_tokens} tokens of this forward, padding included"
+            raise RequestError.for_field("routed_experts", f"{len(self._experts)} tokens", bound)
+        mode = _GivenExperts(self._experts.to(given[0].device), router.weight.shape[0])
+        mode.__enter__()
+        self._running.append(mode)
+
+    def end(self, router: nn.Module, given: Any, output: Any) -> None:
+        if not self._running:
+            return
+        mode = self._running.pop()
+        mode.__exit__(None, None, None)
+        if output is not None and mode.num_given != 1:
+            raise ConfigError(
+                f"{type(router).__name__} cannot replay experts: it does not choose {router.top_k} of "
+                f"{router.weight.shape[0]} by one torch.topk."
+            )
+
+
+class _GivenExperts(TorchFunctionMode):
+    """`torch.topk` over all experts returns the given ones, int64 [T, k]."""
+
+    def __init__(self, experts: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._experts, self._num_experts = experts, num_experts
+        self.num_given = 0
+        """How often it did."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or result.indices.shape != self._experts.shape:
+            return result
+        values = args[0] if args else kwargs["input"]
+        if values.shape[-1] != self._num_experts:
+            return result
+        self.num_given += 1
+        experts = torch.where(self._experts < 0, result.indices, self._experts)
+        return torch.return_types.topk((values.gather(-1, experts), experts))
+
+
+def _is_router(child: nn.Module) -> bool:
+    """Whether `child` chooses `top_k` of its experts for each row, by trial."""
+    weight, top_k = getattr(child, "weight", None), getattr(child, "top_k", None)
+    if not isinstance(top_k, int) or not isinstance(weight, Tensor) or weight.dim() != 2 or list(child.children()):
+        return False
+    with torch.no_grad():
+        try:
+            output = child(weight.new_zeros(2, weight.shape[1]))
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return False
+    chosen = output[-1] if isinstance(output, tuple) and output else None
+    return isinstance(chosen, Tensor) and chosen.dtype == torch.int64 and chosen.shape == (2, top_k)
