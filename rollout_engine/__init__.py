@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # editors and type checkers read these; a test compares them with `_NAMES`
     from rollout_engine import advantages as advantages
     from rollout_engine import exact as exact
+    from rollout_engine import routing as routing
     from rollout_engine import testing as testing
     from rollout_engine.batches.concat import concat as concat
     from rollout_engine.batches.jsonl import to_jsonl as to_jsonl
@@ -140,7 +141,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_MODULES = ("advantages", "exact", "testing")
+_MODULES = ("advantages", "exact", "routing", "testing")
 
 __all__ = ["__version__", *_MODULES, *_HOMES]
 

@@ -10,11 +10,13 @@ rows begin with alike, such as the prompt of a group's samples, is computed once
 the CPU matches engines on the CPU; one on a CUDA device matches engines with `device="cuda", deterministic=True`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rollout_engine import routing
 from rollout_engine.errors import ConfigError
 from rollout_engine.exact_report import ExactReport, check
 from rollout_engine.kernels.token_logprobs import RowStatsKernel, row_blocks
@@ -91,6 +93,7 @@ def token_logprobs(
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
     temperature: float = 1.0,
+    routed_experts: Tensor | None = None,
 ) -> Tensor:
     """Log-probs of next tokens: input_ids, any integers [B, T] -> float32 [B, T - 1], differentiable.
 
@@ -102,6 +105,8 @@ def token_logprobs(
         cu_seqlens: int [N + 1] for packed rows: sequence j is `input_ids[0, cu_seqlens[j]:cu_seqlens[j + 1]]`, B = 1.
         position_ids: int [B, T] for packed rows: positions count up, and restart at 0 where a sequence begins.
             Padding may only follow the sequences of a row. Give either this or `cu_seqlens`.
+        routed_experts: integers [B, T or T - 1, L, k]: experts that the routers of a mixture of experts choose, such as
+            `batch["routed_experts"]`; -1: their own choice. Rows that begin alike are then computed apart.
 
     Raises `ValueError` for ids beyond the model's vocabulary, and for shapes, masks and positions that do not fit
     together. Warns, once per model, where the model is not exact, and where the rollout that `input_ids` come from had
@@ -114,9 +119,10 @@ def token_logprobs(
     note = _note(model, temperature)
     _compare_notes(model, note, rollout, positions)
     if positions is not None:
-        result = _packed_logprobs(model, input_ids, mask, positions, temperature)
+        with _replaying(model, routed_experts, mask):
+            result = _packed_logprobs(model, input_ids, mask, positions, temperature)
     else:
-        rows = _LeftRows.of(input_ids, mask)
+        rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask))
         found = _next_tokens(model, rows)
         result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
     attach(result, note)
@@ -124,7 +130,12 @@ def token_logprobs(
 
 
 def token_logprobs_and_entropies(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, *, temperature: float = 1.0
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    routed_experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs as `token_logprobs` returns them, and from the same forward the entropies of their distributions.
 
@@ -136,7 +147,7 @@ def token_logprobs_and_entropies(
     temperature = temperature or 1.0
     note = _note(model, temperature)
     _compare_notes(model, note, rollout, None)
-    rows = _LeftRows.of(input_ids, mask)
+    rows = _LeftRows.of(input_ids, mask, _of_batch(model, routed_experts, mask))
     found = _next_tokens(model, rows)
     result = rows.restored(found, found.logprobs(temperature, _kernel(model)))
     attach(result, note)
@@ -168,12 +179,16 @@ class _LeftRows(NamedTuple):
     real: Tensor
     """bool [B, T]: not padding."""
     is_moved: bool
+    routed_experts: Tensor | None = None
+    """int16 [B, T, L, k], to be replayed."""
 
     @classmethod
-    def of(cls, input_ids: Tensor, mask: Tensor) -> "_LeftRows":
+    def of(cls, input_ids: Tensor, mask: Tensor, routed_experts: Tensor | None = None) -> "_LeftRows":
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens to the left, in order
         real = mask.gather(1, order)
-        return cls(order, input_ids.gather(1, order), real, not torch.equal(real, mask))
+        if routed_experts is not None:
+            routed_experts = routed_experts[torch.arange(len(order), device=order.device)[:, None], order]
+        return cls(order, input_ids.gather(1, order), real, not torch.equal(real, mask), routed_experts)
 
     def restored(self, found: NextTokens, values: Tensor) -> Tensor:
         """Values [M] of `found`, next tokens of the moved rows -> [B, T - 1] by the places before."""
@@ -185,9 +200,22 @@ class _LeftRows(NamedTuple):
 
 
 def _next_tokens(model: nn.Module, rows: _LeftRows) -> NextTokens:
+    if rows.routed_experts is not None:
+        length = max(int(rows.real.sum(1).max()), 2)  # as many as `right_padded_next_tokens` computes
+        with routing.replay(model, rows.routed_experts[:, :length]):
+            return right_padded_next_tokens(model, rows.ids, rows.real)
     is_shared = _enabled(model) is not None and shares_prefixes(model)
     compute = shared_next_tokens if is_shared else right_padded_next_tokens
     return compute(model, rows.ids, rows.real)
+
+
+def _of_batch(model: nn.Module, routed_experts: Tensor | None, mask: Tensor) -> Tensor | None:
+    return None if routed_experts is None else routing.for_batch(model, routed_experts, mask)
+
+
+def _replaying(model: nn.Module, routed_experts: Tensor | None, mask: Tensor) -> AbstractContextManager[None]:
+    found = _of_batch(model, routed_experts, mask)
+    return nullcontext() if found is None else routing.replay(model, found)
 
 
 @torch.no_grad()

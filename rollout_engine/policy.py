@@ -270,13 +270,15 @@ class RolloutPolicy(BlockingVerbs):
         temperature: float = 1.0,
         *,
         lora: LoRALike | None = None,
+        replay_routing: bool = False,
         timeout: float | None = None,
     ) -> Tensor:
         """Log-probs of a rollout's sampled tokens under the live weights: shape and mask of ("log_probs", "full").
 
         float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
         as the weights are the same and the engine is deterministic. `lora`: the adapter that scores; None: the base
-        model alone. After `timeout` seconds it raises `CallTimeoutError`.
+        model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
+        `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`.
         """
         tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
         full = full_places(batch)
@@ -289,6 +291,7 @@ class RolloutPolicy(BlockingVerbs):
             [row[first:] for row, (_, first) in zip(ids, scored, strict=True)],
             temperature=temperature,
             lora=lora,  # type: ignore[arg-type]  # the verb's `prepare` reads it
+            routed_experts=[batch["routed_experts"][p][:-1].numpy() for p, _ in scored] if replay_routing else None,
             timeout=timeout,
         )
         logprobs = torch.zeros(tokens.shape, dtype=torch.float32)

@@ -13,6 +13,9 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; 0 outside the mask
     "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only where top-k, top-p or min-p cut
     "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; -1 outside the assistant mask
+    "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
+                                                       [1, N, L, k] router, -1 where it was not computed: the last of a
+                                                                    sequence; only with return_routed_experts
     "group_id", "sample_index", "seed"        [B]                   int64
     "num_prompt_tokens"                       [B]                   int64; where the response begins in full
     "num_dropped"                             [B]                   int64; samples of its group that were started and
@@ -46,7 +49,7 @@ from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
 Layout = Literal["padded", "packed"]
 RESERVED_KEYS = frozenset(
     "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
-    "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens".split()
+    "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens routed_experts".split()
 )
 """Top-level keys that no column may take."""
 EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
@@ -192,6 +195,9 @@ def _token_keys(
     if any(sample.kept_logprob_mass is not None for sample in samples):
         kept = [_or_zeros(sample.kept_logprob_mass, sample) for sample in samples]
         keys["kept_logprob_mass"] = _placed(masks.response, _joined(kept, np.float32), 0.0)
+    if any(sample.routed_experts is not None for sample in samples):
+        num_tokens = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        keys["routed_experts"] = _placed(masks.full, _routed_experts(samples, num_tokens), -1)
     return keys
 
 
@@ -199,6 +205,16 @@ def _logprobs(sample: CompletionOutput) -> np.ndarray:
     if sample.logprobs is None and sample.token_ids:
         raise RequestError.for_field("logprobs", None, "set for rollouts", "logprobs=0 is cheap.")
     return _or_zeros(sample.logprobs, sample)
+
+
+def _routed_experts(samples: list[CompletionOutput], num_tokens: list[int]) -> np.ndarray:
+    """int16 [sum of num_tokens, L, k], all sequences end to end, -1 where there are none."""
+    shape = next(sample.routed_experts.shape[1:] for sample in samples if sample.routed_experts is not None)
+    rows = np.full((sum(num_tokens), *shape), -1, np.int16)
+    for sample, end, num in zip(samples, itertools.accumulate(num_tokens), num_tokens, strict=True):
+        if sample.routed_experts is not None:
+            rows[end - num : end - num + len(sample.routed_experts)] = sample.routed_experts
+    return rows
 
 
 def _or_zeros(values: np.ndarray | None, sample: CompletionOutput) -> np.ndarray:
@@ -232,7 +248,7 @@ def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
 
 
 def _placed(mask: np.ndarray, flat: np.ndarray, fill: float) -> Tensor:
-    placed = np.full(mask.shape, fill, flat.dtype)
+    placed = np.full(mask.shape + flat.shape[1:], fill, flat.dtype)
     placed[mask] = flat
     return _tensor(placed)
 

@@ -25,7 +25,7 @@ from rollout_engine.errors import RequestError
 
 GroupIds = Literal["renumber", "keep"]
 
-_FILL: dict[Key, int] = {"policy_version": -1, "kv_min_version": -1, ("masks", "turn"): -1}
+_FILL: dict[Key, int] = {"policy_version": -1, "kv_min_version": -1, ("masks", "turn"): -1, "routed_experts": -1}
 _TOKENS: tuple[Key, ...] = tuple(("tokens", span) for span in SPANS)
 """Padding values by key; other keys are padded with 0 or False, tokens with the batch's own padding."""
 

@@ -15,7 +15,8 @@
                                                   response the turn that sampled it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
-Numbers are written so that reading them gives the same bits (float32 as its float64 value).
+"routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
+value).
 """
 
 import json

@@ -37,6 +37,7 @@ SPAN_OF_KEY: dict[Key, Span] = {
     ("log_probs", "full"): "full",
     "policy_version": "full",
     "kv_min_version": "full",
+    "routed_experts": "full",
 }
 """Keys of a rollout with one value per token."""
 PER_TURN: Key = ("rewards", "turn")

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from rollout_engine.errors import RequestError
+from rollout_engine.routed_experts import RoutingInfo, checked_rows
 from rollout_engine.text.prompts import as_token_ids
 
 
@@ -20,12 +20,12 @@ class Scorer(Protocol):
         ...
 
     def score(
-        self, sequences: list[list[int]], num_prompt: list[int], temperature: float, adapter_slot: int = -1
+        self, sequences: list[list[int]], num_prompt: list[int], temperature: float, **options: Any
     ) -> Iterator[dict[int, np.ndarray]]:
         """Yield, a piece at a time, the log-probs of some sequences by their index.
 
-        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights and the adapter
-        in a slot.
+        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights. `options`: as
+        in `model.backend.Backend.score`.
         """
         ...
 
@@ -36,13 +36,15 @@ def score_pairs(
     completions: Sequence[list[int]],
     temperature: float,
     require_weights: Callable[[], None] = lambda: None,
+    *,
     adapter_slot: int = -1,
+    routed_experts: Sequence[np.ndarray] | None = None,
 ) -> Generator[None, None, list[np.ndarray]]:
     """Compute log-probs of completions, per pair float32 [len(completion)], and yield between two pieces of the work.
 
     `require_weights` is called before each piece, and may raise. Temperature 0 counts as 1. A completion without tokens
-    has no scores, and costs nothing. Raises `RequestError` for token ids outside the vocabulary, an empty prompt, or a
-    pair longer than `max_model_len`.
+    has no scores, and costs nothing. Raises `RequestError` for token ids outside the vocabulary, an empty prompt, a
+    pair longer than `max_model_len`, and routed experts that do not fit the pairs or the model.
     """
     require_weights()
     if not (isinstance(temperature, int | float) and math.isfinite(temperature) and temperature >= 0):
@@ -51,13 +53,16 @@ def score_pairs(
         bound = f"one for each of the {len(prompts)} prompts"
         raise RequestError.for_field("completion_token_ids", f"a list of {len(completions)}", bound)
     pairs = [_checked(scorer.info, i, *pair) for i, pair in enumerate(zip(prompts, completions, strict=True))]
+    routed = _checked_routing(scorer.info.routing, pairs, routed_experts)
     asked = [i for i, (_, completion) in enumerate(pairs) if completion]
     scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
     sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
     num_left = len(asked)
     num_prompt = [len(pairs[i][0]) for i in asked]
-    score = scorer.score if adapter_slot < 0 else partial(scorer.score, adapter_slot=adapter_slot)
-    for found in score(sequences, num_prompt, temperature or 1.0) if asked else ():
+    options: dict[str, Any] = {} if adapter_slot < 0 else {"adapter_slot": adapter_slot}
+    if routed is not None:
+        options["routed_experts"] = [routed[i] for i in asked]
+    for found in scorer.score(sequences, num_prompt, temperature or 1.0, **options) if asked else ():
         for k, value in found.items():
             scores[asked[k]] = value
         num_left -= len(found)
@@ -77,3 +82,18 @@ def _checked(sizes: Any, index: int, prompt: Any, completion: Any) -> tuple[list
         bound = f"at most max_model_len={sizes.max_model_len} tokens, prompt and completion together"
         raise RequestError.for_field(f"completion_token_ids[{index}]", f"{num_tokens} tokens", bound)
     return prompt_ids, completion_ids
+
+
+def _checked_routing(
+    info: RoutingInfo | None, pairs: Sequence[tuple[list[int], list[int]]], given: Sequence[np.ndarray] | None
+) -> list[np.ndarray] | None:
+    """The experts to replay for each pair, int16 [tokens - 1, L, k]; None where none were given."""
+    if given is None:
+        return None
+    if info is None:
+        hint = "This engine's model has no routers that are all alike, or it runs on a device."
+        raise RequestError.for_field("routed_experts", f"those of {len(given)} pairs", "None", hint)
+    if len(given) != len(pairs):
+        raise RequestError.for_field("routed_experts", f"a list of {len(given)}", f"one for each of {len(pairs)} pairs")
+    counts = [len(prompt) + len(completion) for prompt, completion in pairs]
+    return [checked_rows(f"routed_experts[{i}]", each, counts[i], info) for i, each in enumerate(given)]

@@ -106,6 +106,7 @@ def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
         version_spans=_spans(samples, len(response)),
         seed=episode.turn_seed(row.seat, 0),
         error=episode.error,
+        routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
     )
     prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
     return RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
@@ -133,6 +134,17 @@ def _placed(samples: list[tuple[int, CompletionOutput]], length: int, name: str)
         if values is not None:
             placed[start : start + len(values)] = values
     return placed
+
+
+def _routed_experts(samples: list[tuple[int, CompletionOutput]], num_tokens: int) -> np.ndarray | None:
+    """Those of each token from the first turn that computed it, [n, L, k]; None where no answer has any."""
+    parts = [sample.routed_experts for _, sample in samples if sample.routed_experts is not None]
+    if not parts:
+        return None
+    rows = parts[0]
+    for part in parts[1:]:
+        rows = np.concatenate([rows, part[len(rows) :]])
+    return rows[: num_tokens - 1]
 
 
 def _spans(samples: list[tuple[int, CompletionOutput]], length: int) -> list[VersionSpan]:

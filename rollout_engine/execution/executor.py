@@ -88,18 +88,14 @@ class InlineExecutor:
         return self.worker.draft.execute(work)
 
     def score(
-        self, sequences: list[list[int]], num_prompt: list[int], temperature: float, adapter_slot: int = -1
+        self, sequences: list[list[int]], num_prompt: list[int], temperature: float, **options: Any
     ) -> Iterator[dict[int, np.ndarray]]:
-        """Yield, a piece at a time, the log-probs of some sequences by their index.
+        """Yield, a piece at a time, the log-probs of some sequences by their index, as `Backend.score` does.
 
-        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights and the adapter
-        in a slot.
+        Per sequence float32 [len - num_prompt]: of every token after the prompt, under the live weights.
         """
         self._wait_until_idle()
-        score = self.worker.backend.score
-        if adapter_slot >= 0:
-            score = partial(score, adapter_slot=adapter_slot)
-        for found in score(sequences, num_prompt, temperature):
+        for found in self.worker.backend.score(sequences, num_prompt, temperature, **options):
             yield found
             self._wait_until_idle()
 

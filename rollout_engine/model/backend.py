@@ -108,12 +108,19 @@ class Backend(Protocol):
     def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None: ...
 
     def score(
-        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float, adapter_slot: int = -1
+        self,
+        sequences: Sequence[list[int]],
+        num_prompt: Sequence[int],
+        temperature: float,
+        *,
+        adapter_slot: int = -1,
+        routed_experts: Sequence[np.ndarray] | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
         """Yield, a piece at a time, the log-probs of some sequences by their index: float32 [len - num_prompt].
 
         They are of every token after the prompt, under the live weights, and the adapter in a slot of `adapters`. A
-        piece takes about as long as a step.
+        piece takes about as long as a step. `routed_experts`: of each sequence int16 [len - 1, L, k], the experts that
+        its tokens go to; -1: as the routers choose. None without `routing`.
         """
         ...
 

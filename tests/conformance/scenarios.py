@@ -158,6 +158,8 @@ def score(engine):
             engine.score(prompts, completions)
     with pytest.raises(RequestError, match="temperature"):
         engine.score([[5]], [[6]], temperature=-1)
+    with pytest.raises(RequestError, match="routed_experts='those of 1 pairs' is not allowed: must be None"):
+        engine.score([[5]], [[6]], routed_experts=[np.zeros((1, 2, 2), np.uint8)])  # its model has no routers
     sampled = last_of(engine, [5, 6, 7], SHORT).outputs[0]
     (scored,) = engine.score([[5, 6, 7]], [sampled.token_ids])
     assert np.array_equal(scored, sampled.logprobs)

@@ -88,7 +88,7 @@ SIGNATURES = {
     "to_trl": "batch advantages",
     "to_trl_rollout": "batch",
     "exact.enable": "model",
-    "exact.token_logprobs": "model input_ids attention_mask * temperature",
+    "exact.token_logprobs": "model input_ids attention_mask * temperature routed_experts",
 }
 FIELDS = {
     "EngineConfig": "model tokenizer dtype device max_model_len block_size kv_cache_bytes num_kv_blocks max_num_seqs "

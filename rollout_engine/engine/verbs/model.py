@@ -31,6 +31,7 @@ def _prepare_score(
     completion_token_ids: Sequence[Sequence[int]],
     temperature: float,
     lora: LoRALike | None,
+    routed_experts: Sequence[np.ndarray] | None,
     timeout: float | None,
 ) -> Arguments:
     return {
@@ -38,6 +39,7 @@ def _prepare_score(
         "completion_token_ids": plain(list(completion_token_ids)),
         "temperature": plain(temperature),
         "lora": None if lora is None else as_lora_request(lora, "lora").name,
+        "routed_experts": None if routed_experts is None else [np.asarray(each) for each in routed_experts],
         "timeout": plain(timeout),
     }
 
@@ -55,19 +57,29 @@ def score(
     *,
     temperature: float = 1.0,
     lora: str | None = None,
+    routed_experts: Sequence[np.ndarray] | None = None,
     timeout: float | None = None,
 ) -> Generator[None, None, list[np.ndarray]]:
     """Log-probs of given completions under the live weights: per sequence float32 [len(completion)].
 
     They are what sampling those tokens at `temperature` would have returned ("tempered"). Steps of requests run between
     two batches of sequences; weights are those of the beginning to the end. `lora`: an adapter that the engine has, or
-    its name; None: the base model alone. Raises `RequestError`, and after `timeout` seconds `CallTimeoutError` (a
-    `TimeoutError`).
+    its name; None: the base model alone. `routed_experts`: of each pair, as `CompletionOutput.routed_experts`, those
+    that its tokens go to in a mixture of experts; what is missing or -1 its routers choose. Raises `RequestError`, and
+    after `timeout` seconds `CallTimeoutError` (a `TimeoutError`).
     """
     check_generation(driver.executor.info.generates)
     require_weights = partial(driver.core.lifecycle.require_weights, "score")
     slot = -1 if lora is None else driver.core.adapters.use(lora).slot
-    return score_pairs(driver.executor, prompt_token_ids, completion_token_ids, temperature, require_weights, slot)
+    return score_pairs(
+        driver.executor,
+        prompt_token_ids,
+        completion_token_ids,
+        temperature,
+        require_weights,
+        adapter_slot=slot,
+        routed_experts=routed_experts,
+    )
 
 
 def _prepare_rpc(

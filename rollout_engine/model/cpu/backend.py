@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -72,12 +72,24 @@ class CpuBackend:
         )
 
     def score(
-        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float, adapter_slot: int = -1
+        self,
+        sequences: Sequence[list[int]],
+        num_prompt: Sequence[int],
+        temperature: float,
+        *,
+        adapter_slot: int = -1,
+        routed_experts: Sequence[np.ndarray] | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
-        def adapting(num_rows: int) -> AbstractContextManager[object]:
-            if self.adapters is None or adapter_slot < 0:
-                return nullcontext()
-            return self.adapters.active(AdapterRows.of([adapter_slot], [num_rows]))
+        @contextmanager
+        def around(members: list[int], num_columns: int) -> Iterator[None]:
+            with ExitStack() as contexts:
+                if self.adapters is not None and adapter_slot >= 0:
+                    rows = AdapterRows.of([adapter_slot], [len(members) * num_columns])
+                    contexts.enter_context(self.adapters.active(rows))
+                if routed_experts is not None:
+                    given = [routed_experts[index] for index in members]
+                    contexts.enter_context(self.runner.routing.replaying(given, num_columns))
+                yield
 
         return sequence_logprobs(
             self.runner.model.module,
@@ -85,7 +97,7 @@ class CpuBackend:
             num_prompt,
             temperature=temperature,
             vocab_size=self._vocab_size,
-            adapting=adapting,
+            around=around,
         )
 
     def memory_of(self, weights: Sequence[Tensor]) -> CpuWeightMemory:

@@ -8,7 +8,7 @@ ask share KV with one another (`Request.kv_space`), so what one of them finds wa
 record nothing, and the column is made by the first that does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.cpu.attention import CpuKVPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
-from rollout_engine.model.modules.routers import recording, routers_of, routing_info
+from rollout_engine.model.modules.routers import recording, replaying, routers_of, routing_info
 
 
 class RoutingRecorder:
@@ -81,6 +81,16 @@ class RoutingRecorder:
             if row.num_computed_tokens + row.num_scheduled_tokens == self._prompts.get(row.sequence_id):
                 num_tokens = self._prompts.pop(row.sequence_id)
                 out.prompt_routed_experts[index] = self._kept_rows(batch, index, num_tokens - 1)
+
+    @contextmanager
+    def replaying(self, routed_experts: Sequence[np.ndarray], num_columns: int) -> Iterator[None]:
+        """Inside, forwards of padded rows [B, num_columns] send tokens to these experts, int16 [n, L, k] each row."""
+        assert self.info is not None, "what is to be replayed was checked"
+        given = np.full((len(routed_experts), num_columns, *self.info.shape), -1, np.int64)
+        for row, experts in enumerate(routed_experts):
+            given[row, : len(experts)] = experts
+        with replaying(self._routers, torch.from_numpy(given).flatten(0, 1)):
+            yield
 
     def _kept_rows(self, batch: FlatBatch, index: int, num_tokens: int) -> np.ndarray:
         """The experts of the first tokens of a chunk's sequence, [num_tokens, L, k]."""

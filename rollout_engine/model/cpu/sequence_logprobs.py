@@ -24,16 +24,16 @@ def sequence_logprobs(
     *,
     temperature: float,
     vocab_size: int,
-    adapting: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    around: Callable[[list[int], int], AbstractContextManager[object]] = lambda *_: nullcontext(),
 ) -> Iterator[dict[int, np.ndarray]]:
     """Yield, a batch at a time, the log-prob of every token after the prompt: index -> float32 [len - num_prompt].
 
-    `adapting`: makes what each forward runs in, of its number of rows.
+    `around`: makes what each forward runs in, of the indices of its sequences and the number that they are padded to.
     """
     for members in _batches(sequences, min(_LOGIT_BYTES // (4 * vocab_size), _TOKENS)):
         ids = pad_sequence([torch.tensor(sequences[i], dtype=torch.int64) for i in members], batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(sequences[i]) for i in members])[:, None]
-        with torch.no_grad(), adapting(ids.numel()):
+        with torch.no_grad(), around(members, ids.shape[1]):
             values = right_padded_logprobs(module, ids, mask, temperature or 1.0, row_stats).numpy()
         yield {i: values[row, num_prompt[i] - 1 : len(sequences[i]) - 1].copy() for row, i in enumerate(members)}
 

@@ -81,7 +81,13 @@ class CudaBackend:
         )
 
     def score(
-        self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float, adapter_slot: int = -1
+        self,
+        sequences: Sequence[list[int]],
+        num_prompt: Sequence[int],
+        temperature: float,
+        *,
+        adapter_slot: int = -1,
+        routed_experts: Sequence[np.ndarray] | None = None,
     ) -> Iterator[dict[int, np.ndarray]]:
         return sequence_logprobs(self.runner.model, self._loaded.geometry, sequences, num_prompt, temperature)
 

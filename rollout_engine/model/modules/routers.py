@@ -46,25 +46,34 @@ def recording(routers: Sequence[nn.Module]) -> Iterator[list[Tensor | None]]:
         yield chosen
 
 
+class Passes:
+    """Counts the forwards of a model's routers."""
+
+    num_forwards = 0
+    num_recomputed = 0
+    """Those in a backward, which computes layers again under gradient checkpointing."""
+
+
 @contextmanager
-def replaying(routers: Sequence[nn.Module], experts: Tensor) -> Iterator[None]:
+def replaying(routers: Sequence[nn.Module], experts: Tensor) -> Iterator[Passes]:
     """Inside, routers choose `experts` int64 [T, number of routers, k] for the T tokens of a forward.
 
     Where they are negative, a router chooses by itself. Raises `RequestError` in a forward of another number of tokens.
     """
+    passes = Passes()
     with ExitStack() as hooks:
         for index, router in enumerate(routers):
-            replay = _Replay(experts[:, index])
+            replay = _Replay(experts[:, index], passes)
             hooks.callback(router.register_forward_pre_hook(replay.begin).remove)
             hooks.callback(router.register_forward_hook(replay.end, always_call=True).remove)
-        yield
+        yield passes
 
 
 class _Replay:
     """Gives one router its experts, in each of its forwards."""
 
-    def __init__(self, experts: Tensor) -> None:
-        self._experts = experts
+    def __init__(self, experts: Tensor, passes: Passes) -> None:
+        self._experts, self._passes = experts, passes
         self._running: list[_GivenExperts] = []
 
     def begin(self, router: nn.Module, given: tuple[Any, ...]) -> None:
@@ -73,6 +82,8 @@ class _Replay:
             bound = f"one entry for each of the {num_tokens} tokens of this forward, padding included"
             raise RequestError.for_field("routed_experts", f"{len(self._experts)} tokens", bound)
         mode = _GivenExperts(self._experts.to(given[0].device), router.weight.shape[0])
+        self._passes.num_forwards += 1
+        self._passes.num_recomputed += torch._C._current_graph_task_id() >= 0
         mode.__enter__()
         self._running.append(mode)
 
@@ -116,7 +127,7 @@ def _is_router(child: nn.Module) -> bool:
         return False
     with torch.no_grad():
         try:
-            output = child(weight.new_zeros(2, weight.shape[1]))
+            output = child.forward(weight.new_zeros(2, weight.shape[1]))  # without hooks, such as those of a replay
         except (RuntimeError, TypeError, ValueError, AttributeError):
             return False
     chosen = output[-1] if isinstance(output, tuple) and output else None

@@ -21,7 +21,6 @@ PEERS: dict[str, tuple[Any, ...]] = {
     "lora_path": ("",),
     "custom_logit_processor": ("",),
     "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
     "return_sampling_mask": (False,),
     "return_entropy": (False,),
     "return_indexer_topk": (False,),
@@ -48,6 +47,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool | list[bool] | None = None
+    """For a mixture of experts: `meta_info.routed_experts`."""
     return_prompt_token_ids: bool = False
     stream: bool = False
     rid: str | list[str] | None = None
@@ -155,6 +156,7 @@ class _Call:
             logprob_start=-1 if start is None else start,
             num_top=self._one("top_logprobs_num", index) or 0,
             token_ids=tuple(ids or ()),  # type: ignore[arg-type]
+            routed=bool(self._one("return_routed_experts", index)),
         )
 
     def _with_salt(self, prompt: dict[str, Any], index: int) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the most likely tokens at each position."""
     token_ids: tuple[int, ...] = ()
     """Tokens whose log-probs are wanted at each position of the completion."""
+    routed: bool = False
+    """Whether the experts of every token are wanted."""
 
     @property
     def prompt(self) -> bool:
@@ -69,6 +71,8 @@ def read_sampling(reader: SettingsReader, given: dict[str, Any], wanted: Wanted,
             more["logprob_token_ids"] = list(wanted.token_ids)
         if wanted.prompt:
             more["prompt_logprobs"] = wanted.num_top
+    if wanted.routed:
+        more["return_routed_experts"] = True
     return reader.read(fields, **more)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.openai.logprobs import values_of
 from rollout_engine.serve.openai.shapes import of_versions, weight_versions
+from rollout_engine.serve.routed_experts import as_int32
 from rollout_engine.serve.served import Served
 from rollout_engine.serve.sglang.sampling import Wanted
 
@@ -33,6 +34,8 @@ def answer(
     }
     if output.metrics is not None and output.metrics.finished_time is not None:
         meta["e2e_latency"] = output.metrics.finished_time - output.metrics.arrival_time
+    if sample.routed_experts is not None:
+        meta["routed_experts"] = as_int32(sample.routed_experts)
     if wanted.logprobs:
         meta |= _Logprobs(served, wanted, texts).fields(output, sample)
     return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": meta, **versions}
@@ -40,7 +43,7 @@ def answer(
 
 def without_tokens(sample: CompletionOutput) -> CompletionOutput:
     """A sample of a request that asked for none: its token is left out."""
-    top, by_id = sample.top_logprobs, sample.token_id_logprobs
+    top, by_id, routed = sample.top_logprobs, sample.token_id_logprobs, sample.routed_experts
     return msgspec.structs.replace(
         sample,
         text="",
@@ -50,6 +53,7 @@ def without_tokens(sample: CompletionOutput) -> CompletionOutput:
         token_id_logprobs=None if by_id is None else by_id[:0],
         finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason,
         version_spans=[],
+        routed_experts=None if routed is None else routed[:-1],  # without the prompt's last token
     )
 
 

@@ -13,6 +13,7 @@ from rollout_engine.serve.openai.logprobs import token_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import StreamOptions, now, of_versions, total_usage, weight_versions
 from rollout_engine.serve.route import Asked, Events, Reply
+from rollout_engine.serve.routed_experts import as_fields
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields, Settings
 from rollout_engine.serve.served import Served
 
@@ -47,6 +48,8 @@ class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """Give the prompt's ids back."""
+    return_routed_experts: bool | None = None
+    """For a mixture of experts: `routed_experts` of each choice."""
     cache_salt: str | None = None
     priority: int = 0
     request_id: str | None = None
@@ -71,6 +74,8 @@ class _Call:
         self._id, self._created = body.request_id or asked.request_id, now()
         self._settings = _settings(served, body)
         self._prompt = _prompt(body)
+        self._num_routed: dict[int, int] = {}
+        """Tokens of each sample whose experts have been streamed."""
 
     async def reply(self) -> dict[str, Any]:
         with Generation(self._served, self._asked, self._body.request_id) as generation:
@@ -128,9 +133,20 @@ class _Call:
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
             "seed": sample.seed,
+            **self._routed_experts(sample),
             "weight_versions": weight_versions(sample),
             **of_versions(sample, self._served.weight_version),
         }
+
+    def _routed_experts(self, sample: CompletionOutput) -> dict[str, Any]:
+        """Of the tokens so far, or of those that a streamed event adds: all but the last of prompt and completion."""
+        if not self._body.return_routed_experts:
+            return {}
+        start = 0
+        if self._body.stream and sample.routed_experts is not None:
+            start = self._num_routed.get(sample.index, 0)
+            self._num_routed[sample.index] = start + len(sample.routed_experts)
+        return {"routed_experts": as_fields(sample.routed_experts, start)}
 
 
 def _settings(served: Served, body: InferenceBody) -> Settings:
@@ -142,6 +158,7 @@ def _settings(served: Served, body: InferenceBody) -> Settings:
     if isinstance(fields.extra_args, dict):
         fields.extra_args = {k: v for k, v in fields.extra_args.items() if k != _COMPACT} or None
     more = {} if fields.stop or fields.stop_regex else {"detokenize": False}
+    more["return_routed_experts"] = bool(body.return_routed_experts)
     kind = "delta" if body.stream else "final_only"
     return served.settings.read(fields, output_kind=kind, logprobs=logprobs, **more)
 

@@ -95,7 +95,6 @@ def test_a_stop_token_is_named(client):
         ({"text": "a", "sampling_params": {"max_new_tokns": 1}}, "Did you mean 'max_new_tokens'"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature=-1"),
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema='{}' is not served"),
-        ({"text": "a", "return_routed_experts": True}, "return_routed_experts=True is not served"),
         ({"text": ["a", "b"], "rid": ["x"]}, "a list of 2"),
         ({"text": "a", "image_data": ["x"]}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
