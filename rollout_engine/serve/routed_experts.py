@@ -10,11 +10,11 @@ def as_fields(routed_experts: np.ndarray | None, start: int = 0) -> dict[str, An
     """`data`: base64 of the array's bytes, row by row; `shape` and `dtype` of it, and the token that row 0 is of."""
     if routed_experts is None:
         return None
-    data = base64.b64encode(np.ascontiguousarray(routed_experts)).decode("ascii")
+    data = base64.b64encode(routed_experts.tobytes()).decode("ascii")
     shape, dtype = list(routed_experts.shape), routed_experts.dtype.name
     return {"data": data, "shape": shape, "start": start, "dtype": dtype}
 
 
 def as_int32(routed_experts: np.ndarray) -> str:
     """Base64 of the same as int32, little-endian, without a shape: SGLang's clients know layers and experts."""
-    return base64.b64encode(routed_experts.astype("<i4")).decode("ascii")
+    return base64.b64encode(routed_experts.astype("<i4").tobytes()).decode("ascii")

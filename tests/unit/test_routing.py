@@ -194,6 +194,16 @@ def test_log_probs_with_a_replay_are_those_of_the_same_routing_in_every_layout(a
     assert torch.equal(packed[0, :11], found[0]) and torch.equal(packed[0, 12:], found[1])
 
 
+def test_log_probs_with_a_replay_are_refused_under_gradient_checkpointing():
+    model = exact.enable(make()).train()
+    chosen = recorded(model).view(2, 12, 2, 2)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ConfigError, match="Gradient checkpointing computes the layers again"):
+        exact.token_logprobs(model, IDS, routed_experts=chosen)
+    with torch.no_grad():
+        assert torch.equal(exact.token_logprobs(model, IDS, routed_experts=chosen), exact.token_logprobs(model, IDS))
+
+
 def test_routed_experts_that_do_not_fit_the_batch_are_refused():
     model = exact.enable(make())
     with pytest.raises(RequestError, match=r"\[2, 9, 2, 2\].*must be integers \[2, 12 or 11, 2, 2\]"):

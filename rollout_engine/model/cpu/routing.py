@@ -53,7 +53,7 @@ class RoutingRecorder:
     def step(self, work: SchedulerOutput, batch: FlatBatch) -> Iterator[None]:
         """Inside, record the forward of `batch`, if a sequence of it asks."""
         self._rows = None
-        if self._asking.isdisjoint(row.sequence_id for row in work.scheduled):
+        if not self._asking or self._asking.isdisjoint(row.sequence_id for row in work.scheduled):
             yield
             return
         with recording(self._routers) as chosen:
