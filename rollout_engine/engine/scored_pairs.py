@@ -53,7 +53,7 @@ def score_pairs(
         bound = f"one for each of the {len(prompts)} prompts"
         raise RequestError.for_field("completion_token_ids", f"a list of {len(completions)}", bound)
     pairs = [_checked(scorer.info, i, *pair) for i, pair in enumerate(zip(prompts, completions, strict=True))]
-    routed = _checked_routing(scorer.info.routing, pairs, routed_experts)
+    routed = _checked_routing(scorer, pairs, routed_experts)
     asked = [i for i, (_, completion) in enumerate(pairs) if completion]
     scores = [np.zeros(0, dtype=np.float32) for _ in pairs]
     sequences = [prompt + completion for prompt, completion in (pairs[i] for i in asked)]
@@ -85,11 +85,12 @@ def _checked(sizes: Any, index: int, prompt: Any, completion: Any) -> tuple[list
 
 
 def _checked_routing(
-    info: RoutingInfo | None, pairs: Sequence[tuple[list[int], list[int]]], given: Sequence[np.ndarray] | None
+    scorer: Scorer, pairs: Sequence[tuple[list[int], list[int]]], given: Sequence[np.ndarray] | None
 ) -> list[np.ndarray] | None:
     """The experts to replay for each pair, int16 [tokens - 1, L, k]; None where none were given."""
     if given is None:
         return None
+    info: RoutingInfo | None = scorer.info.routing
     if info is None:
         hint = "This engine's model has no routers that are all alike, or it runs on a device."
         raise RequestError.for_field("routed_experts", f"those of {len(given)} pairs", "None", hint)
