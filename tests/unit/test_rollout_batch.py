@@ -194,4 +194,14 @@ def test_every_key_it_writes_is_reserved():
     rewards = [[1, 0], [0, 1]]
     options = {"rewards": rewards, "function_rewards": {"exact": rewards}, "oversampled": True, "layout": "packed"}
     batch = rollout_batch(two_groups(), pad_token_id=PAD, **options)
-    assert set(batch.keys()) | {"kept_logprob_mass"} == RESERVED_KEYS
+    assert set(batch.keys()) | {"kept_logprob_mass", "routed_experts"} == RESERVED_KEYS
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_routed_experts_stand_at_their_tokens_and_minus_one_elsewhere(layout):
+    results = [result("a", [1, 2], [completion(0, [5, 6]), completion(1, [7])])]
+    results[0].outputs[0].routed_experts = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)  # the other has none
+    batch = rollout_batch(results, pad_token_id=PAD, layout=layout)
+    rows = batch["routed_experts"].reshape(-1, 2).tolist()
+    assert rows[:4] == [[0, 1], [2, 3], [4, 5], [-1, -1]] and rows[4:] == [[-1, -1]] * (4 if layout == "padded" else 3)
+    assert batch["routed_experts"].dtype == torch.int16
