@@ -14,7 +14,7 @@ from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.access import Guard
 from rollout_engine.serve.bodies import read_body
-from rollout_engine.serve.http_protocol import TRANSPORT
+from rollout_engine.serve.http_protocol import TRANSPORT, CycleTransport
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
 from rollout_engine.serve.request_log import REQUEST_ID, logger
@@ -28,6 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _MAX_ID_CHARS = 200
+_FULL = "The server has max_connections=%d open: send the request again later, or elsewhere."
 _STOPPED = "The server has stopped before this request had ended: send it elsewhere."
 _ID_ROOT, _IDS = uuid.uuid4().hex[:16], itertools.count(1)
 _encode = msgspec.json.Encoder().encode
@@ -83,6 +84,8 @@ class _Exchange:
     def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
         self._served = app.served
+        self._transport: CycleTransport | None = scope.get("extensions", {}).get(TRANSPORT)
+        """Of our own server's connections; None under another one."""
         self._dialect: Dialect = "openai"
         self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = self._headers.get("x-request-id", "")
@@ -110,6 +113,8 @@ class _Exchange:
         """Have the handler answer; events are written here. None: the response is out, or nobody reads it."""
         route = self._app.route(self._scope["path"], self._scope["method"])
         self._dialect = route.dialect
+        if self._transport is not None and self._transport.is_surplus:
+            raise HttpProblem(503, _FULL % self._served.options.max_connections)
         self._app.check(route, self._headers)
         data = await self._read(route)
         if data is None:
@@ -130,7 +135,7 @@ class _Exchange:
         """Cancel this task once the client has left: as our own server tells it, or by asking another one."""
         task = asyncio.current_task()
         assert task is not None, "a request is answered by a task"
-        transport = self._scope.get("extensions", {}).get(TRANSPORT)
+        transport = self._transport
         if transport is not None:
             transport.on_leave = lambda: self._leave(task)
             try:

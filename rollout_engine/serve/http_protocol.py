@@ -21,25 +21,33 @@ _Protocol: Any = object
 """uvicorn's, which is optional: `limited_protocol` puts it there."""
 
 
-def limited_protocol() -> type[Any]:
-    """The protocol's class. Raises `ImportError` without the extra `server`."""
+def limited_protocol(max_connections: int) -> type[Any]:
+    """The protocol's class. Raises `ImportError` without the extra `server`.
+
+    A connection that comes while `max_connections` are open gets one answer, by which the application refuses it.
+    """
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    return type("LimitedProtocol", (_Limits, HttpToolsProtocol), {})
+    return type("LimitedProtocol", (_Limits, HttpToolsProtocol), {"_max_connections": max_connections})
 
 
 class _Limits(_Protocol):  # type: ignore[misc]
-    """Closes connections whose header is too long, or does not come."""
+    """Closes connections whose header is too long, or does not come, and those beyond the most that may be open."""
 
+    _max_connections: int
+    _is_surplus = False
+    """Whether this connection came while the most were open."""
     _num_bytes = 0
     """Received since the last header was complete, while none is."""
     _has_header = False
+    _is_in_header = False
     _header_timer: asyncio.TimerHandle | None = None
     _answering: Any = None
     """The request that is being answered: `cycle` is the last one that has come, behind which others may wait."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self._is_surplus = len(self.connections) > self._max_connections
         self._wait_for_header()
 
     def data_received(self, data: bytes) -> None:
@@ -49,15 +57,15 @@ class _Limits(_Protocol):  # type: ignore[misc]
                 self._refuse(431, f"The header is longer than {_MAX_HEADER_BYTES} bytes.")
                 return
         super().data_received(data)
+        if self._is_in_header and self._header_timer is None:
+            self._wait_for_header()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._has_header = False
-        if self._header_timer is None:
-            self._wait_for_header()
+        self._has_header, self._is_in_header = False, True
 
     def on_headers_complete(self) -> None:
-        self._has_header, self._num_bytes = True, 0
+        self._has_header, self._is_in_header, self._num_bytes = True, False, 0
         self._stop_waiting()
         super().on_headers_complete()
 
@@ -75,7 +83,8 @@ class _Limits(_Protocol):  # type: ignore[misc]
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answering = cycle
-        cycle.transport = CycleTransport(self.transport, cycle.scope["method"])
+        cycle.transport = CycleTransport(self.transport, cycle.scope["method"], is_surplus=self._is_surplus)
+        cycle.keep_alive &= not self._is_surplus
         cycle.scope["extensions"] = {TRANSPORT: cycle.transport}
         super()._start_asgi_task(cycle, app)
 
@@ -115,12 +124,14 @@ class _Limits(_Protocol):  # type: ignore[misc]
 class CycleTransport:
     """The transport of one request. It sends the head of a response together with the first part of its body."""
 
-    __slots__ = ("_has_head", "_head", "_transport", "close", "is_closing", "on_leave")
+    __slots__ = ("_has_head", "_head", "_transport", "close", "is_closing", "is_surplus", "on_leave")
 
-    def __init__(self, transport: asyncio.Transport, method: str) -> None:
+    def __init__(self, transport: asyncio.Transport, method: str, *, is_surplus: bool) -> None:
         self._transport, self._head = transport, b""
         self._has_head = method == "HEAD"  # which has no body
         self.close, self.is_closing = transport.close, transport.is_closing
+        self.is_surplus = is_surplus
+        """Whether the request is to be refused: its connection came while the most were open."""
         self.on_leave: Callable[[], object] | None = None
         """Called once the client has left before its answer was complete."""
 

@@ -84,10 +84,11 @@ def _listening(options: ServeOptions) -> socket.socket:
 
 
 def _uvicorn(app: App) -> Any:
+    options = app.served.options
     try:
         import uvicorn
 
-        protocol = limited_protocol()
+        protocol = limited_protocol(options.max_connections)
     except ImportError as problem:
         what = f"The HTTP server needs packages that are not installed ({problem})"
         raise ConfigError(f'{what}: pip install "rollout-engine[server]".') from problem
@@ -97,7 +98,6 @@ def _uvicorn(app: App) -> Any:
             app.served.is_ending = True
             super().handle_exit(sig, frame)
 
-    options = app.served.options
     return Server(
         uvicorn.Config(
             app,
@@ -108,7 +108,6 @@ def _uvicorn(app: App) -> Any:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=options.max_connections,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
         )

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from rollout_engine.errors import ConfigError
-from rollout_engine.serve import generation
+from rollout_engine.serve import generation, http_protocol
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer
 
@@ -61,6 +61,12 @@ def test_a_body_that_does_not_come_is_not_waited_for(server):
 def test_a_header_that_is_too_long_is_refused(server):
     endless = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: %b\r\n" % (b"b" * 70_000)
     assert b" 431 " in say(server, endless, then_closes=False).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+def test_a_header_that_does_not_come_is_not_waited_for(server, monkeypatch, before):
+    monkeypatch.setattr(http_protocol, "_HEADER_SECONDS", 0.2)
+    assert b"HTTP/1.1 408" in say(server, before + b"GET /health HTTP/1.1\r\nhost:", then_closes=False)
 
 
 def test_what_is_no_http_is_refused_as_any_other_error(server):
@@ -121,6 +127,22 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server,
     while policy.get_num_unfinished_requests():
         time.sleep(0.001)
     policy.resume_generation()
+
+
+def test_connections_beyond_the_most_are_refused_in_the_shape_of_the_dialect(policy):
+    with HttpServer(policy, ServeOptions(port=0, max_connections=1)) as full, httpx2.Client() as first:
+        assert first.get(f"{full.url}/health").status_code == 200
+        for path, is_sglang in (("/v1/completions", False), ("/generate", True)):
+            refused = httpx2.post(f"{full.url}{path}", json={})
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            assert refused.headers["connection"] == "close"
+            error = refused.json()["error"]
+            assert error["type"] == "ServiceUnavailableError" and "max_connections=1" in error["message"]
+            assert ("success" in refused.json()) == is_sglang
+        assert first.get(f"{full.url}/health").status_code == 200  # who was there before stays
+        first.close()
+        while httpx2.get(f"{full.url}/health").status_code == 503:
+            time.sleep(0.001)
 
 
 def test_requests_that_outlast_a_stopped_server_are_told(policy, caplog):
