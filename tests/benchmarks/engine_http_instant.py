@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import time
 from typing import Any
 
 import psutil
@@ -31,6 +32,10 @@ class Engine:
         """Host and port of the server whose engine answers, or of the one whose streams stay open."""
         host, port = self._servers[answers].url.removeprefix("http://").split(":")
         return [host, int(port)]
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process so far, of all its threads."""
+        return time.process_time()
 
     def num_bytes(self) -> int:
         """Resident memory."""

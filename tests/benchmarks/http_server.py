@@ -68,18 +68,25 @@ def first_byte(served: Worker, clients: Worker, prompts: FreshPrompts, rounds: i
 
 
 def requests(instant: Worker, clients: Worker, prompts: FreshPrompts, rounds: int) -> dict[str, Any]:
-    """Requests a second of 64 clients, whole answers of one token and streams of eight, the median of rounds."""
+    """Requests a second of 64 clients, whole answers of one token and streams of eight, the median of rounds.
+
+    `*_cpu_us`: CPU microseconds of a request in the server's process and in the clients', which say more than rates
+    where other processes use the machine.
+    """
     address = instant.ask("address", answers=True)["answer"]
-    found = {}
-    kinds = {"requests_per_second": (1, {}), "streams_per_second": (8, {"stream": True})}
-    for name, (num_sampled, more) in kinds.items():
-        rates = []
+    found: dict[str, Any] = {}
+    for kind, (num_sampled, more) in {"requests": (1, {}), "streams": (8, {"stream": True})}.items():
+        rates, cpu = [], {"server": list[float](), "clients": list[float]()}
         for i in range(rounds + 1):
             drawn = prompts.draw(_NUM_QUICK if i else _NUM_QUICK // 10, _QUICK_PROMPT_TOKENS)
             bodies = [_body(prompt, num_sampled, **more) for prompt in drawn]
+            before = instant.ask("cpu_seconds")["answer"]
             answer = clients.ask("send", address=address, path=_PATH, bodies=bodies, num_connections=_NUM_CLIENTS)
             rates.append(len(bodies) / answer["answer"]["seconds"])
-        found[name] = round(statistics.median(rates[1:]))
+            cpu["server"].append(1e6 * (instant.ask("cpu_seconds")["answer"] - before) / len(bodies))
+            cpu["clients"].append(1e6 * answer["answer"]["cpu_seconds"] / len(bodies))
+        found[f"{kind}_per_second"] = round(statistics.median(rates[1:]))
+        found[f"{kind}_cpu_us"] = {name: round(statistics.median(values[1:]), 1) for name, values in cpu.items()}
     return found
 
 
