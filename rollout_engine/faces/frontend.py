@@ -122,18 +122,19 @@ class Frontend:
         session_id: str | None = None,
         trace_headers: TraceHeaders | None = None,
         num_kept: int | None = None,
+        seed: int | None = None,
     ) -> Stream:
         """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
 
         `num_kept`: of its samples, return the first so many to end, and abort the others then. None: return all.
-        Raises `RequestError`, nothing queued, and `EngineDeadError`.
+        `seed`: in place of the params' if given. Raises `RequestError`, nothing queued, and `EngineDeadError`.
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
         route = Route.checked(session_id)
         with held(), self._admitting:
             checked = self.inputs.check(prompt, params)
-            return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept)
+            return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept, seed)
 
     def add_requests(
         self,

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from copy import copy
 
 import msgspec
 
@@ -107,7 +106,7 @@ class OpenRequest:
             outputs=[sample.render(only_new=self._kind == "delta") for sample in shown],
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=copy(self.metrics),
+            metrics=msgspec.structs.replace(self.metrics),
             num_dropped=len(self.samples) - len(self._kept) if self._has_enough else 0,
             pooled=self._ended_pooling() if self._pools else None,
         )

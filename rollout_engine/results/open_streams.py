@@ -24,6 +24,8 @@ from rollout_engine.text.tokenizer import TextCodec
 class Stream:
     """One open request, as its reader holds it; `wake` tells that there is something to `take`."""
 
+    __slots__ = ("__weakref__", "error", "request", "wake")
+
     def __init__(self, request: OpenRequest, wake: Callable[["Stream"], None]) -> None:
         self.request, self.wake = request, wake
         self.error: RolloutEngineError | None = None

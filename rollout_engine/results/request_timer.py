@@ -36,9 +36,9 @@ class RequestTimer:
             self.stats.inter_token_seconds.observe(at - last_at, len(sequence_ids))
         else:
             self._note_last_step()
-            for last, times in Counter(map(self._last_token.get, sequence_ids)).items():
-                if last is not None:
-                    self.stats.inter_token_seconds.observe(at - last, times)
+            known = [last for last in map(self._last_token.get, sequence_ids) if last is not None]
+            for last, times in Counter(known).items() if known else ():
+                self.stats.inter_token_seconds.observe(at - last, times)
         self._of_last_step = (sequence_ids, at)
 
     def ended(
@@ -69,5 +69,6 @@ class RequestTimer:
 
     def _note_last_step(self) -> None:
         sequence_ids, at = self._of_last_step
-        self._last_token.update(dict.fromkeys(sequence_ids, at))
-        self._of_last_step = ([], 0.0)
+        if sequence_ids:
+            self._last_token.update(dict.fromkeys(sequence_ids, at))
+            self._of_last_step = ([], 0.0)

@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -81,6 +80,11 @@ class App:
 class _Exchange:
     """One request and its response."""
 
+    __slots__ = (
+        *("_app", "_dialect", "_has_begun", "_headers", "_is_gone", "_receive", "_request_id", "_scope", "_send"),
+        *("_served", "_transport"),
+    )
+
     def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
         self._served = app.served
@@ -123,40 +127,36 @@ class _Exchange:
             read_body(route, data, self._scope["query_string"].decode("latin-1")), self._headers, self._request_id
         )
         del data  # a stream may be open for long
-        with self._cancelled_when_gone():
+        stop_watching = self._watch_client()
+        try:
             reply = await route.handler(self._served, asked)
             if isinstance(reply, Events):
                 await self._write_events(reply)
                 return None
+        finally:
+            stop_watching()
         return reply
 
-    @contextmanager
-    def _cancelled_when_gone(self) -> Iterator[None]:
-        """Cancel this task once the client has left: as our own server tells it, or by asking another one."""
+    def _watch_client(self) -> Callable[[], object]:
+        """Have this task cancelled once the client has left, as our own server tells it, or another one when asked.
+
+        Returns what ends that.
+        """
         task = asyncio.current_task()
         assert task is not None, "a request is answered by a task"
-        transport = self._transport
-        if transport is not None:
-            transport.on_leave = lambda: self._leave(task)
-            try:
-                yield
-            finally:
-                transport.on_leave = None
-            return
-        watcher = asyncio.ensure_future(self._watch(task))
-        try:
-            yield
-        finally:
-            watcher.cancel()
 
-    async def _watch(self, task: "asyncio.Task[Any]") -> None:
+        def leave() -> None:
+            self._is_gone = True
+            task.cancel()
+
+        if self._transport is not None:
+            return self._transport.call_on_leave(leave)
+        return asyncio.ensure_future(self._follow(leave)).cancel
+
+    async def _follow(self, leave: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._leave(task)
-
-    def _leave(self, task: "asyncio.Task[Any]") -> None:
-        self._is_gone = True
-        task.cancel()
+        leave()
 
     async def _read(self, route: Route) -> bytes | None:
         """The body; None where the client has left. Raises `HttpProblem`: 413 for one too long, 408 for a slow one."""
@@ -169,6 +169,8 @@ class _Exchange:
             return b""
         if self._headers.get("content-encoding", "identity") != "identity":
             raise HttpProblem(415, "Send the body without a content encoding.")
+        if self._transport is not None and self._transport.has_body:
+            return await self._read_parts(limit)
         try:
             async with asyncio.timeout(None if route.is_large else options.body_seconds):
                 return await self._read_parts(limit)

@@ -27,6 +27,8 @@ class Generation:
     Use it as a context manager, and read `outputs`.
     """
 
+    __slots__ = ("_asked", "_loop", "_name", "_open", "_ready", "_served", "_streams", "_waiter", "_waker")
+
     def __init__(self, served: Served, asked: Asked, name: str | Sequence[str] | None = None) -> None:
         """`name`: what the client calls the request, or each prompt's, by which it may abort it.
 
@@ -54,30 +56,46 @@ class Generation:
         Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
         """
         each = [settings] * len(prompts) if isinstance(settings, Settings) else settings
-        seeds = [one.seed for one in each]
-        prompts = with_lora(list(prompts), lora)
-        await self._queue(prompts, [one.params for one in each], priority, session_id, seeds=seeds)
+        params, seeds = [one.params for one in each], [one.seed for one in each]
+        await self._queue(with_lora(list(prompts), lora), params, seeds, priority, session_id)
 
     async def pool(
         self, prompts: Sequence[Any], params: PoolingParams, *, priority: int = 0, session_id: str | None = None
     ) -> None:
         """Queue prompts that are pooled, as `start` does others."""
-        await self._queue(prompts, [params] * len(prompts), priority, session_id)
+        await self._queue(prompts, [params] * len(prompts), [None] * len(prompts), priority, session_id)
 
     async def _queue(
-        self, prompts: Sequence[Any], params: Sequence[Params], priority: int, session_id: str | None, **options: Any
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[Params],
+        seeds: Sequence[int | None],
+        priority: int,
+        session_id: str | None,
     ) -> None:
         self._served.check_open()
-        add, session = self._served.engine.frontend.add_requests, session_id or self._asked.session_id
-        options |= {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
+        session = session_id or self._asked.session_id
+        options = {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
         if sum(map(_num_characters, prompts)) > _LONG_BYTES:
-            streams = await run_in_thread(add, list(prompts), params, self._wake, **options)
+            streams = await run_in_thread(self._add, prompts, params, seeds, options)
         else:
-            streams = add(list(prompts), params, self._wake, **options)
+            streams = self._add(prompts, params, seeds, options)
         self._streams = {stream: index for index, stream in enumerate(streams)}
         self._open = set(streams)
         for called, stream in self._called():
             self._served.begin(called, stream.request_id)
+
+    def _add(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[Params],
+        seeds: Sequence[int | None],
+        options: dict[str, Any],
+    ) -> list[Stream]:
+        frontend = self._served.engine.frontend
+        if len(prompts) == 1:
+            return [frontend.add_request(prompts[0], params[0], None, self._wake, seed=seeds[0], **options)]
+        return frontend.add_requests(list(prompts), params, self._wake, seeds=seeds, **options)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The outputs as they come, each with the index of its prompt. Raises what ended a request."""

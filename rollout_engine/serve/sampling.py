@@ -1,5 +1,6 @@
 """Sampling settings in bodies of requests, under the names that OpenAI's, vLLM's and our own clients use."""
 
+import operator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,6 +41,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name != "seed")
+_values = operator.attrgetter(*_NAMES)
 _MAX_KEPT = 64
 
 
@@ -62,19 +64,24 @@ class SettingsReader:
 
     def read(self, fields: SamplingFields, **more: Any) -> Settings:
         """The settings of a body, and `more` of them. Raises `RequestError`."""
-        own = {name: value for name in _NAMES if (value := getattr(fields, name)) is not None}
-        given: dict[str, Any] = self._defaults | own | more
-        bias = given.get("logit_bias")
-        if isinstance(bias, dict):  # JSON's keys are strings
-            given["logit_bias"] = {int(key) if _is_int(key) else key: value for key, value in bias.items()}
-        key = repr(given)
+        values = _values(fields)
+        key = repr((values, more))
         params = self._known.get(key)
         if params is None:
-            params = SamplingParams(**given)
+            own = {name: value for name, value in zip(_NAMES, values, strict=True) if value is not None}
+            params = SamplingParams(**_with_int_keys(self._defaults | own | more))
             if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
             self._known[key] = params
         return Settings(params, _seed(fields.seed))
+
+
+def _with_int_keys(given: dict[str, Any]) -> dict[str, Any]:
+    """The same, with the token ids of `logit_bias` as numbers: JSON's keys are strings."""
+    bias = given.get("logit_bias")
+    if not isinstance(bias, dict):
+        return given
+    return given | {"logit_bias": {int(key) if _is_int(key) else key: value for key, value in bias.items()}}
 
 
 def _seed(seed: Any) -> int | None:

@@ -100,8 +100,8 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     adds = fields.get("add_special_tokens")
     if adds is not None and not ("prompt" in fields and isinstance(adds, bool)):
         raise RequestError.for_field("add_special_tokens", adds, "a bool, given with a text (prompt)")
-    check_chat_options(fields)
     if "messages" in fields:
+        check_chat_options(fields)
         return {**fields, "messages": as_messages(fields["messages"])}
     for key in CHAT_KEYS:
         if fields.get(key) is not None:

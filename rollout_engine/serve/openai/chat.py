@@ -3,8 +3,6 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
-
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput
 from rollout_engine.serve.generation import Generation, failed
@@ -163,9 +161,10 @@ def _settings(served: Served, body: ChatBody) -> Settings:
     if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
         bound = f"max_completion_tokens, which is {body.max_completion_tokens}"
         raise RequestError.for_field("max_tokens", body.max_tokens, bound, "Give one of them.")
-    fields = msgspec.structs.replace(body, max_tokens=body.max_completion_tokens or body.max_tokens)
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    return served.settings.read(fields, output_kind="delta" if body.stream else "final_only", **more)
+    if body.max_completion_tokens:
+        more["max_tokens"] = body.max_completion_tokens
+    return served.settings.read(body, output_kind="delta" if body.stream else "final_only", **more)
 
 
 def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:

@@ -52,6 +52,11 @@ async def create(served: Served, asked: Asked) -> Reply | Events:
 class _Call:
     """One call: its settings, and how its outputs are written."""
 
+    __slots__ = (
+        *("_asked", "_body", "_created", "_echoes", "_id", "_is_scoring", "_lora", "_prompts", "_rows"),
+        *("_served", "_settings"),
+    )
+
     def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
         body: CompletionBody = asked.body
         self._served, self._asked, self._body, self._lora = served, asked, body, lora
@@ -113,12 +118,10 @@ class _Call:
     def _with_defaults(self, kind: str) -> Settings:
         body = self._body
         most = 1 if self._is_scoring else _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        fields = msgspec.structs.replace(body, max_tokens=most)
-        more: dict[str, Any] = {"output_kind": kind, "logprobs": body.logprobs}
-        if self._echoes and body.logprobs is not None:
-            if body.prompt_logprobs is None:
-                fields.prompt_logprobs = body.logprobs
-        return self._served.settings.read(fields, **more)
+        more: dict[str, Any] = {"output_kind": kind, "logprobs": body.logprobs, "max_tokens": most}
+        if self._echoes and body.logprobs is not None and body.prompt_logprobs is None:
+            more["prompt_logprobs"] = body.logprobs
+        return self._served.settings.read(body, **more)
 
     def _response(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -16,11 +16,12 @@ Texts: TypeAlias = dict[int, str]
 """Token id -> what is written for it."""
 
 _IMPOSSIBLE = -9999.0
+_LOWEST = np.float32(_IMPOSSIBLE)
 
 
 def values_of(logprobs: np.ndarray) -> Any:
     """float32 of any shape as a list of numbers of JSON, or a list of lists."""
-    return np.maximum(logprobs, np.float32(_IMPOSSIBLE)).tolist()
+    return np.maximum(logprobs, _LOWEST).tolist()
 
 
 def text_logprobs(
@@ -139,8 +140,11 @@ class _TokenIds(dict[int, str]):
         return f"token_id:{token_id}"
 
 
+_TOKEN_IDS = _TokenIds()
+
+
 def _texts(served: Served, as_ids: bool) -> Texts:
     """What stands for each token: its text, or its id where those are asked for or there is no tokenizer."""
     if as_ids or served.engine.frontend.inputs.codec is None:
-        return _TokenIds()
+        return _TOKEN_IDS
     return cast(Texts, served.token_texts)

@@ -82,6 +82,12 @@ def test_what_cannot_be_served_is_refused_with_its_field(client, fields, said):
     assert said in client.problem("/v1/completions", fields)["message"]
 
 
+@pytest.mark.parametrize("prompt, place", [([5, 10**9], "prompt_token_ids[1]"), ([[5], [10**9]], "prompts[1]: ")])
+def test_only_prompts_of_several_are_named_by_their_index(client, prompt, place):
+    problem = client.problem("/v1/completions", {"prompt": prompt})
+    assert problem["message"].startswith(place) and problem["param"].startswith("prompt_token_ids[")
+
+
 def test_fields_that_ask_for_nothing_are_taken(client):
     body = {"prompt": "x", "max_tokens": 1, "user": "me", "best_of": 1, "suffix": None, "use_beam_search": False}
     assert len(client.post("/v1/completions", body)["choices"]) == 1

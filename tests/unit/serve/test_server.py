@@ -102,7 +102,7 @@ def test_a_client_that_leaves_aborts_its_request(server, policy, behind):
 
 def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server, policy, monkeypatch):
     frontend = server.app.served.engine.frontend
-    add, has_come, may_add, added = frontend.add_requests, *(threading.Event() for _ in range(3))
+    add, has_come, may_add, added = frontend.add_request, *(threading.Event() for _ in range(3))
 
     def add_late(*arguments, **options):
         has_come.set()
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server,
         added.set()
         return streams
 
-    monkeypatch.setattr(frontend, "add_requests", add_late)
+    monkeypatch.setattr(frontend, "add_request", add_late)
     monkeypatch.setattr(generation, "_LONG_BYTES", 0)  # from here on prompts are encoded on a thread
     policy.pause_generation(mode="keep")
     body = b'{"prompt": "x", "max_tokens": 3}'
