@@ -111,7 +111,9 @@ class Generation:
                 yield self._streams[stream], output
             if self._open:
                 self._waiter = self._loop.create_future()
-                await self._waiter
+                if not self._ready:  # looked at again: `_wake` has woken nobody before there was a waiter
+                    await self._waiter
+                self._waiter = None
 
     async def results(self) -> list[RequestOutput]:
         """The finished outputs, in the order of the prompts."""
@@ -143,7 +145,8 @@ class Generation:
 
     def _wake(self, stream: Stream) -> None:
         self._ready.append(stream)
-        self._waker.wake(self)
+        if self._waiter is not None:
+            self._waker.wake(self)
 
 
 def failed(output: RequestOutput) -> HttpProblem | None:
