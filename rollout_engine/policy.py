@@ -27,10 +27,10 @@ from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rollout_arguments import RolloutArguments, check_for_prompts, run_to_end
 from rollout_engine.rollout_batch import Layout
 from rollout_engine.rollout_collector import RolloutCollector, staleness_control
-from rollout_engine.rollout_groups import GroupBatcher, OnGroup, log_rollout
+from rollout_engine.rollout_groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
+from rollout_engine.rollout_log import RolloutLog
 from rollout_engine.rollout_plan import Columns, dataset_tasks
 from rollout_engine.sampling_params import SamplingLike
-from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.threads import no_thread, run_in_thread
 
@@ -111,6 +111,7 @@ class RolloutPolicy(BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | None = None,
         on_group: OnGroup | None = None,
+        log_to: str | os.PathLike[str] | None = None,
         use_tqdm: bool = True,
         **options: Unpack[RolloutOptions],
     ) -> TensorDict:
@@ -125,33 +126,32 @@ class RolloutPolicy(BlockingVerbs):
                 None where it does not apply; called per group as it finishes, with the prompt as it was given. It gets
                 those arguments that it names, as in TRL (`rollout_engine.reward_functions`). May be async. Completions
                 are texts; where the prompt was a plain list of messages, they are lists of one message. A list of
-                functions gives the sum, and ("rewards", NAME) for each.
-            reward_weights: one number per function of that list, 1.0 unless given.
+                functions gives the sum, and ("rewards", NAME) for each. reward_weights: one per function, or 1.0.
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
                 `rollout_engine.seeds`; None leaves seeds to the sampling params and the engine.
-            layout: "padded" or "packed".
-            oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others are
-                aborted at once ("num_dropped" counts them). This is biased: short answers end first, long ones are
-                missing, and a policy trained on the rest learns to be brief. `collect` is not biased. None: off.
+            oversample: samples to start per prompt; the first `num_samples` to end are returned, and the others aborted
+                ("num_dropped" counts them). This is biased: short answers end first, and a policy trained on those
+                learns to be brief. `collect` is not biased. None: off.
             session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
-            on_group: called with the TensorDict of each group as soon as it is complete, while others run.
-            use_tqdm: show a progress bar; without it nothing is printed.
+            on_group: called with the TensorDict of each group as soon as it is complete.
+            log_to: a file to append each group to, with what made it (`rollout_engine.rollout_log`) for `replay`.
+            layout, use_tqdm: "padded" or "packed"; show a progress bar, or print nothing.
             options: for conversations, as in `ChatOptions`, such as chat_template_kwargs={"enable_thinking": False};
                 and for environments in place of prompts, `rollout(None, params, env=...)`, as in `EpisodeOptions`.
 
-        Works inside a running event loop too (it blocks that loop). Whatever is raised, the requests of this rollout
-        are aborted first and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as
-        soon as one sequence fails (a group with a hole is no use to a trainer), `RewardError` naming the prompt.
-        `LifecycleError` while paused or asleep; paused by another thread once it has begun, it waits for the resume,
-        or raises `RetryableError` where that pause (sleep, update) aborts a group: none is returned cut short.
+        Works inside a running event loop too (it blocks that loop). Whatever is raised, its requests are aborted first
+        and the engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one
+        sequence fails, `RewardError` naming the prompt. `LifecycleError` while paused or asleep; paused by another
+        thread once it has begun, it waits for the resume, or raises `RetryableError` where that pause (sleep, update)
+        aborts a group: none is returned cut short.
         """
         given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
         start = time.perf_counter()
+        listeners = self._listeners(on_group, log_to, lora_request)
         arguments = RolloutArguments(*given, session_id, lora_request, options)
         run = arguments.begin(self.frontend, self._kept_workers, self.rollout)
-        bar = ProgressBar(run.num_groups, desc="rollout", unit="group", shown=use_tqdm)
-        groups = run_to_end(run, bar, lambda group: self._batcher.tell(on_group, group, layout))
+        groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
         return self._batcher.batch(groups, layout)
@@ -170,6 +170,7 @@ class RolloutPolicy(BlockingVerbs):
         oversample: int | None = None,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | None = None,
+        log_to: str | os.PathLike[str] | None = None,
         **options: Unpack[RolloutOptions],
     ) -> AsyncIterator[TensorDict]:
         """Yield what `rollout` returns, one TensorDict per group, in completion order; "group_id" names its prompt.
@@ -184,6 +185,7 @@ class RolloutPolicy(BlockingVerbs):
         step: asyncio.Future[Sequence[Any]] | None = None
         if lora_request is not None:
             await run_in_thread(self.frontend.ensure_loras, lora_request)
+        listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
         run = RolloutArguments(*given, session_id, lora_request, options).begin(
             self.frontend, self._kept_workers, self.arollout, loop
         )
@@ -195,6 +197,8 @@ class RolloutPolicy(BlockingVerbs):
                 except RuntimeError as problem:
                     raise no_thread("rollout", problem) from problem
                 for group in await asyncio.shield(step):
+                    if any(listeners):
+                        await run_in_thread(self._batcher.tell, listeners, group, layout)
                     self._batcher.count_staleness([group])
                     yield self._batcher.batch([group], layout)
         finally:
@@ -219,6 +223,7 @@ class RolloutPolicy(BlockingVerbs):
         seed: int | None = None,
         lora_request: LoRALike | None = None,
         on_group: OnGroup | None = None,
+        log_to: str | os.PathLike[str] | None = None,
         layout: Layout = "padded",
         **chat: Unpack[ChatOptions],
     ) -> RolloutCollector:
@@ -231,8 +236,7 @@ class RolloutPolicy(BlockingVerbs):
         A batch is ready when enough groups are complete. The others are carried over: they go on while the trainer
         works (where the engine has a process of its own) and over its weight update (`mode="keep"`), and come with a
         later batch, their versions recorded per token. Nothing is dropped for its length, so nothing is biased towards
-        short answers. Without an update in between, a group holds what `rollout` with the same `seed` returns for its
-        row.
+        short answers. Without an update in between, a group is what `rollout` with the same `seed` returns for it.
 
         Args:
             dataset: prompts as for `rollout`, or rows: dictionaries with a prompt (`prompt`, `prompt_token_ids` or
@@ -247,7 +251,7 @@ class RolloutPolicy(BlockingVerbs):
                 while the trainer works. None: no bound.
             max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
                 `groups_per_batch`.
-            on_group: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
+            on_group, log_to: as in `rollout`. Groups are complete, and rewards computed, while `next` waits.
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; what `next`
         raises is what `rollout` does, except that groups cut short by an abort are started again.
         """
@@ -260,7 +264,7 @@ class RolloutPolicy(BlockingVerbs):
             staleness_control(groups_per_batch, max_staleness, max_in_flight),
             reward_fn=reward_fn,
             reward_weights=reward_weights,
-            on_group=on_group,
+            listeners=self._listeners(on_group, log_to, lora_request),
             layout=layout,
         )
 
@@ -298,6 +302,11 @@ class RolloutPolicy(BlockingVerbs):
         for (place, first), result in zip(scored, results, strict=True):
             logprobs[place][first:] = torch.from_numpy(np.asarray(result))
         return logprobs.masked_fill_(~assistant, 0.0)
+
+    def _listeners(
+        self, on_group: OnGroup | None, log_to: str | os.PathLike[str] | None, lora: LoRALike | None
+    ) -> GroupListeners:
+        return GroupListeners(on_group, None if log_to is None else RolloutLog(self, log_to, lora))
 
     def shutdown(self) -> None:
         """End the engine as `Face.shutdown` does, and worker processes kept for environments. May be called again."""

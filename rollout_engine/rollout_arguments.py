@@ -94,9 +94,9 @@ def check_for_prompts(verb: Callable[..., Any], layout: Layout, options: ChatOpt
     check_chat_arguments(options, verb)
 
 
-def run_to_end(run: RolloutRun | EpisodeRun, bar: ProgressBar, tell: Callable[[Any], None]) -> list[Any]:
-    """Run all groups to their end. Returns them in the order of their prompts."""
-    groups = []
+def run_to_end(run: RolloutRun | EpisodeRun, tell: Callable[[Any], None], *, shown: bool) -> list[Any]:
+    """Run all groups to their end, with a progress bar if it is `shown`. Returns them in the order of their prompts."""
+    groups, bar = [], ProgressBar(run.num_groups, desc="rollout", unit="group", shown=shown)
     with held(), closing(run), bar:
         while run.unfinished:
             deliver()

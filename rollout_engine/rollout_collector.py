@@ -13,7 +13,7 @@ from rollout_engine.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rollout_batch import Layout
-from rollout_engine.rollout_groups import GroupBatcher, OnGroup
+from rollout_engine.rollout_groups import GroupBatcher, GroupListeners
 from rollout_engine.rollout_plan import GroupTask, as_int
 from rollout_engine.rollout_run import Group, RolloutRun
 from rollout_engine.rollout_staleness import StalenessControl
@@ -57,13 +57,13 @@ class RolloutCollector:
         *,
         reward_fn: RewardFunctions | None = None,
         reward_weights: Sequence[float] | None = None,
-        on_group: OnGroup | None = None,
         layout: Layout = "padded",
+        listeners: GroupListeners,
     ) -> None:
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._run = RolloutRun(frontend, (), reward_fn, reward_weights=reward_weights, keeps_aborted=True)
-        self._on_group, self._layout = on_group, layout
+        self._listeners, self._layout = listeners, layout
         self._open: dict[int, GroupTask] = {}
         """Groups that were started and not delivered, with their seeds."""
         self._groups: dict[int, Group] = {}
@@ -174,7 +174,7 @@ class RolloutCollector:
     def _complete(self, group: Group) -> None:
         self._groups[group.index] = group
         self._control.completed(group.index, group.oldest_version)
-        self._batcher.tell(self._on_group, group, self._layout)
+        self._batcher.tell(self._listeners, group, self._layout)
 
     def _deliver(self, indexes: list[int]) -> RolloutBatch:
         """Make the batch of these groups, and start what may run until the next call."""

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, held
@@ -16,6 +16,7 @@ from rollout_engine.metrics import staleness
 from rollout_engine.provenance import RolloutNote, attach
 from rollout_engine.rewards import Rewards
 from rollout_engine.rollout_batch import Layout, rollout_batch
+from rollout_engine.rollout_log import RolloutLog
 from rollout_engine.rollout_run import Group
 from rollout_engine.sampling_params import SamplingParams
 
@@ -25,6 +26,13 @@ AnyGroup = Group | EpisodeGroup
 
 OnGroup = Callable[[RolloutBatch], Any]
 """Called with the TensorDict of one group."""
+
+
+class GroupListeners(NamedTuple):
+    """Who is told of a group as soon as it is complete."""
+
+    on_group: OnGroup | None = None
+    log: RolloutLog | None = None
 
 
 class GroupBatcher:
@@ -64,12 +72,15 @@ class GroupBatcher:
             layout=layout,
         )
 
-    def tell(self, on_group: OnGroup | None, group: AnyGroup, layout: Layout) -> None:
-        """Call `on_group`, where there is one, with the TensorDict of a group."""
-        if on_group is not None:
+    def tell(self, listeners: GroupListeners, group: AnyGroup, layout: Layout) -> None:
+        """Give the TensorDict of a group to who wants it."""
+        if any(listeners):
             batch = self.batch([group], layout)
             with allowed():
-                on_group(batch)
+                if listeners.log is not None:
+                    listeners.log.write(batch, group.params)
+                if listeners.on_group is not None:
+                    listeners.on_group(batch)
 
     def count_staleness(self, groups: Sequence[AnyGroup]) -> None:
         """Add the samples of groups that are handed out now to the engine's metrics."""

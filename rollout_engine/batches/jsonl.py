@@ -15,6 +15,7 @@
                                                   response the turn that sampled it, -1 for glue
     columns                                       {name: value} of your columns, and of keys that you added
 
+`rollout(log_to=...)` adds what made the sample (`rollout_engine.rollout_log`); `read_jsonl` reads both.
 "routed_experts" are not written. Numbers are written so that reading them gives the same bits (float32 as its float64
 value).
 """
@@ -52,7 +53,7 @@ def to_jsonl(batch: TensorDictBase, path: str | os.PathLike[str] | TextIO, *, ap
     `path` is a file name, or a file open for text; `append=True` appends to an existing file of that name. Nothing is
     written if a column cannot be represented in JSON: that raises `RequestError` with its name.
     """
-    lines = [_line(sample) for sample in samples(batch)]
+    lines = [line_of(sample) for sample in samples(batch)]
     target: Any = path  # to type checkers TextIO and TextIOBase are unrelated
     mode = "a" if append else "w"
     opened = nullcontext(target) if isinstance(path, TextIOBase) else open(target, mode, encoding="utf-8")
@@ -97,7 +98,7 @@ def _plain(batch: TensorDictBase, reserved: frozenset[str]) -> dict[Key, list[An
     return {key: batch.get(key).tolist() for key in keys if _top(key) in reserved}
 
 
-def _line(sample: dict[str, Any]) -> str:
+def line_of(sample: dict[str, Any]) -> str:
     """One dict of `samples` as JSON. Raises `RequestError` for a column that cannot be written."""
     for name, value in sample["columns"].items():
         try:

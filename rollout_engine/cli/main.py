@@ -13,6 +13,8 @@ COMMANDS = {
     "doctor": "what this machine can do: processor, kernels, row plans, transports, extras, versions",
     "generate": "print completions of prompts",
     "rollout": "write rollouts as JSON lines: tokens, log-probs, policy versions, seeds",
+    "replay": "logged rollouts made again bit by bit, or where they differ and why",
+    "view": "a page of rollouts to look at: filter, sort, open, colour tokens, compare",
     "postmortem": "the last steps of a core that died, and whether its scheduler fails alone",
     "serve": "an HTTP server for clients that speak OpenAI's, vLLM's or SGLang's dialect",
     "core": "a core that listens on TCP, for front ends on other machines",
@@ -25,7 +27,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without any.
 
-    Returns the exit status: 0, 2 for an error that the user can correct, 130 when interrupted.
+    Returns the exit status: 0 or what the command returns, 2 for an error that the user can correct, 130 when
+    interrupted.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     chosen, rest = _choose(given or ["--help"])
@@ -35,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_arguments(parser)
     try:
-        command.run(parser.parse_intermixed_args(rest))
+        status: int | None = command.run(parser.parse_intermixed_args(rest))
     except RolloutEngineError as problem:
         print(f"{PROGRAM} {chosen}: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def _choose(arguments: list[str]) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ import argparse
 import time
 from pathlib import Path
 
-from rollout_engine.cli.replay import replay
+from rollout_engine.cli.schedule_replay import replay
 from rollout_engine.process.post_mortem import (
     AddLine,
     CallLine,

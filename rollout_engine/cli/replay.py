@@ -1,164 +1,57 @@
-"""Replays the schedule of a post-mortem file without a model, to see whether the scheduler alone fails the same way."""
+"""Makes logged rollouts again, token by token and bit by bit, or says where they differ and what may be why.
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+    rollout-engine replay rollouts.jsonl --sample 12
+    rollout-engine replay rollouts.jsonl --weights steps/100 --weights steps/200 num_threads=2
+
+The file is one of `rollout(log_to=...)`. Its lines name the model, the dtype and the digests of the weights; weights of
+versions that a trainer has pushed are looked for among those of --weights. The exit status is 1 where a sample differs.
+"""
+
+import argparse
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from rollout_engine.core.config import CoreConfig
-from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_executor import FakeExecutor, FakeKVError
-from rollout_engine.core.step import Step
-from rollout_engine.errors import RolloutEngineError
-from rollout_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
-from rollout_engine.pooling_params import PoolingParams
-from rollout_engine.process import post_mortem
-from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.seeds import mix
-
-_POOLING = {"": None, "last": PoolingParams(kind="last"), "all": PoolingParams(kind="token")}
-_CALLS: Mapping[str, Callable[..., Any]] = {
-    name: getattr(EngineCore, name)
-    for name in ("abort_sequences", "pause", "resume", "sleep", "wake_up", "begin_update", "close_for_update")
-} | {
-    "commit_version": EngineCore.commit_version,
-    "end_update": lambda core, dirty: core.end_update(dirty=dirty),
-}
-Rows = list[tuple[int, int, int]]
+from rollout_engine.batches.rollout_files import read_jsonl
+from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.errors import RequestError
+from rollout_engine.policy import RolloutPolicy
+from rollout_engine.rollout_replay import replay, require_log
 
 
-class Replayed(msgspec.Struct):
-    """Outcome of a replay: how its schedule compares with the recorded one."""
-
-    num_steps: int = 0
-    difference: str = ""
-    """The first step whose schedule is not the recorded one."""
-    failure: str = ""
-    """How the scheduler, its invariants or the KV blocks failed."""
-
-
-def replay(lines: list[post_mortem.Line]) -> Replayed:
-    """Replay a file until its end or the first failure. Schedules are compared where the file begins with the core."""
-    header, *rest = lines
-    assert isinstance(header, post_mortem.Header), "checked when it was read"
-    found, core = Replayed(), _Core(header, rest)
-    expected: list[post_mortem.StepLine] = []
-    for line in rest:
-        try:
-            match line:
-                case post_mortem.LiveLine(request) | post_mortem.AddLine(_, request):
-                    core.add_request(_source(request, header.config["vocab_size"], header.config["block_size"]))
-                case post_mortem.CallLine(_, name, arguments, False):
-                    _call(core, name, arguments)
-                case post_mortem.StepLine():
-                    expected.append(line)
-                case post_mortem.EndLine(_, _, ended):
-                    found.num_steps += 1
-                    core.step()
-                    core.check_integrity()
-                    if header.is_whole and not found.difference:
-                        found.difference = _difference(expected, core.scheduled)
-                    core.abort_sequences([sequence_id for sequence_id, reason in ended if reason == "error"])
-                    expected, core.scheduled = [], []
-        except Exception as problem:
-            found.failure = f"{type(problem).__name__}: {problem}"
-        found.failure = found.failure or core.executor.failure
-        if found.failure:
-            break
-    return found
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `replay`."""
+    parser.add_argument("file", type=Path, help="a file of rollout(log_to=...)")
+    parser.add_argument("--sample", type=int, metavar="K", help="only the sample in this line, the first being 0")
+    parser.add_argument("--model", help="checkpoint directory or hub id; default: the one that the lines name")
+    parser.add_argument("--weights", action="append", default=[], metavar="DIR", help="a checkpoint of a later version")
+    add_overrides(parser)
 
 
-class _Executor(FakeExecutor):
-    """The fake model, and the first wrong access to its KV."""
-
-    failure = ""
-
-    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
-        try:
-            return super().execute(work)
-        except FakeKVError as problem:
-            self.failure = self.failure or f"FakeKVError: {problem}"
-            raise
-
-
-class _Core(EngineCore):
-    """A core over the fake model, in which sequences end where they did, and steps fail that did."""
-
-    def __init__(self, header: post_mortem.Header, lines: list[post_mortem.Line]) -> None:
-        config = msgspec.convert(header.config, CoreConfig)
-        self.scheduled: list[Rows] = []
-        self.executor = _Executor(
-            block_size=config.block_size,
-            vocab_size=config.vocab_size,
-            scripts=_scripts(lines, config.vocab_size),
-            fail_at_steps=_failed_steps(lines),
-        )
-        super().__init__(self.executor, config, policy_version=header.policy_version)
-
-    def _schedule(self) -> Step | None:
-        step = super()._schedule()
-        if step is not None:
-            rows = step.work.scheduled
-            self.scheduled.append([(r.sequence_id, r.num_computed_tokens, r.num_scheduled_tokens) for r in rows])
-        return step
+def run(arguments: argparse.Namespace) -> int:
+    """Print what came of the samples. Returns 1 where one differs."""
+    overrides, samples = parse_overrides(arguments.overrides), read_jsonl(arguments.file)
+    if arguments.sample is not None:
+        samples = _chosen(samples, arguments.sample)
+    if not samples:
+        raise RequestError(f"{arguments.file} has no rollouts.")
+    if overrides.sampling:
+        raise RequestError(f"{next(iter(overrides.sampling))}: the lines themselves say how they were sampled.")
+    for sample in samples:
+        require_log(sample)
+    logged = samples[0]["engine"]
+    options: dict[str, Any] = {name: logged[name] for name in ("dtype", "fp32_head", "deterministic")}
+    options |= {"logits_processors": tuple(logged["logits_processors"])} | overrides.engine
+    with RolloutPolicy.from_pretrained(arguments.model or logged["model"], **options) as policy:
+        reports = replay(policy, samples, arguments.weights)
+    for report in reports:
+        if len(reports) == 1 or not report.is_equal:
+            print(report)
+    num_equal = sum(report.is_equal for report in reports)
+    print(f"{num_equal} of {len(reports)} samples made again, equal to the bit")
+    return int(num_equal < len(reports))
 
 
-def _call(core: EngineCore, name: str, arguments: list[Any]) -> None:
-    try:
-        _CALLS[name](core, *arguments)
-    except RolloutEngineError:
-        pass  # it was refused then, too
-
-
-def _scripts(lines: list[post_mortem.Line], stop_id: int) -> dict[int, list[int]]:
-    """Tokens of the sequences that ended at a stop token: any, of each sequence its own, and then that one."""
-    gained: Counter[int] = Counter()
-    scripts: dict[int, list[int]] = {}
-    for line in lines:
-        if isinstance(line, post_mortem.StepLine):
-            gained.update(line.samples)
-        elif isinstance(line, post_mortem.EndLine):
-            for sequence_id in (sequence_id for sequence_id, reason in line.ended if reason == "stop"):
-                before = range(gained[sequence_id] - 1)
-                scripts[sequence_id] = [mix(sequence_id, i) % stop_id for i in before] + [stop_id]
-    return scripts
-
-
-def _failed_steps(lines: list[post_mortem.Line]) -> set[int]:
-    """Numbers, counted from the first step of the file, of steps whose sequences all ended by an error."""
-    steps = [line for line in lines if isinstance(line, post_mortem.StepLine | post_mortem.EndLine)]
-    first = next((line.step for line in steps if isinstance(line, post_mortem.StepLine)), 0)
-    failed = set()
-    for line, after in zip(steps, steps[1:], strict=False):
-        if isinstance(line, post_mortem.StepLine) and isinstance(after, post_mortem.EndLine) and line.rows:
-            errors = {sequence_id for sequence_id, reason in after.ended if reason == "error"}
-            if errors >= {row[0] for row in line.rows}:
-                failed.add(line.step - first)
-    return failed
-
-
-def _source(request: post_mortem.Request, vocab_size: int, block_size: int) -> EngineCoreRequest:
-    """A request with as many tokens as the recorded one, equal where its beginning was equal to another's."""
-    blocks, num_tokens = request.blocks, request.num_tokens
-    num_known = min(num_tokens, block_size * len(blocks))
-    known = [mix(blocks[i // block_size], i) % vocab_size for i in range(num_known)]
-    return EngineCoreRequest(
-        prompt_token_ids=known + [mix(request.id, i) % vocab_size for i in range(num_known, num_tokens)],
-        params=SamplingParams(n=request.n, prompt_logprobs=0 if request.scores_prompt else None),
-        max_tokens=request.max_tokens,
-        seed=request.id,
-        first_sequence_id=request.id,
-        eos_token_ids=[vocab_size],
-        priority=request.priority,
-        cache_salt=request.salt,
-        pooling=_POOLING[request.pools],
-    )
-
-
-def _difference(expected: list[post_mortem.StepLine], found: list[Rows]) -> str:
-    recorded = [line.rows for line in expected]
-    if recorded == found:
-        return ""
-    step = expected[0].step if expected else "without work"
-    return f"step {step}: recorded rows {str(recorded)[:200]}, replayed {str(found)[:200]}"
+def _chosen(samples: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    if not 0 <= index < len(samples):
+        raise RequestError.for_field("--sample", index, f"from 0 to {len(samples) - 1}")
+    return [samples[index]]

@@ -107,8 +107,7 @@ class Episode:
 
     def turn_seed(self, seat: int, turn: int) -> int:
         """Sequence seed of a turn: `SamplingParams(seed=..., n=1)` replays it."""
-        seed = mix(self.seed, _SEATS + seat) if seat else self.seed
-        return mix(seed, _TURNS + turn) if turn else seed
+        return seed_of_turn(mix(self.seed, _SEATS + seat) if seat else self.seed, turn)
 
     def began(self, observation: Observation, tools: list[dict[str, Any]], num_seats: int) -> Next:
         """The environment has been reset."""
@@ -187,3 +186,8 @@ class Episode:
         for conversation in self.seats.values():
             conversation.end()
         return None
+
+
+def seed_of_turn(seed: int, turn: int) -> int:
+    """Sequence seed of a seat's turn; `seed` is that of its first one."""
+    return mix(seed, _TURNS + turn) if turn else seed

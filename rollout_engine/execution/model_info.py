@@ -20,6 +20,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens, in chunks of more than one, of a step in which other sequences decode; see `CoreConfig`."""
     choices: str
     """Every choice made at start-up, for one log line."""
+    made_with: dict[str, str] = {}
+    """Versions of the libraries, the machine and the instruction set: with others, bits may be others."""
     generates: bool = True
     """Whether it has an output head; a checkpoint that classifies has none."""
     pooling: PoolingInfo | None = None

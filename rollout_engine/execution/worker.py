@@ -1,11 +1,13 @@
 """One device's share of the engine: the model, its KV pool, its weights."""
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+import transformers
 from torch import Tensor, nn
 
 from rollout_engine.config import EngineConfig
@@ -68,6 +70,7 @@ class Worker:
             max_prefill_beside_decode=backend.max_prefill_beside_decode,
             step_seconds=step_seconds,
             draft=None if self.draft is None else self.draft.info,
+            made_with=_made_with(device.torch_device),
             generates=backend.generates,
             pooling=backend.pooling,
             routing=backend.routing,
@@ -143,3 +146,10 @@ class Worker:
         self._weights.derive()
         if self.draft is not None:
             self.draft.restore_weights()
+
+
+def _made_with(device: torch.device) -> dict[str, str]:
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    is_cpu = device.type == "cpu"
+    runs_on = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
+    return {**versions, "machine": platform.machine(), "device": f"{device.type}, {runs_on}"}

@@ -32,13 +32,15 @@ def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     triton_kernels = [source for source in package_sources if source.module.startswith(kernels)]
     subclasses = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.torchrl")]
     verl = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.verl")]
-    others = [source for source in package_sources if source not in (*triton_kernels, *subclasses, *verl)]
+    terminal = [source for source in package_sources if source.module == "rollout_engine.viewing.terminal"]
+    others = [source for source in package_sources if source not in (*triton_kernels, *subclasses, *verl, *terminal)]
     needed = _third_party(others, lambda found: not found.in_function)
     late = _third_party([s for s in package_sources if s not in verl], lambda found: found.in_function)
     assert needed == _names(PROJECT["dependencies"])
     assert late <= needed | _extras()
     assert _third_party(triton_kernels) <= needed | _names(PROJECT["optional-dependencies"]["gpu"])
     assert _third_party(verl) <= VERL
+    assert _third_party(terminal) <= _names(PROJECT["optional-dependencies"]["view"])
     assert _third_party(subclasses) <= needed | _names(PROJECT["optional-dependencies"]["torchrl"])
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout_engine import LLM, AsyncLLM, EngineDeadError, SamplingParams, StepDeadlineError
-from rollout_engine.cli.replay import replay
+from rollout_engine.cli.schedule_replay import replay
 from rollout_engine.process.post_mortem import CallLine, EndLine, StepLine, read_post_mortem
 from tests.faults.deaths import ENDLESS, OPTIONS
 

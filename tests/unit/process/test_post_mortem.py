@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollout_engine.cli.main import main
-from rollout_engine.cli.replay import replay
+from rollout_engine.cli.schedule_replay import replay
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.core.scheduler import Scheduler

@@ -1,0 +1,128 @@
+"""Rollouts as lines of a file, with what made them: `rollout(log_to=...)`. `rollout_engine.replay` makes them again.
+
+A line has the keys of `rollout_engine.batches.jsonl`, and these:
+
+    key         value
+    schema      1: the number of this table
+    sampling    the fields of `SamplingParams` that decide what is drawn, where they are not the default
+    weights     {policy version: digest of the weights} for the versions that sampled; null where the version had passed
+                before its group ended
+    lora        {name, revision, digest} of the adapter; null without one
+    engine      model, dtype, fp32_head, deterministic, logits_processors, and what it ran on (`ModelInfo.made_with`)
+"""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from tensordict import TensorDictBase
+
+from rollout_engine._version import VERSION
+from rollout_engine.batches.jsonl import line_of, samples
+from rollout_engine.errors import LifecycleError, RequestError
+from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.lora_request import LoRALike, as_lora_request
+from rollout_engine.sampling_params import SamplingParams
+
+SCHEMA = 1
+
+_DRAWS_THE_SAME = {
+    "n",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "output_kind",
+    "speculation",
+    "return_routed_experts",
+}
+"""Fields of `SamplingParams` that say how many samples there are, or what is returned of them."""
+
+
+class RolloutLog:
+    """Appends rollouts to a file, one line per sample. Any thread may write."""
+
+    def __init__(self, policy: BlockingVerbs, path: str | os.PathLike[str], lora: LoRALike | None = None) -> None:
+        """The file is made if it is missing. `lora`: the adapter that samples.
+
+        Raises `RequestError` for a file that cannot be written.
+        """
+        self._policy, self._path = policy, Path(path)
+        self._lora = None if lora is None else as_lora_request(lora).name
+        self._digests: dict[int, str] = {}
+        """Version -> digest of its weights."""
+        self._writing = threading.Lock()
+        self._engine = describe_engine(policy)
+        try:
+            with open(self._path, "a+b") as file:
+                _end_last_line(file)
+        except OSError as problem:
+            raise RequestError.for_field("log_to", str(path), "a file that can be written", f"{problem}.") from problem
+        self._learn_digest()
+
+    def write(self, batch: TensorDictBase, params: SamplingParams) -> None:
+        """Append the samples of one group, drawn with `params`."""
+        with self._writing:
+            self._learn_digest()
+            made_by = {"sampling": _drawn_by(params), "lora": self._describe_lora(), "engine": self._engine}
+            lines = []
+            for sample in samples(batch):
+                versions = sorted({*sample["policy_version"], *sample["kv_min_version"]} - {-1})
+                weights = {str(version): self._digests.get(version) for version in versions}
+                lines.append(line_of({"schema": SCHEMA, **sample, "weights": weights, **made_by}) + "\n")
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write("".join(lines))
+
+    def _learn_digest(self) -> None:
+        version = self._policy.policy_version
+        if version not in self._digests:
+            try:
+                digest = live_digest(self._policy)
+            except LifecycleError:  # asleep or in an update: there are no weights to read now
+                return
+            if self._policy.policy_version == version:  # else an update came between: the next group asks
+                self._digests[version] = digest
+
+    def _describe_lora(self) -> dict[str, Any] | None:
+        if self._lora is None:
+            return None
+        [info] = [each for each in self._policy.list_loras() if each.name == self._lora]
+        return {"name": info.name, "revision": info.revision, "digest": info.digest}
+
+
+def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:
+    """What decides an engine's bits, besides its weights."""
+    info = policy.frontend.client.info
+    config = info.config
+    return {
+        "model": config.model,
+        "dtype": info.dtype,
+        "fp32_head": config.fp32_head,
+        "deterministic": config.deterministic,
+        "logits_processors": list(config.logits_processors),
+        "made_with": {"rollout_engine": VERSION, **info.made_with},
+    }
+
+
+def live_digest(policy: BlockingVerbs) -> str:
+    """Digest of the live weights, of a fleet those of its first replica. `LifecycleError` where there are none."""
+    results: Any = policy.collective_rpc("get_weight_digest")
+    ranks = next(iter(results.values())) if isinstance(results, dict) else results
+    return str(ranks[0])
+
+
+def _drawn_by(params: SamplingParams) -> dict[str, Any]:
+    default = SamplingParams()
+    given = {name: getattr(params, name) for name in params.__struct_fields__ if name not in _DRAWS_THE_SAME}
+    return {name: msgspec.to_builtins(value) for name, value in given.items() if value != getattr(default, name)}
+
+
+def _end_last_line(file: BinaryIO) -> None:
+    """End a last line that was cut off, so that it spoils itself alone."""
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.write(b"\n")

@@ -1,0 +1,217 @@
+"""Makes logged rollouts again, token by token and bit by bit, or says where they differ and what may be why.
+
+    for report in replay(policy, read_jsonl("rollouts.jsonl")):
+        assert report.is_equal, report
+
+A draw depends on its seed and position alone and kernels do not see the batch. So every piece of a sample, the tokens
+of one turn that one version of the weights sampled, is made again by itself: its prompt is all that stands before it.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from rollout_engine.batches.jsonl import samples as samples_of
+from rollout_engine.episodes.episode import seed_of_turn
+from rollout_engine.errors import RequestError
+from rollout_engine.policy import RolloutPolicy
+from rollout_engine.rollout_log import describe_engine, live_digest
+from rollout_engine.sampling_params import SamplingParams
+
+Sample = Mapping[str, Any]
+"""One sample of a file, as `read_jsonl` returns it."""
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first token of a sample that was not made again as it was."""
+
+    place: int
+    """Index in the response."""
+    logged: tuple[int, float] | None
+    """Token id and log-prob, as they were; None where the sample had ended."""
+    made: tuple[int, float] | None
+    """Token id and log-prob, as they are now; None where it ends now."""
+
+    def __str__(self) -> str:
+        return f"token {self.place} of the response was {_told(self.logged)} and is {_told(self.made)}"
+
+
+class ReplayReport(msgspec.Struct):
+    """What came of one sample."""
+
+    group_id: int
+    sample_index: int
+    num_tokens: int = 0
+    """Sampled tokens that were made again and compared."""
+    left_out: dict[str, int] = {}
+    """Why tokens could not be made again -> how many."""
+    difference: Difference | None = None
+    causes: list[str] = []
+    """What is otherwise than when it was sampled; sentences without a full stop."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every sampled token and log-prob is the same to the bit."""
+        return self.difference is None and not self.left_out
+
+    def __str__(self) -> str:
+        lines = [f"group {self.group_id}, sample {self.sample_index}: {self.num_tokens} tokens made again"]
+        lines[0] += ", equal to the bit" if self.difference is None and self.num_tokens else ""
+        lines += [f"  {count} tokens left out: {why}" for why, count in self.left_out.items()]
+        if self.difference is not None:
+            lines.append(f"  first difference: {self.difference}")
+        lines += [f"  {cause}" for cause in self.causes]
+        return "\n".join(lines)
+
+
+class _Piece(NamedTuple):
+    """Consecutive tokens of a response that one turn and one version sampled."""
+
+    sample: Sample
+    report: ReplayReport
+    start: int
+    end: int
+    digest: str | None
+    """Of the weights that sampled it."""
+    params: SamplingParams
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*self.sample["prompt_token_ids"], *self.sample["response_token_ids"][: self.start]]
+
+
+def replay(policy: RolloutPolicy, samples: Iterable[Sample], weights: Sequence[Any] = ()) -> list[ReplayReport]:
+    """Make samples again, and compare them. One report per sample, in order.
+
+    `weights`: what `policy.update_weights` takes, such as directories of checkpoints. The pieces of a sample are made
+    under those whose digest is that of the weights that sampled them: the live ones, or else one of these. The policy
+    keeps the last of them. Pieces of weights that are not among them are made under the live ones, and `causes` says
+    so.
+
+    Raises `RequestError` for a sample that does not say how it was sampled, as `rollout(log_to=...)` does.
+    """
+    reports: list[ReplayReport] = []
+    pieces: list[_Piece] = []
+    for sample in samples:
+        report = ReplayReport(sample["group_id"], sample["sample_index"])
+        reports.append(report)
+        pieces += _pieces(sample, report)
+    live = live_digest(policy)
+    waiting = [piece for piece in pieces if piece.digest != live]
+    _make_again(policy, [piece for piece in pieces if piece.digest == live])
+    for source in weights if waiting else ():
+        policy.update_weights(source)
+        live = live_digest(policy)
+        _make_again(policy, [piece for piece in waiting if piece.digest == live])
+        waiting = [piece for piece in waiting if piece.digest != live]
+    for piece in waiting:
+        told = "a digest that was not logged" if piece.digest is None else f"digest {piece.digest}"
+        _add_cause(piece.report, f"other weights: {told} sampled it, the live ones have {live}")
+    _make_again(policy, waiting)
+    return reports
+
+
+def require_log(sample: Sample) -> None:
+    """Raise `RequestError` where a sample does not say how it was sampled."""
+    if "sampling" not in sample:
+        where = f"group {sample['group_id']}, sample {sample['sample_index']}"
+        hint = "to_jsonl writes what a TensorDict holds, which is not what made it."
+        raise RequestError.for_field(where, "no 'sampling'", "a line of rollout(log_to=...)", hint)
+
+
+def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
+    """Divide a sample into what can be made again, and count what cannot."""
+    require_log(sample)
+    params = msgspec.convert(sample["sampling"], SamplingParams, str_keys=True)
+    versions, oldest = sample["policy_version"], sample["kv_min_version"]
+    turns = sample.get("turns") or [0] * len(versions)
+    end, current, first = 0, -1, 0
+    for (turn, version, kv), tokens in itertools.groupby(zip(turns, versions, oldest, strict=True)):
+        start, end = end, end + len(list(tokens))
+        if turn != current:
+            current, first = turn, start
+        if version < 0:
+            continue  # a template's or an environment's tokens
+        why = f"version {version} sampled them over KV of version {kv}" if kv != version else ""
+        if start > first and (why_not := _looks_back(params, sample)):
+            why = f"an update came within their turn, and {why_not} looks at the tokens before"
+        if why:
+            report.left_out[why] = report.left_out.get(why, 0) + end - start
+            continue
+        changes = {"seed": seed_of_turn(sample["seed"], turn), "n": 1, "max_tokens": end - start}
+        changes["min_tokens"] = min(max(0, params.min_tokens - (start - first)), end - start)
+        yield _Piece(sample, report, start, end, sample["weights"].get(str(version)), params.clone(**changes))
+
+
+def _looks_back(params: SamplingParams, sample: Sample) -> str:
+    """What makes a draw depend on which of the tokens before it were sampled; empty for nothing."""
+    if params.presence_penalty or params.frequency_penalty:
+        return "a penalty"
+    if params.bad_words:
+        return "bad_words"
+    return "a logits processor" if sample["engine"]["logits_processors"] else ""
+
+
+def _make_again(policy: RolloutPolicy, pieces: list[_Piece]) -> None:
+    """Sample pieces under the live weights, and put into their reports what came of it."""
+    engine = describe_engine(policy)
+    for name, with_lora in _by_lora(pieces).items():
+        batch = policy.rollout(
+            [piece.prompt for piece in with_lora],
+            [piece.params for piece in with_lora],
+            lora_request=name,
+            use_tqdm=False,
+        )
+        adapters = {info.name: info.digest for info in policy.list_loras()} if name else {}
+        for piece, made in zip(with_lora, samples_of(batch), strict=True):
+            for cause in _causes(piece.sample, engine, adapters):
+                _add_cause(piece.report, cause)
+            _compare(piece, made)
+
+
+def _by_lora(pieces: list[_Piece]) -> dict[str | None, list[_Piece]]:
+    grouped: dict[str | None, list[_Piece]] = {}
+    for piece in pieces:
+        lora = piece.sample["lora"]
+        grouped.setdefault(None if lora is None else lora["name"], []).append(piece)
+    return grouped
+
+
+def _compare(piece: _Piece, made: Sample) -> None:
+    report, span = piece.report, slice(piece.start, piece.end)
+    logged_ids, logged_logprobs = piece.sample["response_token_ids"][span], piece.sample["log_probs"][span]
+    report.num_tokens += len(logged_ids)
+    logged = list(zip(logged_ids, logged_logprobs, strict=True))
+    now = list(zip(made["response_token_ids"], made["log_probs"], strict=True))
+    for place, (was, is_now) in enumerate(itertools.zip_longest(logged, now)):
+        if was is None or is_now is None or was[0] != is_now[0] or np.float32(was[1]) != np.float32(is_now[1]):
+            found = Difference(piece.start + place, was, is_now)
+            if report.difference is None or found.place < report.difference.place:
+                report.difference = found
+            return
+
+
+def _causes(sample: Sample, engine: Mapping[str, Any], adapters: Mapping[str, str]) -> Iterator[str]:
+    """What decides bits and is otherwise now than in a line of the log."""
+    logged = sample["engine"]
+    for name in ("dtype", "fp32_head", "deterministic", "logits_processors"):
+        if logged[name] != engine[name]:
+            yield f"another {name}: it was {logged[name]!r}, and is {engine[name]!r}"
+    for name, was in logged["made_with"].items():
+        if was != (now := engine["made_with"].get(name)):
+            yield f"another {name}: it was {was!r}, and is {now!r}"
+    lora = sample["lora"]
+    if lora is not None and adapters.get(lora["name"]) != lora["digest"]:
+        yield f"other values of the adapter {lora['name']!r}: digest {lora['digest']} sampled it"
+
+
+def _add_cause(report: ReplayReport, cause: str) -> None:
+    if cause not in report.causes:
+        report.causes.append(cause)
+
+
+def _told(token: tuple[int, float] | None) -> str:
+    return "not there" if token is None else f"{token[0]} with log-prob {token[1]:.9g}"

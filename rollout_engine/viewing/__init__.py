@@ -1,0 +1,1 @@
+"""Rollouts to look at: in a page, and in a terminal."""

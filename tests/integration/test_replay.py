@@ -1,0 +1,240 @@
+"""Logged rollouts made again: bit for bit from their lines, or with the first difference and its cause."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from envs_adapters import Observation
+from rollout_engine import RolloutPolicy, SamplingParams, read_jsonl, replay
+from rollout_engine.cli.main import main
+from rollout_engine.errors import RequestError
+from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
+from tests.integration.test_policy import perturbed
+
+OPTIONS = dict(dtype="float32", num_kv_blocks=1024, max_model_len=256)
+PROMPTS = ["one", "another", "a prompt of more than sixty-four tokens, so that it spans more than one tile of KV"]
+PARAMS = SamplingParams(max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def policy(checkpoint):
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as policy:
+        yield policy
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "rollouts.jsonl"
+
+
+def other_weights(checkpoint, path, seed=1):
+    """A checkpoint with all weights moved."""
+    model = perturbed(AutoModelForCausalLM.from_pretrained(checkpoint), seed)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(path)
+    return path
+
+
+def logged(policy, log, params=PARAMS, **options):
+    policy.rollout(PROMPTS, params, log_to=log, use_tqdm=False, **({"num_samples": 3, "seed": 4} | options))
+    return read_jsonl(log)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        PARAMS,
+        SamplingParams(max_tokens=20, temperature=0.7, top_p=0.9, top_k=50, min_p=0.01),
+        SamplingParams(max_tokens=20, temperature=0, presence_penalty=0.5, repetition_penalty=1.2),
+        SamplingParams(max_tokens=20, min_tokens=8, logit_bias={7: 5.0, 9: -3.0}, stop=["e"], bad_words=["a"]),
+        SamplingParams(max_tokens=20, logprobs_mode="processed", top_k=5),
+    ],
+    ids=["plain", "cut", "penalties", "edited", "processed"],
+)
+def test_every_sample_of_a_log_is_made_again_bit_for_bit(checkpoint, log, params):
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as policy:
+        samples = logged(policy, log, params)
+    with RolloutPolicy.from_pretrained(checkpoint, enable_prefix_caching=False, **OPTIONS) as another:
+        reports = replay(another, samples)
+    assert len(reports) == 9
+    for sample, report in zip(samples, reports, strict=True):
+        assert report.is_equal and report.causes == [], report
+        assert report.num_tokens == len(sample["response_token_ids"])
+
+
+def test_a_changed_weight_is_named_with_the_first_token_that_differs(policy, checkpoint, log, tmp_path):
+    samples = logged(policy, log)
+    policy.update_weights(str(other_weights(checkpoint, tmp_path / "moved")))
+    for sample, report in zip(samples, replay(policy, samples), strict=True):
+        [digest] = sample["weights"].values()
+        assert not report.is_equal
+        assert report.causes[0].startswith(f"other weights: digest {digest} sampled it")
+        found = report.difference
+        logged_token = (sample["response_token_ids"][found.place], sample["log_probs"][found.place])
+        assert found.logged == logged_token != found.made
+
+
+def test_versions_of_a_run_are_found_by_their_digests(policy, checkpoint, log, tmp_path):
+    folders = [str(other_weights(checkpoint, tmp_path / str(seed), seed)) for seed in (1, 2)]
+    logged(policy, log)
+    for folder in folders:
+        policy.update_weights(folder)
+        samples = logged(policy, log)
+    assert len(samples) == 27 and len({next(iter(s["weights"].values())) for s in samples}) == 3
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as another:
+        reports = replay(another, samples, weights=reversed(folders))
+        assert all(report.is_equal and report.causes == [] for report in reports)
+
+
+def test_pieces_over_an_update_are_made_again_each_under_its_own_weights(policy, checkpoint, log, tmp_path):
+    moved = str(other_weights(checkpoint, tmp_path / "moved"))
+
+    updates = iter([moved])
+
+    def update_once(batch):
+        for source in updates:
+            policy.update_weights(source, kv="recompute")
+
+    # The first group is short: when it is complete, the others are on their way.
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    params = [SamplingParams(max_tokens=4), long, long]
+    policy.rollout(PROMPTS, params, num_samples=2, on_group=update_once, log_to=log, use_tqdm=False)
+    samples = read_jsonl(log)
+    assert any(len(sample["weights"]) == 2 for sample in samples)
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as another:
+        reports = replay(another, samples, weights=[moved])
+    assert all(report.is_equal for report in reports), [str(report) for report in reports]
+    assert all(report.causes == [] for report in reports)
+
+
+def test_tokens_over_kept_kv_are_left_out_and_counted(policy, log):
+    [sample, *_] = logged(policy, log)
+    count = len(sample["kv_min_version"])
+    older = dict(sample, policy_version=[0] * 3 + [1] * (count - 3), weights={**sample["weights"], "1": None})
+    [report] = replay(policy, [older])
+    assert report.left_out == {"version 1 sampled them over KV of version 0": count - 3}
+    assert report.num_tokens == 3 and report.difference is None and not report.is_equal
+
+
+class Telling:
+    """Three turns."""
+
+    def reset(self, seed):
+        self.left = 3
+        return f"start {seed % 7}"
+
+    def step(self, action):
+        self.left -= 1
+        return Observation(f"left: {self.left}", reward=1.0, terminated=self.left == 0)
+
+
+def test_every_turn_of_an_episode_is_made_again(policy, log):
+    policy.rollout(
+        None, PARAMS, env=Telling, num_episodes=3, num_samples=2, max_turns=3, seed=5, log_to=log, use_tqdm=False
+    )
+    samples = read_jsonl(log)
+    assert len(samples) == 6 and all(max(sample["turns"]) == 2 for sample in samples)
+    for sample, report in zip(samples, replay(policy, samples), strict=True):
+        assert report.is_equal, report
+        assert report.num_tokens == sum(turn >= 0 for turn in sample["turns"])
+
+
+def test_an_adapter_is_named_and_asked_for(policy, log):
+    adapter = random_adapter(tiny_model(), "a", seed=1)
+    samples = logged(policy, log, lora_request=adapter)
+    assert samples[0]["lora"] | {"digest": ""} == {"name": "a", "revision": 0, "digest": ""}
+    assert all(report.is_equal for report in replay(policy, samples))
+    policy.remove_lora("a")
+    with pytest.raises(RequestError, match="'a'"):
+        replay(policy, samples)
+    policy.add_lora(random_adapter(tiny_model(), "a", seed=2))
+    reports = replay(policy, samples)
+    assert all(report.causes[0].startswith("other values of the adapter 'a'") for report in reports)
+    assert not any(report.is_equal for report in reports)
+
+
+def test_async_rollouts_and_collectors_log_the_same_lines(policy, log, tmp_path):
+    expected = logged(policy, log)
+
+    async def run(path):
+        async for _ in policy.arollout(PROMPTS, PARAMS, num_samples=3, seed=4, log_to=path):
+            pass
+
+    asyncio.run(run(tmp_path / "async.jsonl"))
+    with policy.collect(PROMPTS, PARAMS, num_samples=3, seed=4, log_to=tmp_path / "collected.jsonl") as collector:
+        list(collector)
+    for name in ("async.jsonl", "collected.jsonl"):
+        found = read_jsonl(tmp_path / name)
+        assert sorted(found, key=lambda s: (s["group_id"], s["sample_index"])) == sorted(
+            expected, key=lambda s: (s["group_id"], s["sample_index"])
+        )
+
+
+def test_a_log_is_appended_to_and_a_line_cut_off_spoils_itself_alone(policy, log, caplog):
+    first = logged(policy, log)
+    with open(log, "a") as file:
+        file.write(json.dumps(first[0])[:100])
+    again = logged(policy, log)
+    assert again == first + first
+    assert "line 10 was cut off (100 bytes)" in caplog.text
+
+
+def test_other_bits_are_expected_of_another_machine_or_library(policy, log):
+    [sample, *_] = logged(policy, log)
+    made_with = sample["engine"]["made_with"] | {"torch": "1.0"}
+    [report] = replay(policy, [dict(sample, engine={**sample["engine"], "made_with": made_with})])
+    assert report.causes == [f"another torch: it was '1.0', and is {torch.__version__!r}"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"schema": 2}', "rollouts.jsonl:1=.*a rollout.*It lacks"),
+        ("[1]", "rollouts.jsonl:1"),
+        ('{"a": nonsense}', "rollouts.jsonl:1.*a line of JSON"),
+    ],
+)
+def test_a_line_that_is_no_rollout_is_refused_with_its_number(log, line, says):
+    log.write_text(line + "\n")
+    with pytest.raises(RequestError, match=says):
+        read_jsonl(log)
+
+
+def test_a_newer_schema_and_a_line_without_what_made_it_are_refused(policy, log):
+    [sample, *_] = logged(policy, log)
+    log.write_text(json.dumps({**sample, "schema": 2}) + "\n")
+    with pytest.raises(RequestError, match="schema.*at most 1.*newer"):
+        read_jsonl(log)
+    del sample["sampling"]
+    with pytest.raises(RequestError, match="log_to"):
+        replay(policy, [sample])
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_anything_is_sampled(policy, tmp_path):
+    with pytest.raises(RequestError, match="log_to"):
+        logged(policy, tmp_path / "missing" / "rollouts.jsonl")
+
+
+def test_the_command_makes_a_sample_again(policy, checkpoint, log, tmp_path, capsys):
+    logged(policy, log)
+    moved = str(other_weights(checkpoint, tmp_path / "moved"))
+    policy.update_weights(moved)
+    logged(policy, log)
+    options = ["num_kv_blocks=1024", "max_model_len=256"]
+    assert main(["replay", str(log), "--sample", "4", *options]) == 0
+    assert "group 1, sample 1: " in (out := capsys.readouterr().out) and "equal to the bit" in out
+    assert main(["replay", str(log), "--weights", moved, *options]) == 0
+    assert "18 of 18 samples made again, equal to the bit" in capsys.readouterr().out
+    assert main(["replay", str(log), "--model", moved, *options]) == 1
+    out = capsys.readouterr().out
+    assert "9 of 18 samples made again, equal to the bit" in out and "other weights: digest" in out
+    assert main(["replay", str(log), "--sample", "18", *options]) == 2
+    assert "--sample=18" in capsys.readouterr().err
