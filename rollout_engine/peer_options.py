@@ -13,7 +13,6 @@ _NO_GRAMMAR = "output is not constrained by a grammar; EngineConfig(logits_proce
 _NO_PARALLEL = "a model runs on one device of one machine; leave it out"
 _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
-_NO_LORA = "replicas have no adapters: use one engine, or merge them (merge_and_unload) and push merged weights"
 _ADD_LORA = "leave it out: add_lora(LoRARequest(...)) works at any time"
 _ALWAYS_ON = "it is always on; leave it out"
 _NO_QUANTIZATION = "weights are float32, bfloat16 or float16 (dtype=...), never quantized"
@@ -212,7 +211,6 @@ CALL_PEERS: Peers = {
     "vLLM's": {
         "chat_template_content_format": "text parts become one str, as every template reads it; leave it out",
         "guided_options_request": _NO_GRAMMAR,
-        "lora_request": _NO_LORA,
         "mm_processor_kwargs": "prompts are text or token ids only; leave it out",
         "prompt_token_ids": "give the lists of ids as prompts",
         "tokenization_kwargs": 'give {"prompt": text, "add_special_tokens": False} as prompt or truncate_prompt_tokens',

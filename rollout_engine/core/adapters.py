@@ -1,7 +1,7 @@
 """The adapters that requests may name: a fixed number of slots, from which the least recently used one gives way."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -29,6 +29,11 @@ class AdapterTable:
         self._num_slots = num_slots
         self._by_name: dict[str, Adapter] = {}
         self._clock = self._num_serials = 0
+
+    @property
+    def num_slots(self) -> int:
+        """How many adapters there may be."""
+        return self._num_slots
 
     def list(self) -> list[LoRAInfo]:
         """Every adapter, in the order in which they came."""
@@ -85,9 +90,14 @@ class AdapterTable:
         return oldest.slot
 
     def put(self, slot: int, info: LoRAInfo) -> Adapter:
-        """Have an adapter in a slot that `place` has given for it. Requests that used the values before go on."""
+        """Have an adapter in a slot that `place` has given for it. Requests that used the values before go on.
+
+        One that is pinned stays so.
+        """
         self._num_serials += 1
         known = self._by_name.get(info.name)
+        if known is not None and known.info.is_pinned:
+            info = msgspec.structs.replace(info, is_pinned=True)
         if known is None:
             known = self._by_name[info.name] = Adapter(slot, info, self._num_serials, self._tick())
         else:
@@ -106,13 +116,24 @@ class AdapterTable:
         adapter.info = msgspec.structs.replace(adapter.info, is_pinned=True)
         return adapter.info
 
-    def remove(self, name: str, num_uses: Callable[[Adapter], int]) -> Adapter | None:
-        """Remove an adapter; None where there is none. Raises `LifecycleError` while requests use it."""
+    def check_unused(self, name: str, num_uses: Callable[[Adapter], int]) -> None:
+        """Raise `LifecycleError` while requests use an adapter. No-op where there is none."""
         adapter = self._by_name.get(name)
         if adapter is not None and (count := num_uses(adapter)):
             what = f"remove_lora: {count} unfinished requests use '{name}'"
             raise LifecycleError(f"{what}: wait for them, or abort them.")
+
+    def remove(self, name: str, num_uses: Callable[[Adapter], int]) -> Adapter | None:
+        """Remove an adapter; None where there is none. Raises `LifecycleError` while requests use it."""
+        self.check_unused(name, num_uses)
         return self._by_name.pop(name, None)
+
+    def copy(self) -> "AdapterTable":
+        """The same adapters in the same slots, in a table of its own."""
+        made = AdapterTable(self._num_slots)
+        made._by_name = {name: replace(adapter) for name, adapter in self._by_name.items()}
+        made._clock, made._num_serials = self._clock, self._num_serials
+        return made
 
     def check_integrity(self) -> None:
         """Assert that no two adapters share a slot or a serial number."""

@@ -49,9 +49,7 @@ def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | No
         known = core.adapters.find(request.name)
         number = core.policy_version + 1 if version is None else version
         if known is None or (known.info.digest, known.info.policy_version) != (prepared.digest, number):
-            if number <= core.policy_version:
-                bound = f"must be more than {core.policy_version}, the live version"
-                raise StaleVersionError(f"update_weights: version={number} is not allowed: {bound}.")
+            next_version(number, core.policy_version)
             revision = 0 if known is None else known.info.revision + 1
             request = msgspec.structs.replace(request, revision=max(revision, request.revision))
             _swap(driver, pool, request, prepared, "update_lora", number, kv)
@@ -59,6 +57,15 @@ def update_adapter(driver: EngineDriver, request: LoRARequest, version: int | No
         num_in_flight = core.num_unfinished_requests
     sizes = prepared.num_tensors, prepared.num_bytes
     return UpdateReport(number, prepared.digest, *sizes, resumed - start, resumed - stalled, num_in_flight)
+
+
+def next_version(version: int | None, live: int) -> int:
+    """The version of an update, None: the one after `live`. Raises `StaleVersionError` for one that does not grow."""
+    number = live + 1 if version is None else version
+    if number <= live:
+        bound = f"must be more than {live}, the live version"
+        raise StaleVersionError(f"update_weights: version={number} is not allowed: {bound}.")
+    return number
 
 
 def remove_adapter(driver: EngineDriver, name: str) -> bool:
@@ -94,7 +101,7 @@ def _install(
     driver: EngineDriver, pool: AdapterPool, request: LoRARequest, prepared: PreparedAdapter, version: int
 ) -> LoRAInfo:
     table = driver.core.adapters
-    slot, known = table.place(request.name, driver.core.num_using), table.find(request.name)
+    slot = table.place(request.name, driver.core.num_using)
     info = LoRAInfo(
         name=request.name,
         revision=request.revision,
@@ -102,7 +109,6 @@ def _install(
         num_bytes=prepared.num_bytes,
         digest=prepared.digest,
         policy_version=version,
-        is_pinned=known is not None and known.info.is_pinned,
     )
     pool.install(slot, prepared)
     return table.put(slot, info).info

@@ -18,11 +18,13 @@ from rollout_engine.fleet.balancer import Balancer, BalancerStats, StrategyName
 from rollout_engine.fleet.client import FleetClient
 from rollout_engine.fleet.placements import start_fleet
 from rollout_engine.fleet.replica_health import ReplicaHealth
+from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import StatLogger
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.text.conversations import ChatOptions
-from rollout_engine.text.prompts import Prompt, check_chat_arguments, chosen_prompts, with_chat_options
+from rollout_engine.text.prompts import Prompt, check_chat_arguments, chosen_prompts, with_chat_options, with_lora
+from rollout_engine.threads import run_in_thread
 
 Strategies = StrategyName | Sequence[StrategyName]
 
@@ -124,6 +126,7 @@ class RolloutService(BlockingVerbs):
         replica_index: int | None = None,
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order, as `LLM.generate` gives them.
@@ -137,7 +140,7 @@ class RolloutService(BlockingVerbs):
                 `GenerateTimeoutError` says how far it came; it has the outputs that were complete.
             replica_index: the replica that is to begin with these requests; if it is lost, they go on at others. None:
                 the balancer chooses for each prompt.
-            priority, session_id, chat: as for `LLM.generate`.
+            priority, session_id, lora_request, chat: as for `LLM.generate`.
 
         Raises `RequestError`, nothing queued; `RetryableError` where the replica of that index takes no requests now;
         `LifecycleError` while paused or asleep.
@@ -147,9 +150,11 @@ class RolloutService(BlockingVerbs):
         run = GenerateRun(self.frontend, timeout_seconds=timeout_seconds)
         self._check(replica_index)
         self.frontend.require_running("generate", run.seconds_left)
+        prompts = with_lora(with_chat_options(given, chat), lora_request)
+        self.frontend.ensure_loras(lora_request)
         return generate(
             run,
-            with_chat_options(given, chat),
+            prompts,
             sampling_params,
             use_tqdm=use_tqdm,
             replica_index=replica_index,
@@ -167,6 +172,7 @@ class RolloutService(BlockingVerbs):
         replica_index: int | None = None,
         priority: int | Sequence[int] = 0,
         session_id: str | Sequence[str | None] | None = None,
+        lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for an event loop, which stays free; cancelling it aborts the requests.
@@ -177,9 +183,12 @@ class RolloutService(BlockingVerbs):
         given = chosen_prompts(prompts, prompt_token_ids)
         check_chat_arguments(chat, self.agenerate)
         self._check(replica_index)
+        prompts = with_lora(with_chat_options(given, chat), lora_request)
+        if lora_request is not None:
+            await run_in_thread(self.frontend.ensure_loras, lora_request)
         return await agenerate(
             self.frontend,
-            with_chat_options(given, chat),
+            prompts,
             sampling_params,
             timeout_seconds=timeout_seconds,
             replica_index=replica_index,

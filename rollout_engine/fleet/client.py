@@ -21,6 +21,7 @@ from rollout_engine.errors import EngineDeadError, LifecycleError, RolloutEngine
 from rollout_engine.fleet.balancer import Balancer
 from rollout_engine.fleet.brain import Brain
 from rollout_engine.fleet.dispatcher import Dispatcher
+from rollout_engine.fleet.fleet_adapters import ADAPTER_VERBS, FleetAdapters
 from rollout_engine.fleet.fleet_calls import FleetCalls
 from rollout_engine.fleet.fleet_metrics import FleetMetrics
 from rollout_engine.fleet.fleet_updates import FleetUpdates, drained
@@ -52,7 +53,10 @@ class FleetClient:
         self._members: dict[int, Member] = {}
         """Replicas that have an engine."""
         self._lock, self._process = threading.RLock(), OwnerProcess()
-        self._updates = FleetUpdates(members[0].first_digest)
+        self._adapters = FleetAdapters(
+            config.max_loras, self._brain, self._members, self._lock, self._is_over, self._update_ended
+        )
+        self._updates = FleetUpdates(members[0].first_digest, self._adapters, self._lock)
         self._supervisor = Supervisor(provider, config, self._updates)
         self._dispatcher = Dispatcher(self, self._brain, self._members, self._supervisor)
         self._calls = FleetCalls(self._brain, self._members, self._supervisor, self._lock, self._is_over)
@@ -109,6 +113,8 @@ class FleetClient:
             self.require_usable()
             if replica is not None:
                 self._calls.require_serving(replica)
+            if request.lora:
+                self._adapters.use(request.lora)
             try:
                 self._dispatcher.do(self._brain.added(request, session_id, replica), raises=True)
             except BaseException:
@@ -122,7 +128,13 @@ class FleetClient:
             self._dispatcher.do(self._brain.aborted(sequence_ids))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallFuture:
-        """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`."""
+        """Call a verb on every replica, or on one where any can answer for all: `Verb.combine`.
+
+        Those of adapters change all replicas, or none.
+        """
+        if name in ADAPTER_VERBS:
+            self.require_usable()
+            return self._adapters.call(name, arguments)
         return self.calls.on_all(name, arguments)
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
@@ -132,7 +144,7 @@ class FleetClient:
         Blocks.
         """
         self.require_usable()
-        with self._updates.one_at_a_time():
+        with self._updates.one_at_a_time(), self._adapters.unchanged(options.timeout):
             with self._lock:
                 members = dict(self._members)
             with drained(self, options) as options:
@@ -227,9 +239,10 @@ class FleetClient:
             return self._members.get(member.index) is member and state is ReplicaState.STALE
 
     def caught_up(self, member: Member, version: int) -> None:
-        """Note that a replica has got the newest weights, as they were."""
+        """Note that a replica has got the newest weights and adapters, as they were."""
         with self._lock:
             if self._members.get(member.index) is member:
+                version = -1 if self._adapters.lags(member) else version
                 self._dispatcher.do(self._brain.has_weights(member.index, version, time.monotonic()))
 
     def not_caught_up(self, member: Member, problem: Exception) -> None:

@@ -20,8 +20,6 @@ from rollout_engine.fleet.together import call_all, call_one, is_refused
 
 _WEIGHT_METHODS = ("begin_weight_update", "init_weight_update_group", "load_weights_from_storage")
 
-_ADAPTER_VERBS = ("add_lora", "ensure_lora", "pin_lora", "remove_lora", "update_lora")
-
 
 class Load(NamedTuple):
     """What a replica has in flight."""
@@ -55,6 +53,9 @@ class FleetCalls:
             take_back = self._supervisor.note_order(name, arguments)
             clients = [member.client for _, member in sorted(self._members.items())]
             serving = [self._members[index].client for index in self._brain.serving if index in self._members]
+        if arguments.get("lora") is not None and not serving:  # others may have its values from before
+            take_back()
+            self._refuse_all(name, "serves")
         if not clients:
             take_back()
             self._refuse_all(name)
@@ -121,9 +122,9 @@ class FleetCalls:
             asked = [ask_health(each, self._members.get(index)) for index, each in self._brain.replicas.items()]
         return [answer() for answer in asked]
 
-    def _refuse_all(self, name: str) -> None:
+    def _refuse_all(self, name: str, what: str = "lives") -> None:
         if not self._is_over():
-            what = f"{name}: no replica of the fleet lives at the moment"
+            what = f"{name}: no replica of the fleet {what} at the moment"
             raise RetryableError(f"{what}; they are started again: call it again a little later.")
 
     def _require_there(self, replica: int) -> None:
@@ -140,9 +141,6 @@ class FleetCalls:
 
 
 def _checked(name: str, arguments: Mapping[str, Any]) -> Verb:
-    if name in _ADAPTER_VERBS:
-        what = f"{name}: a fleet has no adapters: a replica that starts later would not have them"
-        raise LifecycleError(f"{what}. Use one engine, or send merged weights by update_weights.")
     if arguments.get("method") in _WEIGHT_METHODS:
         what = f"collective_rpc: {arguments['method']} would change weights past the fleet"
         raise LifecycleError(f"{what}, and a replica that starts later would not have them: use update_weights.")

@@ -24,6 +24,7 @@ from rollout_engine.errors import (
     WeightUpdateError,
     as_weight_errors,
 )
+from rollout_engine.fleet.fleet_adapters import FleetAdapters
 from rollout_engine.fleet.member import Member
 from rollout_engine.fleet.store_directory import StoreDirectory
 from rollout_engine.fleet.update_round import at_all, check_same, drop, held, overlaid, whole_report
@@ -51,9 +52,9 @@ class Published(NamedTuple):
 class FleetUpdates:
     """One update at a time. The newest weights stay in shared memory."""
 
-    def __init__(self, first_digest: str) -> None:
-        """`first_digest`: of the weights that the replicas start with."""
-        self._first_digest = first_digest
+    def __init__(self, first_digest: str, adapters: FleetAdapters, lock: "threading.RLock") -> None:
+        """`first_digest`: of the weights that the replicas start with; `lock`: the fleet's."""
+        self._first_digest, self._adapters, self._lock = first_digest, adapters, lock
         self._updating = threading.Lock()
         self._cast_notice = CastNotice()
         self._directory: StoreDirectory | None = None
@@ -61,7 +62,7 @@ class FleetUpdates:
         self._newest: Published | None = None
 
     def version_of(self, member: Member) -> int:
-        """Version of the weights that a replica has started with; -1, which is no fleet's, after an update.
+        """Version of what a replica has started with; -1, which is no fleet's, after an update of weights or adapters.
 
         Raises `ConfigError` where other replicas started with other weights, and no update has replaced them.
         """
@@ -71,7 +72,7 @@ class FleetUpdates:
             what = f"Replica {member.index} has loaded other weights ({member.first_digest}) than the first replica"
             advice = "leave a checkpoint as it is while a fleet serves it, and send new weights by update_weights"
             raise ConfigError(f"{what} ({self._first_digest}): {advice}.")
-        return member.client.policy_version
+        return -1 if self._adapters.lags(member) else member.client.policy_version
 
     @property
     def has_any(self) -> bool:
@@ -80,8 +81,8 @@ class FleetUpdates:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is under way, or the fleet scales."""
-        return self._updating.locked()
+        """Whether an update is under way, of weights or of adapters, or the fleet scales."""
+        return self._updating.locked() or self._adapters.is_changing
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
@@ -131,11 +132,12 @@ class FleetUpdates:
             finally:  # whatever came between: what is committed is committed
                 missing = {index: member for index, member in members.items() if index not in reports}
                 in_doubt = drop(missing, staged, reports, errors)
-                if reports:
-                    self._newest = Published(path, *next(iter(staged.values())))
-                elif self._sender is not None and self._is_own(path):
+                if not reports and self._sender is not None and self._is_own(path):
                     self._sender.take_back()
-                ended(reports, in_doubt)
+                with self._lock:  # whoever catches up meanwhile reads both, or neither
+                    if reports:
+                        self._newest = Published(path, *next(iter(staged.values())))
+                    ended(reports, in_doubt)
         if not reports:
             error = next(iter(errors.values()))
             if isinstance(error, EngineDeadError):
@@ -148,13 +150,27 @@ class FleetUpdates:
         return whole_report(reports)
 
     def catch_up(self, member: Member) -> int:
-        """Give a replica, whose `updating` is held, the newest weights; returns their version.
+        """Give a replica, whose `updating` is held, the newest weights and adapters; returns the version that it has.
 
-        Raises as `EngineClient.update_weights`.
+        Raises as `EngineClient.update_weights`, and what an adapter's commit raises.
         """
+        with self._lock:
+            newest, adapters = self._newest, self._adapters.state
+        assert newest is not None or adapters.num_changes, "a replica lags only behind an update"
+        if newest is not None:
+            self._catch_up_weights(member, newest)
+        if adapters.num_changes:
+            self._adapters.restore(member, adapters)
+        return adapters.policy_version
+
+    def close(self) -> None:
+        """Remove what is published."""
+        if self._sender is not None and self._directory is not None:
+            self._sender.close()
+            self._directory.remove()
+
+    def _catch_up_weights(self, member: Member, newest: Published) -> None:
         client, options = member.client, UpdateOptions(reset_version=True)
-        assert self._newest is not None, "a replica lags only behind an update"
-        newest = self._newest
         try:
             if self._stage(member, newest.path, newest.version, options) != (newest.version, newest.digest):
                 raise _changed(newest)
@@ -162,13 +178,6 @@ class FleetUpdates:
         except BaseException:
             client.drop_staged_weights()
             raise
-        return newest.version
-
-    def close(self) -> None:
-        """Remove what is published."""
-        if self._sender is not None and self._directory is not None:
-            self._sender.close()
-            self._directory.remove()
 
     def _stage(self, member: Member, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
         with self._near(member, path, options.timeout) as path:

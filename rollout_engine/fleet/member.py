@@ -38,6 +38,8 @@ class Member:
         self.first_digest = first_digest
         self.updating = threading.Lock()
         """Held by whoever changes its weights: an update, or its catching up."""
+        self.num_adapter_changes = 0
+        """How many of the fleet's changes of adapters it has, of which it may have missed none."""
         self._first = first_sequence_of(self.client.index)
         self._owner: Owner | None = None
 

@@ -47,6 +47,8 @@ class Replica:
 
     def has(self, policy_version: int) -> None:
         """Note that it has weights of this version now."""
+        if policy_version == self.policy_version:
+            return
         self.versions, self.policy_version = (policy_version, self.policy_version), policy_version
 
     @property

@@ -236,6 +236,7 @@ class EngineCoreProc:
         self._io.cancelled.difference_update([key for key in list(self._io.cancelled) if key[0] == client_index])
         self._cancel_begun(client_index, None)
         self.driver.weights.leave(client_index)
+        self.driver.adapters.leave(client_index)
         try:
             run_in_background(self._executor.caller_left, client_index, name="client-left")
         except RetryableError as problem:  # an update that the client has begun ends at its deadline

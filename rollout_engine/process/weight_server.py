@@ -1,4 +1,7 @@
-"""Receives weight updates in a core's process: one at a time, each on its own thread, committed between two steps."""
+"""Receives weight updates in a core's process: one at a time, each on its own thread, committed between two steps.
+
+And the adapters of a fleet of which this core is a replica.
+"""
 
 import threading
 import time
@@ -10,10 +13,12 @@ from typing import Any
 import msgspec
 
 from rollout_engine.engine.driver import EngineDriver
+from rollout_engine.engine.staged_adapters import StagedAdapters
 from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verb_table import VerbTable
 from rollout_engine.errors import LifecycleError, as_weight_errors
-from rollout_engine.messages import UpdateOptions
+from rollout_engine.lora_request import LoRAInfo, LoRARequest
+from rollout_engine.messages import KvMode, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.process.background import run_in_background
 from rollout_engine.process.weight_rendezvous import Rendezvous
@@ -34,6 +39,7 @@ class ServingDriver(EngineDriver):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.weights = WeightServer(self)
+        self.adapters = StagedAdapters(self)
 
 
 @WEIGHT_VERBS.add(public=False)
@@ -81,6 +87,26 @@ def stage_weights(
     Returns the version and the digest of what is staged, or is live already.
     """
     return driver.weights.stage(driver.caller, path, version, options)
+
+
+@WEIGHT_VERBS.add(public=False, beside_steps=lambda driver, arguments: True)
+def stage_lora(driver: ServingDriver, lora_request: LoRARequest, verb: str) -> LoRAInfo:
+    """Read an adapter and check it, for `commit_loras`. Its `policy_version` is the live one; `verb`: the user's."""
+    return driver.adapters.stage(lora_request, verb)
+
+
+@WEIGHT_VERBS.add(public=False, beside_steps=lambda driver, arguments: True)
+def commit_loras(
+    driver: ServingDriver, loras: list[LoRAInfo], version: int, kv: KvMode, verb: str
+) -> tuple[float, int]:
+    """Have these adapters and no others as a policy version. Returns seconds without steps, and requests in flight."""
+    return driver.adapters.commit(loras, version, kv, verb)
+
+
+@WEIGHT_VERBS.add(public=False)
+def drop_loras(driver: ServingDriver) -> None:
+    """Forget the adapters that this client has staged."""
+    driver.adapters.leave(driver.caller)
 
 
 class WeightServer:

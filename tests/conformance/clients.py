@@ -39,9 +39,7 @@ CLIENTS = {
 MARKS = {"fleet of two": [pytest.mark.slow]}
 _RANKS = "it expects the result of one rank, and a fleet's are those of all replicas"
 _ONE_CORE = 'it looks into one core; a fleet\'s are looked into one by one, as "own process"'
-_NO_ADAPTERS = "a fleet has no adapters, and says so"
 NOT_OVER_FLEETS = {
-    "_lora": _NO_ADAPTERS,
     "-updating]": "a fleet takes weights by update_weights alone",
     "test_verbs.py::test_a_verb_does_the_same_over_every_client[fleet of two-collective_rpc]": _RANKS,
     "test_verbs.py::test_a_verb_does_the_same_over_every_client[fleet of two-get_cache_usage]": "it is the mean of two",

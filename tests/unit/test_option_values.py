@@ -183,9 +183,7 @@ def test_names_of_other_libraries_are_not_options_here(kind, peers):
 
 
 def test_arguments_of_other_libraries_are_not_arguments_here():
-    names = {name for peers in CALL_PEERS.values() for name in peers} - {
-        "lora_request"
-    }  # not that of a fleet's service
+    names = {name for peers in CALL_PEERS.values() for name in peers}
     for verb in (LLM.generate, LLM.chat, AsyncLLM.generate, RolloutPolicy.rollout, RolloutPolicy.arollout):
         assert not names & (set(inspect.signature(verb).parameters) | set(CHAT_KEYS))
 

@@ -32,7 +32,7 @@ def add_lora(driver: EngineDriver, lora_request: LoRARequest, *, timeout: float 
 
     Raises `RequestError`, naming the field, for an adapter that cannot be read, is of another base model, or has a
     rank, a target or an option that is not served; `LifecycleError` where no slot is free, and where the engine
-    computes no adapters: on a device, over replicas, with deterministic=False.
+    computes no adapters: on a device, with deterministic=False.
     """
     return load_adapter(driver, lora_request, "add_lora")
 

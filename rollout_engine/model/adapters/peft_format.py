@@ -54,20 +54,31 @@ class LinearAdapter(NamedTuple):
 
 def read_adapter(request: LoRARequest) -> dict[str, LinearAdapter]:
     """The matrices of an adapter by the name of the linear. Raises `RequestError` naming what cannot be served."""
-    if request.path is not None:
-        config, tensors = _read_config(Path(request.path)), _read_tensors(Path(request.path))
-    elif request.tensors is not None:
-        if request.config is None:
-            hint = (
-                "Give what adapter_config.json says, such as peft_model.peft_config['default'], or {'lora_alpha': 16}."
-            )
-            raise RequestError.for_field("config", None, "given with tensors", hint)
-        config, tensors = request.config, request.tensors
-    else:
-        bound = "given, or tensors with config"
-        raise RequestError.for_field("path", None, bound, f"The engine has no values of '{request.name}'.")
+    config, tensors = _values(request)
     _check_config(config)
     return {name: _linear(name, config, *pair) for name, pair in _pairs(tensors).items()}
+
+
+def copied(request: LoRARequest) -> LoRARequest:
+    """The same adapter with values of its own in memory, which nobody changes. Raises `RequestError`."""
+    config, tensors = _values(request)
+    _check_config(config)
+    _pairs(tensors)
+    own = tensors if request.path is not None else {name: each.detach().cpu().clone() for name, each in tensors.items()}
+    return LoRARequest(request.name, tensors=own, revision=request.revision, config=config)
+
+
+def _values(request: LoRARequest) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The configuration and the tensors by name, read from its directory where it has one."""
+    if request.path is not None:
+        return _read_config(Path(request.path)), dict(_read_tensors(Path(request.path)))
+    if request.tensors is None:
+        bound = "given, or tensors with config"
+        raise RequestError.for_field("path", None, bound, f"The engine has no values of '{request.name}'.")
+    if request.config is None:
+        hint = "Give what adapter_config.json says, such as peft_model.peft_config['default'], or {'lora_alpha': 16}."
+        raise RequestError.for_field("config", None, "given with tensors", hint)
+    return request.config, request.tensors
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -211,7 +211,6 @@ def test_options_of_a_call_are_refused_for_prompts_that_are_no_conversations(inp
         ("max_model_len", "not an argument of generate: it is an option of the engine"),
         ("enable_thinking", r"give chat_template_kwargs=\{'enable_thinking': \.\.\.\}"),
         ("num_generations", "TRL's .* give num_samples"),
-        ("lora_request", "vLLM's .* replicas have no adapters"),
         ("use_tqmd", "Unknown argument of generate 'use_tqmd'. Did you mean 'use_tqdm'"),
         ("chat_template_kwarg", "Did you mean 'chat_template_kwargs'"),
     ],
