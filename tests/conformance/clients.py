@@ -37,6 +37,7 @@ CLIENTS = {
 }
 """Name -> a context manager of a client of a new engine: `CLIENTS[name](config)`."""
 MARKS = {"fleet of two": [pytest.mark.slow]}
+_NO_REPLICA_ASKED = "a fleet knows its adapters, and asks no replica"
 _RANKS = "it expects the result of one rank, and a fleet's are those of all replicas"
 _ONE_CORE = 'it looks into one core; a fleet\'s are looked into one by one, as "own process"'
 NOT_OVER_FLEETS = {
@@ -51,6 +52,8 @@ NOT_OVER_FLEETS = {
     "test_a_call_that_is_cancelled_before_it_begins": _RANKS,
     "test_cancelled_calls_leave_nobody_waiting": _ONE_CORE,
     "test_a_call_that_is_late_leaves_nobody_waiting[fleet of two-sleep]": "the replica without requests sleeps at once",
+    "test_a_call_that_is_late_leaves_nobody_waiting[fleet of two-remove_lora]": _NO_REPLICA_ASKED,
+    "test_a_call_that_is_late_leaves_nobody_waiting[fleet of two-pin_lora]": _NO_REPLICA_ASKED,
     "test_every_kind_of_source_brings_the_same_weights[fleet of two-part]": "a fleet is sent all weights first",
     "test_refused_weights_change_nothing[fleet of two-change8": "a fleet has one transport, and says so otherwise",
     "test_a_failure_in_place_is_dirty": "a partial update of a fleet is staged like any other",
