@@ -16,9 +16,9 @@ from envs_adapters.families import FAMILIES
 ROOT = Path(__file__).parents[1]
 README, ENVIRONMENTS, SERVER = ROOT / "README.md", ROOT / "docs/environments.md", ROOT / "docs/server.md"
 STATISTICS, SPECULATION = ROOT / "docs/statistics.md", ROOT / "docs/speculation.md"
-POOLING, ROUTING = ROOT / "docs/pooling.md", ROOT / "docs/routing.md"
+POOLING, ROUTING, ADAPTERS = ROOT / "docs/pooling.md", ROOT / "docs/routing.md", ROOT / "docs/adapters.md"
 FILES = ROOT / "docs/rollout_files.md"
-PAGES = [README, ENVIRONMENTS, SERVER, STATISTICS, SPECULATION, POOLING, ROUTING, FILES]
+PAGES = [README, ENVIRONMENTS, SERVER, STATISTICS, SPECULATION, POOLING, ROUTING, ADAPTERS, FILES]
 BLOCK = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CLIENTS = (("httpx2", "Client"), ("openai", "OpenAI"))
 """What pages leave open. Where pages of trainers run, the second is not installed."""

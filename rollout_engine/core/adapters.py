@@ -8,6 +8,9 @@ import msgspec
 from rollout_engine.errors import LifecycleError, RequestError, unknown_name
 from rollout_engine.lora_request import LoRAInfo
 
+_MAX_REMEMBERED = 10_000
+"""Names of adapters that are gone whose values are remembered by their digests."""
+
 
 @dataclass(slots=True, eq=False)
 class Adapter:
@@ -28,6 +31,8 @@ class AdapterTable:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._by_name: dict[str, Adapter] = {}
+        self._last_digests: dict[str, str] = {}
+        """By name, of the values that an adapter has or had last, the newest at the end."""
         self._clock = self._num_serials = 0
 
     @property
@@ -69,6 +74,10 @@ class AdapterTable:
             raise RequestError.for_field("revision", revision, bound, hint)
         return True
 
+    def changes_version(self, name: str, digest: str) -> bool:
+        """Whether these values are a new policy version: others were served under this name, even if that is gone."""
+        return self._last_digests.get(name, digest) != digest
+
     def place(self, name: str, num_uses: Callable[[Adapter], int]) -> int:
         """The slot for an adapter: its own, a free one, or that of the least recently used, which is removed.
 
@@ -98,6 +107,10 @@ class AdapterTable:
         known = self._by_name.get(info.name)
         if known is not None and known.info.is_pinned:
             info = msgspec.structs.replace(info, is_pinned=True)
+        self._last_digests.pop(info.name, None)
+        self._last_digests[info.name] = info.digest
+        if len(self._last_digests) > self._num_slots + _MAX_REMEMBERED:
+            del self._last_digests[next(iter(self._last_digests))]
         if known is None:
             known = self._by_name[info.name] = Adapter(slot, info, self._num_serials, self._tick())
         else:
@@ -132,6 +145,7 @@ class AdapterTable:
         """The same adapters in the same slots, in a table of its own."""
         made = AdapterTable(self._num_slots)
         made._by_name = {name: replace(adapter) for name, adapter in self._by_name.items()}
+        made._last_digests = self._last_digests.copy()
         made._clock, made._num_serials = self._clock, self._num_serials
         return made
 

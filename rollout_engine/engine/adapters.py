@@ -15,16 +15,15 @@ from rollout_engine.outputs import UpdateReport
 def load_adapter(driver: EngineDriver, request: LoRARequest, verb: str) -> LoRAInfo:
     """Read an adapter, check it, and put it in a slot between two steps. Raises as `add_lora`; `verb`: the caller's.
 
-    Other values under a known name are a new policy version, as other weights are.
+    Other values than those served last under its name are a new policy version, as other weights are.
     """
     pool = driver.executor.require_adapters(verb)
     prepared = pool.prepare(request)
     with driver.boundary():
         core = driver.core
-        known = core.adapters.find(request.name)
         if not core.adapters.check_values(request.name, request.revision, prepared.digest):
             return core.adapters.renumber(request.name, request.revision)
-        if known is None:
+        if not core.adapters.changes_version(request.name, prepared.digest):
             return _install(driver, pool, request, prepared, core.policy_version)
         return _swap(driver, pool, request, prepared, verb, core.policy_version + 1)
 

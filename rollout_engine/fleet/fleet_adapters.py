@@ -161,7 +161,7 @@ class FleetAdapters:
                     return self._table.renumber(name, revision)
 
             def decide(table: AdapterTable) -> int:
-                version = self._brain.policy_version + (table.find(name) is not None)
+                version = self._brain.policy_version + table.changes_version(name, info.digest)
                 self._place(table, msgspec.structs.replace(info, policy_version=version))
                 return version
 

@@ -37,6 +37,7 @@ from rollout_engine.process.wire import (
     Goodbye,
     Hello,
     Limits,
+    LiveVersion,
     Outputs,
     Ready,
     Refused,
@@ -77,7 +78,8 @@ class ClientSocket:
         """Why the core is gone; None while it lives."""
         self.draining = ""
         """Why the core takes no more requests and is about to end; "": it takes them."""
-        self.client_index = -1
+        self.client_index = self.policy_version = -1
+        """`policy_version`: of the live weights and adapters, as last heard."""
         self._on_message: Callable[[Outputs | Refused | Draining], None] = lambda _: None
         self._on_death: Callable[[EngineDeadError], None] = lambda _: None
         self._process, self._hang_seconds, self._step_deadline = process, hang_seconds, math.inf
@@ -250,6 +252,8 @@ class ClientSocket:
             case Draining(reason):
                 self.draining = reason
                 self._on_message(message)
+            case LiveVersion(policy_version):
+                self.policy_version = policy_version
             case Reply():
                 self._calls.resolve(message)
             case Welcome() if self._welcome.done():
@@ -257,6 +261,7 @@ class ClientSocket:
             case Welcome(client_index, ready, limits):
                 self.client_index, self.limits = client_index, limits
                 self._outbox.vocab_size = ready.info.vocab_size
+                self.policy_version = ready.policy_version
                 self._step_deadline = ready.info.config.step_deadline or math.inf
                 self._outbox.num_routed_bytes = 0 if (found := ready.info.routing) is None else found.num_token_bytes
                 self._welcome.set_result(ready)

@@ -40,6 +40,7 @@ from rollout_engine.process.wire import (
     AddRequest,
     Cancel,
     Failure,
+    LiveVersion,
     Refused,
     Reply,
     WireError,
@@ -72,6 +73,8 @@ class EngineCoreProc:
         self.driver = ServingDriver(core, executor, self._deliver, lock=lock, wake=self._wake)
         self.driver.io_stats = io.stats
         self._thread = threading.get_ident()
+        self._told_version, self._telling = core.policy_version, threading.Lock()
+        """The live version that clients have been told last."""
         self._stop_reason: str | None = None
         self.on_step: Callable[[], None] = lambda: None
         """Called after every step."""
@@ -112,6 +115,12 @@ class EngineCoreProc:
                 self._stop_reason = reason
 
     def _wake(self) -> None:
+        """Tell the busy loop, and every client of another version, that something has changed."""
+        with self._telling:
+            version = self._core.policy_version
+            if version != self._told_version:
+                self._told_version = version
+                self._io.send_all(LiveVersion(version))
         if threading.get_ident() != self._thread:
             self._io.inbox.put_first(Wake())
 

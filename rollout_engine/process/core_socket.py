@@ -132,11 +132,15 @@ class CoreSocket:
         self._outbox.append((client_index, message))
         self._waker.wake()
 
+    def send_all(self, message: Any) -> None:
+        """Queue a message for every client."""
+        self._outbox.append((None, message))
+        self._waker.wake()
+
     def drain(self, reason: str) -> None:
         """Tell every client that the core is about to end, and turn new ones away."""
         self._draining = reason
-        self._outbox.append((None, Draining(reason)))
-        self._waker.wake()
+        self.send_all(Draining(reason))
 
     def close(self, reason: str) -> None:
         """Send what is queued, say farewell to every client, and end the thread."""

@@ -53,7 +53,6 @@ class ProcessClient:
         self.config_digest = ready.config_digest
         """A digest of the core's configuration, equal for cores that were started with the same one."""
         self.info: EngineInfo = ready.info
-        self.policy_version = ready.policy_version
         self._listener: Listener | None = None
         self.on_draining: Callable[[EngineDeadError], None] = lambda error: None
         """Called on the socket's thread, as `ending` says, when the core begins to end."""
@@ -97,6 +96,11 @@ class ProcessClient:
     def index(self) -> int:
         """Which client of its core this is, from 0."""
         return self._socket.client_index
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the live weights and adapters, as last heard: before what was sampled under it."""
+        return self._socket.policy_version
 
     @property
     def address(self) -> str:
@@ -154,7 +158,7 @@ class ProcessClient:
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Carry out one whole weight update. Blocks."""
         self.require_usable()
-        return self._has_updated(self._weights.push(source, version, options))
+        return self._weights.push(source, version, options)
 
     def stage_weights(self, path: str, version: int | None, options: UpdateOptions) -> tuple[int, str]:
         """Have the core stage what it reads at an absolute path, and hold it; returns its version and its digest.
@@ -167,17 +171,16 @@ class ProcessClient:
     def commit_weights(self, timeout: float) -> UpdateReport:
         """Have the core commit what is staged. Blocks; raises as `update_weights`."""
         self.require_usable()
-        return self._has_updated(self._weights.commit(timeout))
+        return self._weights.commit(timeout)
 
     def drop_staged_weights(self) -> UpdateReport | None:
         """Have the core drop what is staged. Blocks; no-op if it is gone.
 
         Returns the report of its last update if that was committed. Raises `TransferTimeoutError` if nobody knows.
         """
-        report = None
         with suppress(EngineDeadError):
-            report = self._weights.drop()
-        return report and self._has_updated(report)
+            return self._weights.drop()
+        return None
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Return False: steps are computed in the core's process."""
@@ -195,10 +198,6 @@ class ProcessClient:
         self._socket.close()
         self._weights.close()
 
-    def _has_updated(self, report: UpdateReport) -> UpdateReport:
-        self.policy_version = report.version
-        return report
-
     def _take(self, message: Outputs | Refused | Draining) -> None:
         if isinstance(message, Draining):
             assert self.ending is not None
@@ -209,7 +208,6 @@ class ProcessClient:
             self._listener.refuse(message.first_sequence_id, message.failure.as_error())
             return
         for outputs in message.steps:
-            self.policy_version = outputs.policy_version
             for part in slices(outputs):
                 self._listener.deliver(part)
 

@@ -1,7 +1,7 @@
 """Messages between a client and a core's process, and their encoding as frames: both ends in one file.
 
     client ──> core    Hello  AddRequest  Abort  Call  Cancel  Goodbye  Part
-    core ──> client    Welcome  Outputs  Refused  Reply  Rejected  Heartbeat  Draining  Farewell  Part
+    core ──> client    Welcome  Outputs  Refused  Reply  Rejected  LiveVersion  Heartbeat  Draining  Farewell  Part
 
 A message is a list of frames: first the tagged struct as msgpack, then the bytes of its large arrays, not copied. A
 small message is one zmq multipart; a larger one travels in parts (`rollout_engine.process.parts`). In the struct an
@@ -204,6 +204,12 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_field
     reason: str
 
 
+class LiveVersion(msgspec.Struct, frozen=True, tag="version", forbid_unknown_fields=True):
+    """The weights or an adapter have changed. It comes before whatever was sampled under the new version."""
+
+    policy_version: int
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fields=True):
     """The core's process is alive, however long its step takes."""
 
@@ -224,7 +230,7 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", forbid_unknown_field
 
 
 ToCore = Hello | AddRequest | Abort | Call | Cancel | Part | Goodbye
-ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | Heartbeat | Draining | Farewell
+ToClient = Welcome | Outputs | Refused | Reply | Part | Rejected | LiveVersion | Heartbeat | Draining | Farewell
 Message = TypeVar("Message")
 
 _ERRORS = {

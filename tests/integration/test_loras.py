@@ -122,6 +122,26 @@ def test_other_values_need_a_revision_and_are_a_policy_version(llm):
     assert llm.policy_version == 2
 
 
+def test_one_number_says_which_base_and_which_values_sampled_a_token(llm):
+    def version(lora=None):
+        (sample,) = generated(llm, [PROMPT], lora)
+        [span] = sample.version_spans
+        return span.policy_version, sample
+
+    assert llm.add_lora(adapter("a")).policy_version == llm.add_lora(adapter("b")).policy_version == 0
+    first = version("a")[1]
+    assert llm.add_lora(adapter("a", seed=7, revision=1)).policy_version == 1
+    assert [version(lora)[0] for lora in ("a", "b", None)] == [1, 1, 1]
+    llm.update_weights(tiny_model(seed=1).state_dict())
+    assert version("a")[0] == 2 and [info.policy_version for info in llm.list_loras()] == [1, 0]
+    llm.update_weights(tiny_model(seed=0).state_dict())
+    for seed, expected in ((7, 3), (ord("a"), 4), (ord("a"), 4)):
+        llm.remove_lora("a")
+        assert llm.add_lora(adapter("a", seed=seed)).policy_version == expected
+    number, again = version("a")
+    assert number == 4 and same(again, first)
+
+
 def test_requests_in_flight_go_on_under_the_new_values(checkpoint, dtype):
     config = EngineConfig(model=str(checkpoint), dtype=str(dtype).removeprefix("torch."), **SIZES)
     with LLMEngine.from_config(config) as engine:
@@ -252,6 +272,11 @@ def test_another_process_computes_the_same(llm, checkpoint, dtype, tmp_path):
             with pytest.raises(RequestError, match="Unknown adapter 'c'"):
                 await anext(engine.generate(PROMPT, PARAMS, lora_request="c"))
             names = [each.name for each in await engine.list_loras()]
+            other_client = engine.frontend.client.connect(engine.frontend.client.address)
+            assert (await engine.add_lora(adapter(seed=7, revision=1))).policy_version == engine.policy_version == 1
+            assert other_client.call("list_loras", {"timeout": None}).result(60) == await engine.list_loras()
+            assert other_client.policy_version == 1
+            other_client.shutdown()
             return info, out.outputs[0], other.outputs[0], names, await engine.remove_lora("b")
 
     info, got, other, names, removed = asyncio.run(run())

@@ -28,7 +28,8 @@ def add_lora(driver: EngineDriver, lora_request: LoRARequest, *, timeout: float 
     `EngineConfig.max_loras` are held at a time: where all slots are taken, the adapter that no request has named for
     longest gives way, unless it is pinned or unfinished requests use it. The same values again change nothing. Other
     values under a known name need a higher `revision`; then requests in flight go on under them, over the KV that they
-    have, and the engine's policy version grows by one: `version_spans` tell the tokens apart.
+    have, and the engine's policy version grows by one: `version_spans` tell the tokens apart. It grows too where a name
+    that was removed comes back with other values.
 
     Raises `RequestError`, naming the field, for an adapter that cannot be read, is of another base model, or has a
     rank, a target or an option that is not served; `LifecycleError` where no slot is free, and where the engine

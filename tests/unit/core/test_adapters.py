@@ -68,6 +68,24 @@ def test_an_adapter_in_use_is_not_removed():
     assert table.remove("a", lambda adapter: 0) is None
 
 
+def test_a_name_that_comes_back_with_other_values_is_a_new_version():
+    table = AdapterTable(2)
+    assert not table.changes_version("a", "x")
+    _put(table, "a", digest="x")
+    assert table.changes_version("a", "y") and not table.changes_version("b", "y")
+    table.remove("a", lambda adapter: 0)
+    assert table.copy().changes_version("a", "y") and not table.changes_version("a", "x")
+
+
+def test_names_that_are_gone_are_remembered_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr("rollout_engine.core.adapters._MAX_REMEMBERED", 3)
+    table = AdapterTable(1)
+    for name in "abcde":
+        _put(table, name)
+    assert not table.changes_version("a", "other")
+    assert all(table.changes_version(name, "other") for name in "bcde")
+
+
 def test_an_unknown_name_is_refused_with_the_closest_one():
     table = AdapterTable(2)
     with pytest.raises(RequestError, match="Unknown adapter 'policy'. Add it first"):

@@ -1,6 +1,7 @@
 """The busy loop of a core's process over a fake model: what one client does to another, counted in steps."""
 
 import itertools
+import threading
 
 import pytest
 
@@ -13,7 +14,7 @@ from rollout_engine.process.call_values import pack, unpack
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.process.core_proc import EngineCoreProc
 from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Inbox, Stop
-from rollout_engine.process.wire import Abort, AddRequest, Call, Cancel, Outputs, Refused, Reply
+from rollout_engine.process.wire import Abort, AddRequest, Call, Cancel, LiveVersion, Outputs, Refused, Reply
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel
 
@@ -30,6 +31,9 @@ class FakeSocket:
 
     def drain(self, reason):
         self.draining = reason
+
+    def send_all(self, message):
+        self.send(None, message)
 
     def send(self, client_index, message):
         self.sent.append((client_index, message))
@@ -289,3 +293,27 @@ def test_health_tells_whether_requests_are_taken(core, verb, arguments, state, i
     assert core.io.answer(FLOODER, Call(2, "check_health", *pack({})))
     healths = [unpack(reply.result, reply.arrays, Health) for reply in core.io.answers(Reply)[1:]]
     assert [(each.state, each.is_ready) for each in healths] == [(state, is_ready), ("ENDING", False)]
+
+
+def test_every_client_hears_of_a_version_before_what_is_sampled_under_it(core):
+    driver, heard = core.proc.driver, []
+
+    def commit(version):
+        with driver.boundary():
+            core.core.commit_version(version)
+
+    def note(client_index, message):
+        if isinstance(message, LiveVersion):
+            heard.append((client_index, message.policy_version))
+        elif isinstance(message, Outputs):
+            heard.extend(step.policy_version for step in message.steps)
+            if len(heard) == 3:
+                threading.Thread(target=commit, args=[7]).start()
+
+    core.io.on_send = note
+    core.put(FLOODER, AddRequest(request(FLOODER, max_tokens=300, output_kind="delta")))
+    core.run()
+    assert heard.count((None, 7)) == 1
+    told = heard.index((None, 7))
+    assert set(heard[:told]) <= {0, 7} and set(heard[told + 1 :]) <= {0, 7} and heard[-1] == 7
+    assert 7 not in heard[:told] and 0 in heard[:told]

@@ -59,7 +59,7 @@ def sample_messages():
     to_client = [
         Welcome(1, READY), Outputs([columns]), Refused(3, Failure("RequestError", "no", "n", "1")),
         Reply(7, body, arrays=arrays), Reply(8, failure=Failure("LifecycleError", "no")), wire.Rejected("?"),
-        wire.Heartbeat(), wire.Farewell("bye"),
+        wire.LiveVersion(3), wire.Heartbeat(), wire.Farewell("bye"),
     ]  # fmt: skip
     return [(wire.ToCore, message) for message in to_core] + [(wire.ToClient, message) for message in to_client]
 
