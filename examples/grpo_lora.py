@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options."""
-    parser = argparse.ArgumentParser(description="GRPO of a LoRA adapter on reasoning-gym's spell_backward.")
+    parser = argparse.ArgumentParser(description="GRPO of LoRA adapters on reasoning-gym's spell_backward.")
     parser.add_argument("--model", help="checkpoint directory or hub id; default: a small policy made on the spot")
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
     parser.add_argument("--warm-up-steps", type=int, default=600, help="imitation steps of the made policy")
@@ -95,9 +95,15 @@ def train(
 
 
 def rollout(
-    policy: RolloutPolicy, task: Task, entries: list[Entry], num_samples: int, seed: int = 0, temperature: float = 1.0
+    policy: RolloutPolicy,
+    task: Task,
+    entries: list[Entry],
+    num_samples: int,
+    seed: int = 0,
+    temperature: float = 1.0,
+    adapter: str = ADAPTER,
 ) -> Any:
-    """Answers to `entries` under the adapter, with their rewards."""
+    """Answers to `entries` under an adapter, with their rewards."""
     return policy.rollout(
         task.prompts(entries),
         SamplingParams(temperature=temperature, max_tokens=task.max_tokens),
@@ -105,7 +111,7 @@ def rollout(
         columns={"entry": entries},
         reward_fn=task.reward,
         seed=seed,
-        lora_request=ADAPTER,
+        lora_request=adapter,
         use_tqdm=False,
     )
 

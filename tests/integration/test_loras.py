@@ -304,6 +304,43 @@ def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
         assert whole.version == 3 and whole.num_tensors > report.num_tensors
 
 
+def test_two_policies_on_one_base_train_against_each_others_frozen_copy(checkpoint, dtype):
+    """As in examples/grpo_two_policies.py: four adapters, log-probs under three policies, all with the trainers' bits."""
+    base = exact.enable(tiny_model(dtype=dtype))
+    trainers = {name: exact.enable(PeftModel(tiny_model(dtype=dtype), name=name)) for name in ("red", "blue")}
+    name = str(dtype).removeprefix("torch.")
+    with RolloutPolicy.from_pretrained(checkpoint, dtype=name, max_loras=4, **SIZES) as policy:
+        for each, trainer in trainers.items():
+            policy.update_weights(trainer, merge=False)
+            policy.add_lora(trainer.request(f"{each} frozen"))
+        frozen = {}
+        for step in range(2):
+            for each, rival in (("red", "blue"), ("blue", "red")):
+                trainer = trainers[each]
+                batch = policy.rollout(["x", "y"], num_samples=2, lora_request=each, seed=1, use_tqdm=False)
+                ids, mask = (batch["tokens", "full"], batch["masks", "all_attention_mask"]), slice(1, None)
+                sampled = batch["masks", "all_assistant_mask"][:, mask]
+                own = exact.token_logprobs(trainer, *ids)
+                reference = policy.score(batch)
+                theirs = policy.score(batch, lora=f"{rival} frozen")
+                assert torch.equal(own[sampled], batch["log_probs", "full"][:, mask][sampled])
+                assert torch.equal(exact.token_logprobs(base, *ids)[sampled], reference[:, mask][sampled])
+                if each == "red" and not step:  # the rival is still what its frozen copy is
+                    found = exact.token_logprobs(trainers[rival], *ids)
+                    assert torch.equal(found[sampled], theirs[:, mask][sampled])
+                    frozen = {"batch": batch, "scores": theirs}
+                (own[sampled] - theirs[:, mask][sampled]).mean().backward()
+                with torch.no_grad():
+                    for parameter in trainer.parameters():
+                        if parameter.requires_grad:
+                            parameter -= 0.5 * parameter.grad.sign() * parameter.abs().mean()
+                trainer.zero_grad()
+                policy.update_weights(trainer, merge=False)
+        assert policy.policy_version == 6
+        assert torch.equal(policy.score(frozen["batch"], lora="blue frozen"), frozen["scores"])
+        assert not torch.equal(policy.score(frozen["batch"], lora="blue"), frozen["scores"])
+
+
 def test_what_does_not_go_with_an_adapter_alone_is_refused(llm):
     trainer = PeftModel(tiny_model())
     for wrong, options, match in (

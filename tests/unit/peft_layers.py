@@ -31,21 +31,21 @@ class LoraLinear(nn.Module):
 class PeftModel(nn.Module):
     """A causal LM some of whose linears are adapted, as peft wraps one."""
 
-    def __init__(self, model, targets=("q_proj", "v_proj", "down_proj"), rank=8, alpha=16, **options):
+    def __init__(self, model, targets=("q_proj", "v_proj", "down_proj"), rank=8, alpha=16, name="default", **options):
         super().__init__()
         self.base_model = nn.Module()
         self.base_model.model = model
-        self.peft_config = {"default": {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none"}}
-        self.active_adapter = "default"
+        self.peft_config = {name: {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none"}}
+        self.active_adapter = name
         for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if name in targets and isinstance(child, nn.Linear):
-                    adapted = LoraLinear(child, rank, alpha, **options)
+            for last, child in list(parent.named_children()):
+                if last in targets and isinstance(child, nn.Linear):
+                    adapted = LoraLinear(child, rank, alpha, name=self.active_adapter, **options)
                     for matrix in (*adapted.lora_A.values(), *adapted.lora_B.values()):
                         nn.init.normal_(matrix.weight, std=0.2)
-                    setattr(parent, name, adapted)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
+                    setattr(parent, last, adapted)
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in path)
 
     def get_base_model(self):
         return self.base_model.model
@@ -59,11 +59,11 @@ class PeftModel(nn.Module):
     def request(self, name="x", revision=0):
         """The adapter as `get_peft_model_state_dict` gives it."""
         tensors = {
-            key.replace(".default.weight", ".weight"): value
+            key.replace(f".{self.active_adapter}.weight", ".weight"): value
             for key, value in self.state_dict().items()
             if "lora_" in key
         }
-        return LoRARequest(name, tensors=tensors, config=self.peft_config["default"], revision=revision)
+        return LoRARequest(name, tensors=tensors, config=self.peft_config[self.active_adapter], revision=revision)
 
 
 def dense(model, ids):
