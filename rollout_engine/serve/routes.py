@@ -12,6 +12,7 @@ from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
 from rollout_engine.serve.pooling.call import PEERS as POOLING_PEERS
 from rollout_engine.serve.route import Access, Dialect, Handler, Route
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
+from rollout_engine.serve.sglang import adapters
 from rollout_engine.serve.sglang import control as sglang
 from rollout_engine.serve.sglang import generate as sglang_generate
 from rollout_engine.serve.sglang import weights as sglang_weights
@@ -136,7 +137,8 @@ ROUTES: tuple[Route, ...] = (
          body=sglang_weights.NameBody),
     _row("POST", "/weights_checker", "sglang", "admin", weights.weight_checker, "collective_rpc",
          body=weights.CheckerBody),
-    _row("POST", "/load_lora_adapter_from_tensors", "sglang", "admin", control.lora_tensors),
+    _row("POST", "/load_lora_adapter_from_tensors", "sglang", "admin", adapters.load_lora_from_tensors, "add_lora",
+         body=adapters.LoadTensorsBody, ignored=adapters.IGNORED, neutral=adapters.PEERS, is_large=True),
 )
 # fmt: on
 

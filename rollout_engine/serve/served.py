@@ -74,15 +74,16 @@ class Served:
             what = f"The model '{name:.200}' does not exist: this server has '{self.model}'"
             raise HttpProblem(404, f"{what}.", field="model")
 
-    async def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request's `model` names; None for the model itself. Raises `HttpProblem` 404."""
+    async def adapter_of(self, name: str | None, field: str = "model") -> str | None:
+        """The adapter that a field of a request names; None for the model itself. Raises `HttpProblem` 404."""
         if not name or name in (self.model, "default"):
             return None
         names = [adapter.name for adapter in await self.engine.list_loras()]
         if name not in names:
             known = f"'{self.model}'" + "".join(f", the adapter '{each}'" for each in names)
-            what = f"The model '{name:.200}' does not exist: this server has {known}"
-            raise HttpProblem(404, f"{what}. POST /v1/load_lora_adapter adds one.", field="model")
+            kind = "model" if field == "model" else "adapter"
+            what = f"The {kind} '{name:.200}' does not exist: this server has {known}"
+            raise HttpProblem(404, f"{what}. POST /v1/load_lora_adapter adds one.", field=field)
         return name
 
     def check_open(self) -> None:

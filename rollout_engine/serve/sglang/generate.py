@@ -18,7 +18,6 @@ PEERS: dict[str, tuple[Any, ...]] = {
     "image_data": ([],),
     "video_data": ([],),
     "audio_data": ([],),
-    "lora_path": ("",),
     "custom_logit_processor": ("",),
     "return_hidden_states": (False,),
     "return_sampling_mask": (False,),
@@ -58,6 +57,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     priority: int | None = None
+    lora_path: str | list[str | None] | None = None
+    """Name of the adapter of all prompts, or of each; None and "" for the base model."""
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
 
@@ -65,6 +66,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def generate(served: Served, asked: Asked) -> Reply | Events:
     """Complete prompts of text or token ids; while generation is paused, they wait."""
     call = _Call(served, asked)
+    await call.check_adapters()
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
@@ -88,8 +90,14 @@ class _Call:
         ]
         self._is_scoring = [is_scoring(each) for each in sampling]
         self._num_samples = [settings.params.n for settings in self._settings]
-        self._prompts = [self._with_salt(prompt, index) for index, prompt in enumerate(given)]
+        self._loras = [self._one("lora_path", index) or None for index in range(self._num_prompts)]
+        self._prompts = [self._with_options(prompt, index) for index, prompt in enumerate(given)]
         self._names = self._request_names()
+
+    async def check_adapters(self) -> None:
+        """Raise `HttpProblem` 404 for an adapter that is not there."""
+        for name in {lora for lora in self._loras if lora is not None}:
+            await self._served.adapter_of(name, "lora_path")
 
     async def reply(self) -> Any:
         with Generation(self._served, self._asked, self._names) as generation:
@@ -159,9 +167,11 @@ class _Call:
             routed=bool(self._one("return_routed_experts", index)),
         )
 
-    def _with_salt(self, prompt: dict[str, Any], index: int) -> dict[str, Any]:
+    def _with_options(self, prompt: dict[str, Any], index: int) -> dict[str, Any]:
         salts = [salt for field in ("cache_salt", "extra_key") if (salt := self._one(field, index))]
-        return {**prompt, "cache_salt": "/".join(salts)} if salts else prompt
+        prompt = {**prompt, "cache_salt": "/".join(salts)} if salts else prompt
+        lora = self._loras[index]
+        return {**prompt, "lora_request": lora} if lora not in (None, self._served.model, "default") else prompt
 
     def _request_names(self) -> list[str]:
         rid = self._body.rid

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -98,7 +97,10 @@ async def update_weights_from_tensor(served: Served, asked: Asked) -> Reply:
     """Take the tensors of a body: the bytes of a safetensors file in base64. Pickles are refused."""
     body: TensorBody = asked.body
     _check_format(body, ("safetensors",))
-    pairs = await run_in_thread(_tensors_of, body.serialized_named_tensors)
+    if len(body.serialized_named_tensors) != 1:
+        count = f"{len(body.serialized_named_tensors)} files"
+        raise RequestError.for_field("serialized_named_tensors", count, "one: this server is one rank")
+    pairs = await run_in_thread(tensors_of, body.serialized_named_tensors[0], "serialized_named_tensors")
     served.updates.expect(body.weight_version)
     await _abort(served, body)
     await served.updates.add(pairs)
@@ -209,16 +211,14 @@ async def _commit_if_complete(served: Served, body: CommonBody) -> Reply:
     return Reply({**report_fields(report), "weight_version": str(report.version)})
 
 
-def _tensors_of(texts: Sequence[str]) -> list[tuple[str, Any]]:
-    """The tensors of safetensors files in base64. Raises `RequestError`."""
+def tensors_of(text: str, field: str) -> list[tuple[str, Any]]:
+    """The tensors of a safetensors file in base64, the value of `field`. Raises `RequestError`."""
     from safetensors import SafetensorError
     from safetensors.torch import load as load_safetensors
 
-    if len(texts) != 1:
-        raise RequestError.for_field("serialized_named_tensors", f"{len(texts)} files", "one: this server is one rank")
     bound = "the bytes of a safetensors file in base64: base64.b64encode(safetensors.torch.save({name: tensor, ...}))"
     try:
-        return list(load_safetensors(base64.b64decode(texts[0], validate=True)).items())
+        return list(load_safetensors(base64.b64decode(text, validate=True)).items())
     except (binascii.Error, ValueError, SafetensorError) as problem:
-        what = "Pickles are never read. " if texts[0].startswith(("gA", "UEs")) else f"({problem}) "
-        raise RequestError.for_field("serialized_named_tensors", texts[0][:24] + "...", bound, what) from None
+        what = "Pickles are never read. " if text.startswith(("gA", "UEs")) else f"({problem}) "
+        raise RequestError.for_field(field, text[:24] + "...", bound, what) from None

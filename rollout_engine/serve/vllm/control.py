@@ -151,14 +151,19 @@ async def load_lora(served: Served, asked: Asked) -> Reply:
     """Add an adapter from a directory of this machine, in PEFT's format."""
     body: LoadLoraBody = asked.body
     served.check_model(body.base_model_name)
-    if body.lora_name in (served.model, "default"):
-        raise RequestError.for_field("lora_name", body.lora_name, "another name than the model's")
-    revision = body.revision
-    if revision is None:
-        known = [each.revision for each in await served.engine.list_loras() if each.name == body.lora_name]
-        revision = known[0] + 1 if known and body.load_inplace else 0
+    revision = await revision_of(served, body.lora_name, body.revision, load_inplace=body.load_inplace)
     info = await served.engine.add_lora(LoRARequest(body.lora_name, body.lora_path, revision=revision))
     return Reply({"success": True, "message": f"LoRA adapter '{info.name}' is served.", "adapter": info})
+
+
+async def revision_of(served: Served, name: str, revision: int | None, *, load_inplace: bool) -> int:
+    """The revision of values that come; with `load_inplace` and without one, the next. Raises `RequestError`."""
+    if name in (served.model, "default"):
+        raise RequestError.for_field("lora_name", name, "another name than the model's")
+    if revision is not None:
+        return revision
+    known = [each.revision for each in await served.engine.list_loras() if each.name == name]
+    return known[0] + 1 if known and load_inplace else 0
 
 
 class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -174,11 +179,6 @@ async def unload_lora(served: Served, asked: Asked) -> Reply:
     if not await served.engine.remove_lora(name):
         raise HttpProblem(404, f"There is no adapter '{name:.200}'.", field="lora_name")
     return Reply({"success": True, "message": f"LoRA adapter '{name}' is removed."})
-
-
-async def lora_tensors(served: Served, asked: Asked) -> Reply:
-    """Adapters from tensors in a request are not served."""
-    raise served.not_supported("Adapters come from a directory: POST /v1/load_lora_adapter {lora_name, lora_path}.")
 
 
 async def broadcaster(served: Served, asked: Asked) -> Reply:

@@ -36,6 +36,15 @@ _COMPACT = "prl_compact_logprobs"
 """Argument by which prime-rl's clients allow log-probs in a form of their own; they read this one as well."""
 
 
+class NamedLora(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An adapter as vLLM's `LoRARequest` writes it. /v1/load_lora_adapter loads one; here its name alone counts."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    lora_path: str | None = None
+    base_model_name: str | None = None
+
+
 class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of a request."""
 
@@ -44,6 +53,9 @@ class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     sampling_params: dict[str, Any] = {}
     """Settings by their names in vLLM's `SamplingParams`. Without `max_tokens`, up to the longest sequence."""
     model: str | None = None
+    """The model, or one of its adapters."""
+    lora_request: str | NamedLora | None = None
+    """An adapter, by its name, in place of `model`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -58,7 +70,7 @@ class InferenceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def generate(served: Served, asked: Asked) -> Reply | Events:
     """Complete a prompt of token ids by token ids."""
-    call = _Call(served, asked)
+    call = _Call(served, asked, await _adapter(served, asked.body))
     if asked.body.stream:
         return Events(call.events())
     return Reply(await call.reply())
@@ -67,10 +79,9 @@ async def generate(served: Served, asked: Asked) -> Reply | Events:
 class _Call:
     """One call: its settings, and how its outputs are written."""
 
-    def __init__(self, served: Served, asked: Asked) -> None:
+    def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
         body: InferenceBody = asked.body
-        served.check_model(body.model)
-        self._served, self._asked, self._body = served, asked, body
+        self._served, self._asked, self._body, self._lora = served, asked, body, lora
         self._id, self._created = body.request_id or asked.request_id, now()
         self._settings = _settings(served, body)
         self._prompt = _prompt(body)
@@ -104,7 +115,8 @@ class _Call:
 
     async def _start(self, generation: Generation) -> None:
         body = self._body
-        await generation.start([self._prompt], self._settings, priority=body.priority, session_id=body.session_id)
+        options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
+        await generation.start([self._prompt], self._settings, **options)
 
     async def _first_more(self, output: RequestOutput) -> dict[str, Any]:
         more = self._of_prompt(output)
@@ -116,7 +128,7 @@ class _Call:
         return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
 
     def _response(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-        head = {"request_id": self._id, "model": self._served.model, "created": self._created}
+        head = {"request_id": self._id, "model": self._lora or self._served.model, "created": self._created}
         return {**head, "choices": choices, **more}
 
     def _choices(self, output: RequestOutput) -> list[dict[str, Any]]:
@@ -147,6 +159,20 @@ class _Call:
             start = self._num_routed.get(sample.index, 0)
             self._num_routed[sample.index] = start + len(sample.routed_experts)
         return {"routed_experts": as_fields(sample.routed_experts, start)}
+
+
+async def _adapter(served: Served, body: InferenceBody) -> str | None:
+    """The adapter that a request names by `lora_request` or `model`. Raises `HttpProblem` 404, and `RequestError`."""
+    by_model = await served.adapter_of(body.model)
+    given = body.lora_request
+    if given is None:
+        return by_model
+    if isinstance(given, NamedLora):
+        served.check_model(given.base_model_name)
+        given = given.lora_name
+    if by_model not in (None, given):
+        raise RequestError.for_field("lora_request", given, f"the adapter '{by_model}', which model names, or left out")
+    return await served.adapter_of(given, "lora_request")
 
 
 def _settings(served: Served, body: InferenceBody) -> Settings:

@@ -19,6 +19,7 @@ async def server_info(served: Served, asked: Asked) -> Reply:
     """The engine's configuration: vLLM's `vllm_config`, and SGLang's flat fields."""
     info = served.engine.frontend.client.info
     config = info.config
+    has_loras = config.deterministic is not False and not config.device.startswith("cuda")
     vllm_config: dict[str, Any] = {
         "model_config": {
             "model": config.model,
@@ -31,7 +32,7 @@ async def server_info(served: Served, asked: Asked) -> Reply:
         "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
         "parallel_config": {"world_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1},
         "weight_transfer_config": {"backend": "gloo"},
-        "lora_config": None,
+        "lora_config": {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank} if has_loras else None,
     }
     flat = {
         "model_path": config.model,

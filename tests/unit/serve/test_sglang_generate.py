@@ -97,7 +97,7 @@ def test_a_stop_token_is_named(client):
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema='{}' is not served"),
         ({"text": ["a", "b"], "rid": ["x"]}, "a list of 2"),
         ({"text": "a", "image_data": ["x"]}, "image_data"),
-        ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": ["a", "b"], "lora_path": ["x"]}, "a list of 2"),
         ({"txt": "a"}, "Did you mean 'text'"),
     ],
 )

@@ -155,7 +155,6 @@ def test_parts_of_two_updates_are_never_mixed(client, other_weights):
             501,
             "give 'gloo'",
         ),
-        ("/load_lora_adapter_from_tensors", {}, 501, "come from a directory"),
     ],
 )
 def test_what_cannot_be_done_says_so_and_changes_nothing(client, path, fields, status, said):

@@ -102,7 +102,6 @@ def test_methods_are_called_by_name(client):
 
 
 def test_what_is_not_served_says_what_to_do(client):
-    assert "lora_path" in client.problem("/load_lora_adapter_from_tensors", {}, status=501)["message"]
     assert "weight_dir" in client.problem("/init_broadcaster", {"host": "a"}, status=501)["message"]
 
 
