@@ -6,6 +6,7 @@ python tests/benchmarks/run.py costs updates memory startup host balancer capaci
 python tests/benchmarks/run.py episodes                              how busy environments keep the engine
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
+python tests/benchmarks/run.py lora --rounds 7                       what LoRA adapters cost
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -30,6 +31,7 @@ import episodes
 import fleet
 import host
 import http_server
+import loras
 import memory
 import own_process
 import psutil
@@ -245,6 +247,14 @@ def measure_draft_model(run: Run) -> None:
         engine.close()
 
 
+def measure_loras(run: Run) -> None:
+    engine = loras.Engine(run.directory("M"), SHAPES["M"]["dtype"])
+    prompts = FreshPrompts(SHAPES["M"]["vocab_size"])
+    name = f"LoRA / base, M, {loras.NUM_REQUESTS} requests, rank {loras.RANK}"
+    run.keep(name, lambda: loras.measure(engine, prompts, run.rounds))
+    run.keep(f"LoRA push, M, rank {loras.RANK}", lambda: loras.measure_pushes(engine, prompts, run.rounds))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -263,6 +273,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "http": measure_http,
     "speculation": measure_speculation,
     "draft_model": measure_draft_model,
+    "lora": measure_loras,
 }
 
 
