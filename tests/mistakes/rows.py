@@ -6,7 +6,7 @@ from tests.mistakes.table import Mistake
 OPTIONS, SAMPLING, PROMPTS, BATCHES = "Engine options", "Sampling parameters", "Prompts", "Rollouts and batches"
 EXACT, REWARDS, UPDATES = "The exact trainer", "Rewards", "Weight updates"
 LIFECYCLE, EXTENSIONS, COMMANDS = "Pausing, sleeping, shutting down", "Classes of your own", "Command line, environment"
-REPLICAS = "Replicas"
+ADAPTERS, REPLICAS = "Adapters", "Replicas"
 
 MISTAKES = [
     Mistake(OPTIONS, "LLM(folder + '/no/such/model')"),
@@ -197,6 +197,17 @@ MISTAKES = [
         "llm.shutdown()\nllm.generate('a')",
         before="llm = LLM(path, num_kv_blocks=64, log_stats=False)",
     ),
+    Mistake(ADAPTERS, "llm.generate('a', lora_request='math')"),
+    Mistake(ADAPTERS, "llm.generate(['a', 'b'], lora_request=['math'])"),
+    Mistake(ADAPTERS, "llm.add_lora('math')"),
+    Mistake(ADAPTERS, "llm.add_lora(LoRARequest('math', path=folder))"),
+    Mistake(ADAPTERS, "llm.add_lora(LoRARequest('math', tensors=trainer.state_dict()))"),
+    Mistake(ADAPTERS, "LoRARequest('math', revison=3)"),
+    Mistake(ADAPTERS, "llm.score([[5]], [[6]], lora='math')"),
+    Mistake(ADAPTERS, "llm.update_weights(trainer, merge=False)"),
+    Mistake(ADAPTERS, "llm.update_weights(trainer, merge=False, mode='wait')"),
+    Mistake(ADAPTERS, "service.generate('a', lora_request='math')"),
+    Mistake(ADAPTERS, "service.add_lora(LoRARequest('math'))"),
     Mistake(REPLICAS, "RolloutService.from_pretrained(path, num_devices=2)"),
     Mistake(REPLICAS, "RolloutService.from_pretrained(path, num_replicas=0)"),
     Mistake(REPLICAS, "RolloutService.from_pretrained(path, balancer='prefix_aware')"),
