@@ -9,6 +9,7 @@ import torch
 
 from rollout_engine.batches.layout import places
 from rollout_engine.errors import EngineGenerateError, LifecycleError, RequestError, RetryableError, RewardError
+from rollout_engine.rollout_groups import GroupListeners
 from rollout_engine.sampling_params import SamplingParams
 
 ROWS = [{"prompt": f"prompt {i}", "answer": i} for i in range(14)]
@@ -240,10 +241,10 @@ def test_a_paused_engine_that_turns_requests_away_is_asked_again_later(rig, make
         rig.core._config = msgspec.structs.replace(config, admission="reject")
         rig.policy.pause_generation(mode="keep")
 
-    collector._on_group = pause
+    collector._listeners = GroupListeners(pause)
     with pytest.raises(RetryableError, match="takes no requests"):
         next(collector)
-    collector._on_group = None
+    collector._listeners = GroupListeners()
     rig.policy.resume_generation()
     assert samples(*collector) == samples(rolled_out(make_rig))
 
