@@ -48,6 +48,7 @@ REQUEST_EXTREMES = {
     "truncate_prompt_tokens": [1, -1, 2**40, 0],
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
     "speculation": [True, False, "auto"],
+    "return_routed_experts": [True, False, 1],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
 }
 CONFIG_EXTREMES = {

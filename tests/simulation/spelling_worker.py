@@ -106,8 +106,8 @@ class SpellingRunner(FakeExecutor):
                 output.errors[index] = "a logits processor failed"
         return output
 
-    def _compute(self, row: Any, version: int) -> None:
-        super()._compute(row, self._version("last"))
+    def _compute(self, row: Any, version: int, records: bool) -> None:
+        super()._compute(row, self._version("last"), records)
 
     def _next_token(self, sequence_id: int, digest: int) -> int:
         seed, oldest = self.sequences[sequence_id].seed, self.kv_min_versions[sequence_id]
@@ -191,6 +191,9 @@ class SpellingWorker:
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         self.updater.live("apply_model")
         return fn(self.module)
+
+    def release_kv(self) -> None:
+        self.runner.model.kv.release()
 
     def release_weights(self, *, forget: bool) -> None:
         self.updater.release(forget=forget)

@@ -28,6 +28,7 @@ class FakeModel(FakeExecutor):
     threads = ()
     before_step = staticmethod(lambda: None)
     scored_at = None
+    updater = None
 
     def __init__(self, max_model_len=128, **options):
         super().__init__(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, **options)
@@ -49,6 +50,10 @@ class FakeModel(FakeExecutor):
             self.interrupt_at_step = -1
             raise KeyboardInterrupt
         return super().execute(work)
+
+    def updater_for(self, *, draft):
+        assert not draft
+        return self.updater
 
     def score(self, sequences, num_prompt, temperature):
         """Minus position over temperature; a sequence is a piece."""

@@ -1,5 +1,8 @@
 """Parts of an update of a fleet that need no replica."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ def test_a_part_replaces_what_is_tied_to_it(tmp_path, name):
 
 
 def test_a_fleet_refuses_weights_of_a_draft_model():
-    updates = FleetUpdates("a digest")
+    updates = FleetUpdates("a digest", SimpleNamespace(), threading.RLock())
     with pytest.raises(LifecycleError, match=r"draft=True\): the replicas .* keep the draft model.*Use one engine"):
         updates.push({}, {}, None, UpdateOptions(draft=True), 0, lambda reports, in_doubt: None)
     updates.close()
