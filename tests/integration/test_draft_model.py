@@ -243,6 +243,7 @@ def test_a_sleeping_engine_frees_the_draft_model_and_restores_it(make_llm):
     assert again == tokens and share > 0.95
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process_takes_a_draft_models_weights(directories):
     async def play():
         config = SpeculationConfig(sources=(), draft_model=str(directories["bad"]))

@@ -208,6 +208,7 @@ def test_an_engine_in_its_own_process_returns_and_replays_the_same(checkpoint, l
         assert np.array_equal(values, two.logprobs)
 
 
+@pytest.mark.slow
 def test_a_request_that_goes_on_at_another_replica_has_each_row_once(checkpoint, trainer):
     params = SamplingParams(max_tokens=300, ignore_eos=True, return_routed_experts=True, n=2)
 

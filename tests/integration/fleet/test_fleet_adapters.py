@@ -13,6 +13,8 @@ from rollout_engine.testing import random_adapter, save_adapter, tiny_checkpoint
 from tests.faults.replica_deaths import all_serve
 from tests.unit.peft_layers import PeftModel
 
+pytestmark = pytest.mark.slow  # tests/conformance has each verb over a fleet, tests/unit/fleet the rest
+
 OPTIONS = dict(num_kv_blocks=512, num_threads=1, skip_tokenizer_init=True, log_stats=False, max_loras=2)
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0, seed=3, detokenize=False)
 PROMPT = list(range(3, 30))

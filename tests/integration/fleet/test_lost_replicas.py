@@ -24,6 +24,7 @@ def fleet(tmp_path_factory):
     leftovers.assert_none()
 
 
+@pytest.mark.slow
 def test_metrics_come_while_a_replica_is_stopped(fleet, monkeypatch):
     async def run():
         found = await all_serve(fleet)
