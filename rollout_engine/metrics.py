@@ -206,10 +206,10 @@ class EngineMetrics(msgspec.Struct):
     """Metrics of one engine at one moment."""
 
     core: CoreMetrics
-    """Of a fleet, the sum of its replicas."""
+    """Counters and gauges of the engine; for a fleet the sum of its replicas'."""
     requests: RequestStats
     replicas: dict[int, ReplicaMetrics] = {}
-    """Of a fleet, each replica by its index; empty for one engine."""
+    """Replicas of a fleet by their index; empty for one engine."""
 
 
 class StatLogger(Protocol):

@@ -93,7 +93,7 @@ class RolloutLog:
 
 
 def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:
-    """What decides an engine's bits, besides its weights."""
+    """Settings and versions that decide an engine's bits, besides its weights."""
     info = policy.frontend.client.info
     config = info.config
     return {

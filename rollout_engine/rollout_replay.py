@@ -40,7 +40,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct):
-    """What came of one sample."""
+    """Result for one sample: how much was made again, and the first difference."""
 
     group_id: int
     sample_index: int
@@ -50,7 +50,7 @@ class ReplayReport(msgspec.Struct):
     """Why tokens could not be made again -> how many."""
     difference: Difference | None = None
     causes: list[str] = []
-    """What is otherwise than when it was sampled; sentences without a full stop."""
+    """Settings, weights and versions that are others than when it was sampled; sentences without a full stop."""
 
     @property
     def is_equal(self) -> bool:
@@ -75,7 +75,7 @@ class _Piece(NamedTuple):
     start: int
     end: int
     digest: str | None
-    """Of the weights that sampled it."""
+    """Digest of the weights that sampled it; None where the log has none."""
     params: SamplingParams
 
     @property
@@ -147,7 +147,7 @@ def _pieces(sample: Sample, report: ReplayReport) -> Iterator[_Piece]:
 
 
 def _looks_back(params: SamplingParams, sample: Sample) -> str:
-    """What makes a draw depend on which of the tokens before it were sampled; empty for nothing."""
+    """Name the setting by which a draw depends on which tokens before it were sampled; empty for none."""
     if params.presence_penalty or params.frequency_penalty:
         return "a penalty"
     if params.bad_words:
@@ -195,7 +195,7 @@ def _compare(piece: _Piece, made: Sample) -> None:
 
 
 def _causes(sample: Sample, engine: Mapping[str, Any], adapters: Mapping[str, str]) -> Iterator[str]:
-    """What decides bits and is otherwise now than in a line of the log."""
+    """Yield each setting or version that decides bits and differs from a line of the log."""
     logged = sample["engine"]
     for name in ("dtype", "fp32_head", "deterministic", "logits_processors"):
         if logged[name] != engine[name]:

@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """As `ranges`, neighbours joined."""
+        """The `ranges` with neighbours joined."""
         joined: list[tuple[int, int]] = []
         for start, end in self.ranges:
             if joined and joined[-1][1] == start:

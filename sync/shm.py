@@ -82,7 +82,7 @@ class ShmSender(WeightSender):
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._mapping: mmap.mmap | None = None
         self._written: dict[tuple[int, int], Written] = {}
-        """What the memory holds, by the first byte and the number of bytes of each tensor."""
+        """Digests of the content, by the first byte and the number of bytes of each tensor."""
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """Write to shared memory what of `source` is not there from the last offer, piece by piece.

@@ -33,14 +33,14 @@ copies to `out`; copies may still be under way when it returns. Several threads 
 
 
 class Written(NamedTuple):
-    """What a sender has written for a tensor."""
+    """Record of what a sender has written for a tensor."""
 
     digests: list[bytes]
-    """Of each piece."""
+    """Digest of each piece."""
     sources: list[bytes]
     """Digests of what each piece was cast from, if that is narrower."""
     dtypes: tuple[torch.dtype, torch.dtype]
-    """What it was cast from and to, which may be the same."""
+    """Dtypes before and after the cast, which may be the same."""
 
 
 class TensorWriter:

@@ -10,7 +10,7 @@ from rollout_engine.messages import ScheduledSequence
 LEAST_EXPECTED_GAIN = 1.1
 """Tokens a second with drafts over those without, below which none are added: costs and rates are estimates."""
 SECONDS_PER_TOKEN = 40e-6
-"""Of the host, for each token that a sequence gains: a step with drafts saves none of it."""
+"""Host time for each token that a sequence gains: a step with drafts saves none of it."""
 _NUM_REMEMBERED = 64
 
 
@@ -22,7 +22,7 @@ class Proposal:
     sequence: Sequence
     token_ids: list[int]
     chances: list[float]
-    """Of each token: that it is right, and all before it."""
+    """Probability, for each token, that it is right and so are all before it."""
 
 
 class StepCosts:

@@ -152,7 +152,7 @@ class DraftModel:
         assert sorted(used + self._free) == list(range(self._num_blocks)), "draft blocks were lost, or are shared"
 
     def _catch_up_with(self, sequence: Sequence) -> _Known:
-        """What is known of a sequence, with the tokens that it has now."""
+        """Return the record of a sequence, made if there is none, with the tokens that it has now."""
         known = self._known.get(sequence.sequence_id) or self._start(sequence)
         self._known.move_to_end(sequence.sequence_id)
         tokens = sequence.token_ids

@@ -30,9 +30,9 @@ from rollout_engine.core.step import Step
 logger = logging.getLogger("rollout_engine")
 
 _SECONDS_PER_ROUND = 200e-6
-"""Of the host, to begin and end one."""
+"""Host time to begin a round and to end it."""
 _SECONDS_PER_DRAFT = 20e-6
-"""Of the host, for each drafted token."""
+"""Host time for each drafted token."""
 _SHARE_TO_PROBE = 0.005
 """Share of the time that is spent on drafts while they do not pay."""
 _NUM_CANDIDATES = 4

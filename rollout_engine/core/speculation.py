@@ -39,7 +39,7 @@ from rollout_engine.speculation_config import SpeculationConfig
 _LEAST_POSSIBLE_GAIN = 1.2
 """Tokens a second by drafts that are always right, over those without, below which sequences are not followed."""
 _SECONDS_TO_FOLLOW = 10e-6
-"""Of the host, for each sequence that is followed in a step."""
+"""Host time for each sequence that is followed in a step."""
 _SHARE_TO_PROBE = 0.005
 """Share of the time that is spent on following sequences while drafts do not pay."""
 _STEPS_PER_CHOICE = 16
@@ -184,7 +184,7 @@ class Speculator:
             draft.run = -1
 
     def _chances(self, sequence: Sequence, draft: list[int]) -> list[float]:
-        """Of each token of a draft: that it is right, and all before it."""
+        """Return the probability, for each token of a draft, that it is right and so are all before it."""
         chances: list[float] = []
         chance, num_matched = 1.0, 0 if sequence.draft is None else sequence.draft.num_matched
         for _ in draft:

@@ -84,7 +84,7 @@ class FleetMetrics:
 
 
 class _Counts:
-    """What a replica has told of its engine, and what its engines before that one have counted."""
+    """Last metrics of a replica, and the sums of the engines that it had before."""
 
     def __init__(self) -> None:
         self.member: Member | None = None

@@ -18,7 +18,7 @@ class ClientOutbox:
         """`answer_limits`: the largest messages that this client reads."""
         self._answer_limits, self._clock = answer_limits, clock
         self.vocab_size = 0
-        """Of the core's model; set it before the first request is sent."""
+        """Size of the vocabulary of the core's model; set it before the first request is sent."""
         self.num_routed_bytes = 0
         """Bytes of one token's routed experts, once the core has said so."""
         self._messages: deque[Any] = deque()

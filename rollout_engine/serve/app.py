@@ -89,7 +89,7 @@ class _Exchange:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
         self._served = app.served
         self._transport: CycleTransport | None = scope.get("extensions", {}).get(TRANSPORT)
-        """Of our own server's connections; None under another one."""
+        """The connection, where our own server runs the application; None under another server."""
         self._dialect: Dialect = "openai"
         self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = self._headers.get("x-request-id", "")

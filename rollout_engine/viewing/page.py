@@ -30,7 +30,7 @@ def write_page(
 
 
 def page_data(samples: Iterable[Mapping[str, Any]], title: str, token_text: TokenText) -> dict[str, Any]:
-    """What the page's script reads; prompts and texts of tokens are written once."""
+    """Data that the page's script reads; prompts and texts of tokens are in it once."""
     prompts: dict[str, int] = {}
     vocabulary: dict[int, str] = {}
     made = []

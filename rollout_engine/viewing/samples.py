@@ -1,4 +1,4 @@
-"""What the views know of a sample besides its line: its group, its advantage, the texts of its tokens."""
+"""Samples with what is derived from their lines: group, advantage, texts of tokens."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -57,7 +57,7 @@ class RolloutViewer(App[None]):
         self._words, self._sort, self._colour = "", 0, 0
         self._folds, self._chosen, self._before = True, 0, 0
         self.shown = Text()
-        """What the right side shows."""
+        """Content of the right side."""
 
     def compose(self) -> ComposeResult:
         yield Input(placeholder="search in prompts and responses, Enter to go on", id="search")

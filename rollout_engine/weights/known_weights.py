@@ -1,4 +1,4 @@
-"""What is known to be live: digests by tensor and piece, so that an update need bring only what differs."""
+"""Digests of the live weights by tensor and piece, so that an update need bring only what differs."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -21,7 +21,7 @@ class KnownWeights:
         self._specs = {spec.name: spec for spec in specs}
 
     def lacking(self, specs: Mapping[str, TensorSpec], takes_pieces: Callable[[str], bool]) -> Lacking | None:
-        """What an update to `specs` has to bring. None: all of it, because that is most of it.
+        """Return the pieces that an update to `specs` has to bring; None: all, because that is most of it.
 
         Pieces of a tensor are told apart where `takes_pieces(name)`.
         """

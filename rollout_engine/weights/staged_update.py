@@ -18,7 +18,7 @@ class StagedUpdate:
         self.staged: dict[str, CheckResult] = {}
         """Digest and finiteness of the tensor written last, by name."""
         self.lacking: Lacking | None = None
-        """What is received, where the rest is live already; None: all."""
+        """Pieces that are received, where the rest is live already; None: all."""
         self.started = self.verified = False
         """Whether the first write was prepared; whether all was verified since the last."""
 

@@ -354,7 +354,7 @@ class WeightUpdater:
         update.started = True
 
     def _lacking(self, update: StagedUpdate) -> Lacking | None:
-        """What the update has to bring, where such an update may leave the rest as it is; None: all."""
+        """Return the pieces that the update has to bring, where it may leave the rest as it is; None: all."""
         if not update.options.delta or update.options.partial or update.inplace or update.started or self.dirty:
             return None
         if not self._on_host or self._packed.is_without_values:

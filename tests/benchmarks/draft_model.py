@@ -1,4 +1,4 @@
-"""What a draft model brings: the same requests with it and without, taking turns, in one engine.
+"""Gain by a draft model: the same requests with it and without, taking turns, in one engine.
 
 The target is a random model of which all layers behind the first add little, by a factor that is given; the first layer
 is the draft model. So the factor sets how often it is right: at 0 always. "never" drafts by another random model.
@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = dict(
 )  # fmt: skip
 """50 million parameters in float32, of which the first layer and the head, the draft model, are a tenth."""
 _HEAD_SCALE = 10.0
-"""Of the head's weights: logits are as far from uniform as a language model's."""
+"""Factor on the head's weights: logits are as far from uniform as a language model's."""
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost: the same requests under the base, one adapter and eight, taking turns, in one engine.
+"""Cost of LoRA adapters: the same requests under the base, one adapter and eight, taking turns, in one engine.
 
 Ratios are of the process's own CPU seconds, all threads together: what other processes do to the machine shows hardly
 there. Prompts are computed before; the tokens that are sampled are what counts.

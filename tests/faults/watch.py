@@ -31,7 +31,7 @@ _LEAST_FREE = 0.03
 
 
 class Limits(NamedTuple):
-    """What a process may take before it is ended."""
+    """Time and memory that a process may take before it is ended."""
 
     hang_seconds: float
     """Without progress."""
@@ -79,7 +79,7 @@ class _Watched:
         return self.figure(self._why(code))
 
     def figure(self, failure: str) -> Figure:
-        """What is known of a process that gave no figure."""
+        """Figure of a process that gave none itself."""
         return {"failure": failure, "done": self._done} | self._cost()
 
     def _cost(self) -> Figure:

@@ -159,7 +159,7 @@ class HttpFuzz:
             self.statuses.update(answer.status for answer in answers)
 
     async def _where(self) -> str:
-        """What the engine and the server have in hand."""
+        """Work that the engine and the server have in hand, for an error."""
         try:
             core = (await asyncio.to_thread(self._policy.get_metrics, timeout=10)).core
         except Exception as problem:

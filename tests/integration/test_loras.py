@@ -305,7 +305,7 @@ def test_a_peft_model_may_send_its_adapter_alone(checkpoint, dtype):
 
 
 def test_two_policies_on_one_base_train_against_each_others_frozen_copy(checkpoint, dtype):
-    """As in examples/grpo_two_policies.py: four adapters, and log-probs under three policies, the trainers' bits."""
+    """Training as in the example: four adapters, and log-probs under three policies, with the trainers' bits."""
     base = exact.enable(tiny_model(dtype=dtype))
     trainers = {name: exact.enable(PeftModel(tiny_model(dtype=dtype), name=name)) for name in ("red", "blue")}
     name = str(dtype).removeprefix("torch.")

@@ -85,7 +85,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """What `others` leave of `ranges`."""
+    """Parts of `ranges` that are in none of `others`."""
     found: Ranges = []
     for start, end in ranges:
         for low, high in others:

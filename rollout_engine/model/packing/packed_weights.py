@@ -54,7 +54,7 @@ class PackedWeights:
         self._next: list[tuple[linear.Operand, Tensor | None]] = []
         """The next operand and bias of `_held`, then of `_others`."""
         self._changed = ChangedPanels(self._likes)
-        """What `pack_changed` makes anew."""
+        """Panels that `pack_changed` makes anew."""
         self._anew: list[tuple[LinearGroup, linear.Operand, Tensor | None]] = []
         """Groups with their next operand and bias, made by `pack_changed`."""
         self._places: dict[str, Place] = {}

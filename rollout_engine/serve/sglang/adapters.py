@@ -23,7 +23,7 @@ class LoadTensorsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     lora_name: str
     config_dict: dict[str, Any]
-    """What adapter_config.json says."""
+    """Content of adapter_config.json."""
     serialized_tensors: str
     """Base64 of a safetensors file: tensors by the names that PEFT gives them."""
     load_format: str | None = None

@@ -151,7 +151,7 @@ class _Call:
         }
 
     def _routed_experts(self, sample: CompletionOutput) -> dict[str, Any]:
-        """Of the tokens so far, or of those that a streamed event adds: all but the last of prompt and completion."""
+        """Routed experts of all but the last of prompt and completion: so far, or those that a streamed event adds."""
         if not self._body.return_routed_experts:
             return {}
         start = 0

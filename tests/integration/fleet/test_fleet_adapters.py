@@ -47,7 +47,7 @@ def service(engine):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """What one engine samples under these adapters, each added in turn under the name "a"."""
+    """Samples of one engine under these adapters, each added in turn under the name "a"."""
     with LLM(checkpoint, **OPTIONS) as llm:
         found = {}
         for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""What a fleet of two processes shows and sends while one of them is stopped or lost."""
+"""A fleet of two processes, its metrics and updates, while one of them is stopped or lost."""
 
 import asyncio
 import os

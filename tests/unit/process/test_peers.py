@@ -1,4 +1,4 @@
-"""What waits for a client is bounded behind the message that is on its way, however long that one is."""
+"""Bounds on what waits for a client behind the message that is on its way, however long that one is."""
 
 import numpy as np
 import pytest

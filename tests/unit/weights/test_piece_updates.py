@@ -31,7 +31,7 @@ MODELS = [
 
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch):
-    """Of 64 bytes; however little has not changed, it is left."""
+    """Pieces of 64 bytes; however little has not changed, it is left."""
     monkeypatch.setattr(known_weights, "_LEAST_UNCHANGED", 0.0)
     with small_pieces() as num_bytes:
         yield num_bytes
