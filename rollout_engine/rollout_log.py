@@ -21,12 +21,11 @@ from tensordict import TensorDictBase
 
 from rollout_engine._version import VERSION
 from rollout_engine.batches.jsonl import line_of, samples
+from rollout_engine.batches.rollout_files import SCHEMA
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.sampling_params import SamplingParams
-
-SCHEMA = 1
 
 _DRAWS_THE_SAME = {
     "n",

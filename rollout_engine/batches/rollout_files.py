@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from rollout_engine.errors import RequestError
 
 logger = logging.getLogger("rollout_engine")
 
-NEWEST_SCHEMA = 1
-"""The newest table of `rollout_engine.rollout_log` that is understood."""
+SCHEMA = 1
+"""Number of the table of `rollout_engine.rollout_log`; files of a higher one are not read."""
 _NEEDED = {"group_id", "sample_index", "seed", "prompt_token_ids", "response_token_ids", "log_probs", "policy_version"}
 
 
@@ -22,19 +21,12 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A last line that was cut off, as by a process that was killed, is left out, with a warning. Raises `RequestError`
     for a file that cannot be read, another line that is not a rollout, and a newer schema, with the line's number.
     """
-    return list(iterate_jsonl(path))
-
-
-def iterate_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield what `read_jsonl` returns, one line at a time."""
     try:
         with open(Path(path), "rb") as file:
-            for number, line in enumerate(file, 1):
-                sample = _read_line(str(path), number, line)
-                if sample is not None:
-                    yield sample
+            samples = [_read_line(str(path), number, line) for number, line in enumerate(file, 1)]
     except OSError as problem:
         raise RequestError.for_field("path", str(path), "a file of rollouts", f"{problem}.") from problem
+    return [sample for sample in samples if sample is not None]
 
 
 def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
@@ -45,7 +37,7 @@ def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
     try:
         sample = json.loads(line)
     except ValueError as problem:
-        if not line.endswith(b"}"):
+        if not line.endswith(b"}") or getattr(problem, "pos", 0) >= len(line.decode(errors="replace")):
             logger.warning("%s: line %d was cut off (%d bytes) and is left out", path, number, len(line))
             return None
         raise RequestError.for_field(f"{path}:{number}", _start(line), "a line of JSON", f"{problem}.") from None
@@ -53,9 +45,9 @@ def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
         missing = sorted(_NEEDED - (sample.keys() if isinstance(sample, dict) else set()))
         hint = f"It lacks {missing}. Files of rollouts are written by rollout(log_to=...) and to_jsonl."
         raise RequestError.for_field(f"{path}:{number}", _start(line), "a rollout", hint)
-    if sample.get("schema", 0) not in range(NEWEST_SCHEMA + 1):
+    if sample.get("schema", 0) not in range(SCHEMA + 1):
         hint = "A newer rollout-engine wrote it: read it with that one."
-        raise RequestError.for_field(f"{path}:{number}: schema", sample["schema"], f"at most {NEWEST_SCHEMA}", hint)
+        raise RequestError.for_field(f"{path}:{number}: schema", sample["schema"], f"at most {SCHEMA}", hint)
     return sample
 
 

@@ -178,6 +178,13 @@ def test_async_rollouts_and_collectors_log_the_same_lines(policy, log, tmp_path)
         )
 
 
+@pytest.mark.parametrize("cut", ['{"group_id": 0, "pro', '{"columns": {"a": 1}', '{"response": "\\u00'])
+def test_a_line_is_cut_off_wherever_it_was(log, cut, caplog):
+    log.write_text(cut)
+    assert read_jsonl(log) == []
+    assert f"line 1 was cut off ({len(cut)} bytes)" in caplog.text
+
+
 def test_a_log_is_appended_to_and_a_line_cut_off_spoils_itself_alone(policy, log, caplog):
     first = logged(policy, log)
     with open(log, "a") as file:

@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine import LLM, SamplingParams
-from rollout_engine.speculation_config import SpeculationConfig
-from rollout_engine.testing import assert_clean
-from tests.parity.test_speculation import describe, draw_params, draw_prompts
+from rollout_engine import SamplingParams
+from tests.parity.test_speculation import Pair, draw_params, draw_prompts
 
 KINDS = ("copy", "noisy", "random")
 
@@ -36,39 +34,14 @@ def drafter(checkpoint, tmp_path_factory):
     return make
 
 
-class Pair:
+class DraftModelPair(Pair):
     """Two engines of one checkpoint, of which one has a draft model, which drafts wherever it may."""
 
-    def __init__(self, directory, draft_model, rng, *, sources=()):
-        block_size = rng.choice([1, 4, 16, 64])
-        options = dict(
-            model=str(directory),
-            log_stats=False,
-            max_model_len=256,
-            block_size=block_size,
-            num_kv_blocks=-(-rng.choice([260, 400, 2000]) // block_size),
-            max_num_batched_tokens=rng.choice([33, 64, 500]),
-            enable_prefix_caching=rng.random() < 0.7,
-        )
-        speculation = SpeculationConfig(
-            sources=sources, draft_model=str(draft_model), max_draft_tokens=rng.choice([1, 3, 8])
-        )
-        self.plain = LLM(**options)
-        self.drafting = LLM(**options, speculation=speculation)
-        core = self.drafting.frontend.client.driver.core
-        core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
-        self.model = core.draft_model
+    def __init__(self, directory, draft_model, rng, sources=()):
+        super().__init__(directory, rng, sources, draft_model=str(draft_model))
+        self.model = self.drafting.frontend.client.driver.core.draft_model
         self.model._costs.of = lambda num_rows: 1.0
         self.model._draft_costs.of = lambda num_rows: 1e-6
-        self.drafts = core.stats.drafts
-
-    def compare(self, prompts, params):
-        """Generate by both; returns the number of tokens."""
-        expected, found = (llm.generate(prompts, params, use_tqdm=False) for llm in (self.plain, self.drafting))
-        for one, two in zip(expected, found, strict=True):
-            for a, b in zip(one.outputs, two.outputs, strict=True):
-                assert describe(a) == describe(b)
-        return sum(len(sample.token_ids) for each in found for sample in each.outputs)
 
     @property
     def accepted(self):
@@ -78,14 +51,12 @@ class Pair:
     def close(self):
         assert not self.model.is_off, "the draft model has failed"
         self.model._model.check_integrity()
-        for llm in (self.plain, self.drafting):
-            assert_clean(llm.llm_engine)
-            llm.shutdown()
+        super().close()
 
 
 def run_round(directory, draft_model, rng, num_rounds=4):
     """Tokens compared, drafted, and accepted."""
-    pair = Pair(directory, draft_model, rng, sources=rng.choice([(), (), ("rollouts", "ngram")]))
+    pair = DraftModelPair(directory, draft_model, rng, rng.choice([(), (), ("rollouts", "ngram")]))
     num_tokens = 0
     for _ in range(num_rounds):
         prompts, params = draw_prompts(rng), SamplingParams(**draw_params(rng))
@@ -125,7 +96,7 @@ def test_a_draft_model_changes_nothing_in_many_tokens(checkpoint, drafter, archi
 def test_a_copy_of_the_model_drafts_the_very_tokens(checkpoint, drafter, temperature):
     """At temperature 1 too, over some 250 tokens of almost equal probability: it draws with the same numbers."""
     directory = checkpoint("qwen3", torch.float32)
-    pair = Pair(directory, drafter("copy", "qwen3", torch.float32), random.Random(0))
+    pair = DraftModelPair(directory, drafter("copy", "qwen3", torch.float32), random.Random(0))
     pair.compare([[5, 6, 7, 8]], SamplingParams(max_tokens=100, temperature=temperature, ignore_eos=True, seed=3, n=3))
     assert pair.accepted > 0.99 and sum(pair.drafts.num_drafted) > 100
     pair.close()
@@ -134,7 +105,7 @@ def test_a_copy_of_the_model_drafts_the_very_tokens(checkpoint, drafter, tempera
 def test_edits_are_drafted_as_the_model_draws(checkpoint, drafter):
     """Penalties, biases, bad words and the end id before `min_tokens`: of a copy of the model each draft is right."""
     directory = checkpoint("qwen3", torch.float32)
-    pair = Pair(directory, drafter("copy", "qwen3", torch.float32), random.Random(0))
+    pair = DraftModelPair(directory, drafter("copy", "qwen3", torch.float32), random.Random(0))
     params = SamplingParams(
         max_tokens=60, min_tokens=60, seed=3, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 3.0},
         bad_words=["a"], top_p=0.9, top_k=40,
@@ -146,7 +117,7 @@ def test_edits_are_drafted_as_the_model_draws(checkpoint, drafter):
 
 def test_a_sample_that_is_aborted_leaves_no_kv_of_the_draft_model(checkpoint, drafter):
     directory = checkpoint("qwen3", torch.float32)
-    pair = Pair(directory, drafter("copy", "qwen3", torch.float32), random.Random(0))
+    pair = DraftModelPair(directory, drafter("copy", "qwen3", torch.float32), random.Random(0))
     engine = pair.drafting.llm_engine
     engine.add_request("gone", [5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True, n=2))
     for _ in range(10):

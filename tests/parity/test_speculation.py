@@ -21,7 +21,8 @@ SOURCES = [("rollouts", "ngram"), ("rollouts",), ("ngram",)]
 class Pair:
     """Two engines of one checkpoint, of which one drafts wherever it has a draft."""
 
-    def __init__(self, directory, rng, sources=SOURCES[0]):
+    def __init__(self, directory, rng, sources=SOURCES[0], **more):
+        """`more`: for `SpeculationConfig`."""
         block_size = rng.choice([1, 4, 16, 64])
         options = dict(
             model=str(directory),
@@ -33,9 +34,8 @@ class Pair:
             enable_prefix_caching=rng.random() < 0.7,
         )
         self.plain = LLM(**options)
-        self.drafting = LLM(
-            **options, speculation=SpeculationConfig(sources=sources, max_draft_tokens=rng.choice([1, 3, 8]))
-        )
+        speculation = SpeculationConfig(sources=sources, max_draft_tokens=rng.choice([1, 3, 8]), **more)
+        self.drafting = LLM(**options, speculation=speculation)
         core = self.drafting.frontend.client.driver.core
         core._scheduler.speculator._costs.of = lambda num_rows: 1.0  # every draft pays
         self.drafts = core.stats.drafts
