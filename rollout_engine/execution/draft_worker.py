@@ -5,6 +5,7 @@ import torch
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, DirtyWeightsError, refused
+from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.step_costs import measure_steps
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.backend import Backend
@@ -15,8 +16,6 @@ from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.vocabulary import first_difference
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.speculation_config import DraftInfo
-from rollout_engine.weights.copy_kernels import kernel_writer
-from rollout_engine.weights.transaction import WeightUpdater
 
 _SHARE_OF_POOL = 8
 """The draft model's KV pool has this part of the bytes of the policy's."""
@@ -46,15 +45,8 @@ class DraftWorker:
         num_blocks = _num_blocks(config, speculation.draft_kv_cache_bytes, loaded, policy, policy_backend.num_blocks)
         backend = CpuBackend(msgspec.structs.replace(own, num_kv_blocks=num_blocks), loaded, ())
         self._runner = backend.runner
-        self.updater = WeightUpdater(
-            loaded.targets,
-            loaded.aliases,
-            backend.packed,
-            backend.shadow_memory,
-            prepare=lambda: self._weights.take_back(),
-            writer=kernel_writer(torch.device("cpu"), backend.upload),
-        )
-        self._weights = backend.memory_of([v for name, v in loaded.targets.items() if not backend.packed.holds(name)])
+        self._weights = ResidentWeights(loaded, backend, torch.device("cpu"))
+        self.updater = self._weights.updater
         self.info = DraftInfo(
             num_blocks=num_blocks,
             max_model_len=cap_model_len(own, loaded.max_model_len, num_blocks),
@@ -75,13 +67,12 @@ class DraftWorker:
 
     def release_weights(self, *, forget: bool) -> None:
         """Free copies of weights and the shadow of updates; `forget`: free the weights and lose their values."""
-        self.updater.release(forget=forget)
         self._weights.release(forget=forget)
 
     def restore_weights(self) -> None:
         """Undo `release_weights(forget=False)`."""
         if not self.updater.forgotten:
-            self._weights.derive()
+            self._weights.restore()
 
     @property
     def num_resident_bytes(self) -> int:

@@ -15,6 +15,7 @@ from rollout_engine.errors import DirtyWeightsError
 from rollout_engine.execution.draft_worker import DraftWorker
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.model_info import ModelInfo
+from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.step_costs import step_costs
 from rollout_engine.kernels.memory import trim_allocator
 from rollout_engine.model.backends import device_of
@@ -22,8 +23,6 @@ from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.sampling.logits_processors import load_processors
 from rollout_engine.user_code import UserCode
-from rollout_engine.weights.copy_kernels import kernel_writer
-from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import UpdateSession
 from sync.manifest import first_names
 
@@ -45,15 +44,8 @@ class Worker:
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         backend = device.backend(config, loaded, processors)
         self.backend, self.runner = backend, backend.runner
-        self.updater = WeightUpdater(
-            loaded.targets,
-            loaded.aliases,
-            backend.packed,
-            backend.shadow_memory,
-            prepare=lambda: self._weights.take_back(),
-            writer=kernel_writer(device.torch_device, backend.upload),
-        )
-        self._weights = backend.memory_of([v for name, v in loaded.targets.items() if not backend.packed.holds(name)])
+        self._weights = ResidentWeights(loaded, backend, device.torch_device)
+        self.updater = self._weights.updater
         loaded = loaded._replace(targets={})
         trim_allocator()  # packed weights have given up their plain values
         step_seconds = step_costs(config, backend)
@@ -136,14 +128,13 @@ class Worker:
 
         `forget`: free the weights and lose their values.
         """
-        self.updater.release(forget=forget)
         self._weights.release(forget=forget)
         if self.draft is not None:
             self.draft.release_weights(forget=forget)
 
     def restore_weights(self) -> None:
         """Undo `release_weights(forget=False)`."""
-        self._weights.derive()
+        self._weights.restore()
         if self.draft is not None:
             self.draft.restore_weights()
 

@@ -26,16 +26,6 @@ def made():
         yield service, provider
 
 
-@pytest.fixture
-def service(made):
-    return made[0]
-
-
-@pytest.fixture
-def provider(made):
-    return made[1]
-
-
 def eventually(condition):
     for _ in range(2000):
         if condition():

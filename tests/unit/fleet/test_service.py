@@ -37,16 +37,6 @@ def made():
         service.frontend.client.check_integrity()
 
 
-@pytest.fixture
-def service(made):
-    return made[0]
-
-
-@pytest.fixture
-def provider(made):
-    return made[1]
-
-
 def tokens(outputs):
     return [list(sample.token_ids) for output in outputs for sample in output.outputs]
 
