@@ -55,7 +55,9 @@ def count(browser):
 
 
 def texts(browser, selector):
-    return [each.text for each in browser.find_elements(By.CSS_SELECTOR, selector)]
+    """Texts of all elements at one moment: rows are made anew while the page filters and scrolls."""
+    script = "return [...document.querySelectorAll(arguments[0])].map(element => element.innerText)"
+    return browser.execute_script(script, selector)
 
 
 def wait_for(condition):
@@ -77,7 +79,8 @@ def test_ten_thousand_rollouts_load_and_scroll(open_page):
     milliseconds = browser.execute_script(
         "const t = performance.getEntriesByType('navigation')[0]; return t.loadEventEnd - t.startTime"
     )
-    assert milliseconds < 60_000  # the figure of a quiet machine is in docs/rollout_files.md
+    print(f"10,000 rollouts: loaded in {milliseconds:.0f} ms")  # shown by -s; docs/rollout_files.md has the figure
+    assert 0 < milliseconds < 60_000
     rows = len(texts(browser, ".row"))
     assert 10 < rows < 100  # only what is seen is in the page
     browser.find_element(By.ID, "list").send_keys(Keys.END)

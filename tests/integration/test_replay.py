@@ -82,6 +82,21 @@ def test_a_changed_weight_is_named_with_the_first_token_that_differs(policy, che
         assert found.logged == logged_token != found.made
 
 
+@pytest.mark.slow
+def test_a_thousand_rollouts_are_made_again_and_one_changed_weight_is_named_by_each(policy, checkpoint, log, tmp_path):
+    prompts = [f"prompt {i}" for i in range(125)]
+    policy.rollout(prompts, PARAMS, num_samples=8, seed=1, log_to=log, use_tqdm=False)
+    samples = read_jsonl(log)
+    assert sum(report.is_equal and not report.causes for report in replay(policy, samples)) == 1000
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3, 5] += 0.5
+    policy.update_weights(model)
+    reports = replay(policy, samples)
+    assert all(report.causes[0].startswith("other weights") for report in reports)
+    assert sum(report.difference is not None for report in reports) > 990
+
+
 def test_versions_of_a_run_are_found_by_their_digests(policy, checkpoint, log, tmp_path):
     folders = [str(other_weights(checkpoint, tmp_path / str(seed), seed)) for seed in (1, 2)]
     logged(policy, log)
