@@ -81,6 +81,7 @@ class _Limits(_Protocol):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._unset_keepalive_if_required()  # uvicorn's own timer, which would keep a connection that was reset
         super().connection_lost(exc)
         self._leave()
 

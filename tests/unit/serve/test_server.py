@@ -1,7 +1,9 @@
 """The server on a socket: what only a connection can do wrong."""
 
+import gc
 import json
 import socket
+import struct
 import threading
 import time
 
@@ -127,6 +129,22 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server,
     while policy.get_num_unfinished_requests():
         time.sleep(0.001)
     policy.resume_generation()
+
+
+def test_a_connection_that_is_reset_is_kept_by_no_timer(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        [kept] = [each for each in gc.get_objects() if _waits_for_a_request(each)]
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a reset
+    while kept in kept.connections:
+        time.sleep(0.001)
+    assert kept.timeout_keep_alive_task is None
+
+
+def _waits_for_a_request(value):
+    return type(value).__name__ == "LimitedProtocol" and value.timeout_keep_alive_task is not None
 
 
 def test_connections_beyond_the_most_are_refused_in_the_shape_of_the_dialect(policy):
