@@ -8,6 +8,7 @@ import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.class_names import name_of
+from rollout_engine.config_file import ConfigFile
 from rollout_engine.errors import ConfigError, refused
 from rollout_engine.peer_options import ENGINE_PEERS
 from rollout_engine.speculation_config import SpeculationConfig
@@ -229,3 +230,16 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
         """Make a config, checked as by calling the class."""
         return cls(**kwargs)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **kwargs: Any) -> "EngineConfig":
+        """Make a config from a TOML file, such as `rollout-engine tune` writes; `kwargs` replace its values.
+
+        A key is an option; those of `SpeculationConfig` stand in a table [speculation]. A value is what the option
+        takes, and an option that is None is left out. Raises `ConfigError`, which names the line.
+        """
+        file = ConfigFile.read(path)
+        try:
+            return cls(**(file.options | kwargs))
+        except ConfigError as problem:
+            raise file.located(problem, kwargs) from None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 import msgspec
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.config_file import ConfigFile
 from rollout_engine.errors import ConfigError, unknown_name
 from rollout_engine.sampling_params import SamplingParams
 
@@ -30,28 +31,37 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="key=value",
         help="any field of EngineConfig or SamplingParams, as dtype=float32 max_tokens=64 stop=END; values of "
-        'a list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s',
+        'a list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s; config=FILE reads options of EngineConfig from a '
+        "TOML file, such as `tune` writes",
     )
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
-    """Sort arguments into engine options and sampling params.
+    """Sort arguments into engine options and sampling params. `config=FILE` gives engine options that others replace.
 
     Raises `ConfigError` for an unknown name, naming the closest; for an argument that is not `key=value`; for a list
     that is not JSON.
     """
-    found = Overrides({}, {})
+    found, from_file = Overrides({}, {}), dict[str, Any]()
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals:
             raise ConfigError(f"'{argument}' is not an option: write key=value, as max_tokens=64.")
-        if name in _ENGINE:
+        if name == "config":
+            from_file |= _from_file(text)
+        elif name in _ENGINE:
             found.engine[name] = _converted(name, text, _ENGINE[name])
         elif name in _SAMPLING:
             found.sampling[name] = _converted(name, text, _SAMPLING[name])
         else:
-            raise ConfigError(unknown_name("option", name, (*_ENGINE, *_SAMPLING)))
-    return found
+            raise ConfigError(unknown_name("option", name, (*_ENGINE, *_SAMPLING, "config")))
+    return found._replace(engine=from_file | found.engine)
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    """The options of a file, checked. Its model is left out: commands name their own."""
+    EngineConfig.load(path, model="a model")
+    return {name: value for name, value in ConfigFile.read(path).options.items() if name != "model"}
 
 
 def _converted(name: str, text: str, kind: Any) -> Any:
