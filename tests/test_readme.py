@@ -1,6 +1,4 @@
-"""Every Python block of the README, and of the guides to environments, the server, statistics and so on, runs as it is.
-
-The blocks of a page share a namespace.
+"""Every Python block of the README and of docs/ runs as it is. The blocks of a page share a namespace.
 
 A block below `<!-- needs: PACKAGE -->` runs by itself, behind the page's other blocks, where that package is installed.
 """
@@ -14,15 +12,19 @@ import pytest
 from envs_adapters.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
-README, ENVIRONMENTS, SERVER = ROOT / "README.md", ROOT / "docs/environments.md", ROOT / "docs/server.md"
-STATISTICS, SPECULATION = ROOT / "docs/statistics.md", ROOT / "docs/speculation.md"
-POOLING, ROUTING, ADAPTERS = ROOT / "docs/pooling.md", ROOT / "docs/routing.md", ROOT / "docs/adapters.md"
-FILES = ROOT / "docs/rollout_files.md"
-PAGES = [README, ENVIRONMENTS, SERVER, STATISTICS, SPECULATION, POOLING, ROUTING, ADAPTERS, FILES]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+ENVIRONMENTS = DOCS / "environments.md"
+ELSEWHERE = {
+    "fleet.md": "replicas take seconds to start: tests/integration plays the same calls",
+    "trainers.md": "runs beside each trainer, by tests/trainers/test_page.py",
+}
+"""Pages whose Python blocks do not run here, and why."""
 BLOCK = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [README, *(page for page in sorted(DOCS.glob("*.md")) if page.name not in ELSEWHERE)]
+PAGES = [page for page in PAGES if any(not needed for needed, _ in BLOCK.findall(page.read_text()))]
+NEEDED = [(page, each[0]) for page in PAGES for each in BLOCK.findall(page.read_text()) if each[0]]
 CLIENTS = (("httpx2", "Client"), ("openai", "OpenAI"))
 """What pages leave open. Where pages of trainers run, the second is not installed."""
-PACKAGES = [match.group(1) for match in BLOCK.finditer(ENVIRONMENTS.read_text()) if match.group(1)]
 
 
 def run(page, package=None):
@@ -46,17 +48,21 @@ def test_code_comes_early():
     assert text[: BLOCK.search(text).start()].count("\n") < 30
 
 
+def test_the_readme_is_short():
+    assert README.read_text().count("\n") < 260
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_code_blocks_that_need_a_package_run(package, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "package"), NEEDED, ids=lambda each: getattr(each, "name", each))
+def test_code_blocks_that_need_a_package_run(page, package, tmp_path, monkeypatch):
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    run(ENVIRONMENTS, package)
+    run(page, package)
 
 
 def test_the_readme_names_every_extra():

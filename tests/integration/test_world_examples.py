@@ -125,9 +125,9 @@ def test_the_perfect_opponent_punishes_one_mistake():
 GUESS = ["--conversations", "500", "--answers", "1", "2", "3", "4", "5", "6", "7"]
 
 
-def readme_environment(directory):
-    """A file with the environment that the README writes; returns the example's target."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def first_environment(directory):
+    """A file with the first environment of docs/environments.md; returns the example's target."""
+    text = (Path(__file__).parents[2] / "docs/environments.md").read_text()
     block = next(block for block in text.split("```")[1::2] if "class GuessNumber" in block)
     path = directory / "guess_number.py"
     path.write_text(block.removeprefix("python").partition("batch = ")[0])
@@ -135,9 +135,9 @@ def readme_environment(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["README", "reasoning_gym:spell_backward"])
+@pytest.mark.parametrize("target", ["guide", "reasoning_gym:spell_backward"])
 def test_any_environment_trains_with_one_command(target, tmp_path, capsys):
-    arguments = [readme_environment(tmp_path), *GUESS] if target == "README" else [target, "--option", "max_word_len=4"]
+    arguments = [first_environment(tmp_path), *GUESS] if target == "guide" else [target, "--option", "max_word_len=4"]
     rows = load("train_env").main([*arguments, "--warm-up-steps", "30", "--steps", "1", "--out", str(tmp_path / "out")])
     assert [row["max_logprob_diff"] for row in rows] == [0.0, 0.0]
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -150,7 +150,7 @@ def test_any_environment_trains_with_one_command(target, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_any_environment_trains_a_given_checkpoint(tmp_path):
-    example, target = load("train_env"), readme_environment(tmp_path)
+    example, target = load("train_env"), first_environment(tmp_path)
     made = example.main([target, *GUESS, "--warm-up-steps", "30", "--steps", "0", "--out", str(tmp_path / "made")])
     given = ["--model", str(tmp_path / "made/policy"), "--max-tokens", "16", "--steps", "1"]
     rows = example.main([target, *given, "--out", str(tmp_path / "given")])
@@ -178,12 +178,12 @@ def test_what_all_questions_have_in_common_is_one_token():
 
 def test_an_environment_of_which_nothing_is_known_needs_answers(tmp_path):
     with pytest.raises(SystemExit, match="Give --answers"):
-        load("train_env").main([readme_environment(tmp_path), "--conversations", "2", "--out", str(tmp_path / "out")])
+        load("train_env").main([first_environment(tmp_path), "--conversations", "2", "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("name, said", [(":GuessNumbr", "Classes with a step in it: GuessNumber"), ("", ":MyClass")])
 def test_a_class_that_is_not_in_the_file_is_told_at_once(tmp_path, name, said):
-    file, _ = readme_environment(tmp_path).rsplit(":", 1)
+    file, _ = first_environment(tmp_path).rsplit(":", 1)
     with pytest.raises(SystemExit, match=said):
         load("train_env").main([file + name, "--answers", "1", "--out", str(tmp_path / "out")])
 

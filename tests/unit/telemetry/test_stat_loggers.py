@@ -13,7 +13,7 @@ from rollout_engine.metrics import CoreMetrics, CoreStats, EngineMetrics, Reques
 from rollout_engine.telemetry import stat_loggers
 from rollout_engine.telemetry.stat_loggers import LogLine, PrometheusLogger, all_loggers
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs/statistics.md"
 
 
 def metrics(**core):
@@ -113,10 +113,10 @@ def test_what_is_not_a_logger_is_refused():
         all_loggers(["prometheus"], log_line=False)
 
 
-def test_the_readme_names_every_figure_and_no_other():
+def test_the_page_names_every_metric_and_no_other():
     registry = CollectorRegistry()
     PrometheusLogger(registry=registry).attach(metrics)
     exported = {family.name.removeprefix("rollout_engine_") for family in registry.collect()}
-    table = README.read_text().partition("## Metrics and traces")[2].partition("\n## ")[0]
+    table = PAGE.read_text().partition("### Names")[2].partition("\n### ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert {name.partition("{")[0] for row in rows for name in re.findall(r"`([^`]+)`", row)} == exported
