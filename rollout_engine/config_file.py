@@ -57,7 +57,7 @@ class ConfigFile(NamedTuple):
         return ConfigError(f"{self.path}{line}: {text}")
 
     def _line(self, key: tuple[str, ...]) -> str:
-        """":" and the number of the line on which the statement begins that sets `key`; empty where none has its name."""
+        """Where in the file the statement begins that sets `key`, as ":7"; empty where no line has its name."""
         lines = self.text.splitlines(keepends=True)
         named = [number for number, line in enumerate(lines) if key[-1] in line]
         for i, number in enumerate(named):

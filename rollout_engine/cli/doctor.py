@@ -1,7 +1,10 @@
-"""Reports what this machine can do, and what would let it do more.
+"""Reports what runs fast on this machine, what falls back to something slower, and how to change that.
 
-rollout-engine doctor
-rollout-engine doctor --json
+    rollout-engine doctor
+    rollout-engine doctor Qwen/Qwen3-0.6B dtype=bfloat16
+    rollout-engine doctor --json
+
+With a model it is loaded, and the report says how its layers run, and why.
 """
 
 import argparse
@@ -16,39 +19,56 @@ import torch
 
 from rollout_engine import __version__
 from rollout_engine.cli import machine
-from rollout_engine.kernels import linear
+from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.cli.speed_paths import SpeedPath, of_model, row_plan, speed_paths, table
+from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import build
 from rollout_engine.model.backends import unsupported_reason
 from sync.transports import TRANSPORTS
 
 _PACKAGES = ("torch", "transformers", "tensordict", "tokenizers", "safetensors", "msgspec", "numpy")
-_PROBED = (1024, 1024)
-"""Shape of the weight whose row plan is reported for its dtype."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("model", nargs="?", help="checkpoint directory or hub id, to load and report on")
+    add_overrides(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print all findings, advice last."""
-    found = examine()
-    print(json.dumps(found, indent=1) if arguments.json else _table(found))
+    """Print all findings; below them a table of what is fast, what is not, and what to do."""
+    overrides = parse_overrides(arguments.overrides)
+    if arguments.model is None and overrides.engine:
+        raise ConfigError("doctor: options are those of a model: name it first, as doctor MODEL dtype=float32.")
+    found, paths = _examined()
+    if arguments.model is not None:
+        paths += of_model(arguments.model, overrides.engine)
+    found["paths"] = [path._asdict() for path in paths]
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(_table({topic: value for topic, value in found.items() if topic not in ("paths", "advice")}))
+        print(f"\n{table(paths)}")
 
 
 def examine() -> dict[str, Any]:
     """All findings by topic; `advice` is a list of sentences, empty if nothing can be improved."""
-    found = {
+    return _examined()[0]
+
+
+def _examined() -> tuple[dict[str, Any], list[SpeedPath]]:
+    found: dict[str, Any] = {
         "machine": machine.describe(),
         "kernels": _kernels(),
-        "row_plans": {str(dtype): _row_plan(dtype) for dtype in (torch.float32, torch.bfloat16)},
+        "row_plans": {str(dtype): row_plan(dtype) for dtype in (torch.float32, torch.bfloat16)},
         "devices": {"cpu": "yes", "cuda": _cuda()},
         "transports": list(TRANSPORTS),
         "extras": _extras(),
         "versions": {"rollout_engine": __version__} | machine.versions(_PACKAGES),
     }
-    return found | {"advice": _advice(found)}
+    paths = speed_paths(found["kernels"], found["devices"]["cuda"]) + _missing(found["extras"])
+    return found | {"advice": [path.fix for path in paths if path.fix and path.state != "missing"]}, paths
 
 
 def _cuda() -> str:
@@ -78,16 +98,6 @@ def _kernels() -> dict[str, Any]:
     }
 
 
-def _row_plan(dtype: torch.dtype) -> dict[str, Any]:
-    """How products of this dtype are made row-invariant, or why they cannot be."""
-    try:
-        plan = linear.plan_for(torch.zeros(_PROBED, dtype=dtype))
-    except linear.NotInvariant as problem:
-        return {"problem": str(problem)}
-    rows = f"{plan.min_rows} to {plan.max_rows}" if plan.is_bounded else "any number"
-    return {"kernel": plan.kernel, "rows at once": rows}
-
-
 def _extras() -> dict[str, dict[str, bool]]:
     """Extra -> package -> whether it is installed; empty if the library itself is not installed."""
     try:
@@ -96,25 +106,20 @@ def _extras() -> dict[str, dict[str, bool]]:
         return {}
     found: dict[str, dict[str, bool]] = {}
     for line in required:
-        if match := re.search(r"extra == ['\"](\w+)['\"]", line):
+        if match := re.search(r"extra == ['\"]([\w-]+)['\"]", line):
             name = re.split(r"[<>=!~;\[ ]", line)[0]
             found.setdefault(match[1], {})[name] = machine.versions([name])[name] is not None
     return found
 
 
-def _advice(found: dict[str, Any]) -> list[str]:
-    advice = []
-    if found["kernels"]["compiler"] is None:
-        cure = "xcode-select --install" if build.COMPILER == "clang++" else "Debian and Ubuntu: apt install g++"
-        advice.append(f"Install {build.COMPILER} ({cure}): without it torch replaces the C++ kernels, more slowly.")
-    elif not found["kernels"]["loaded"]:
-        advice.append("The C++ kernels do not build or load, for the problem above; torch replaces them, more slowly.")
-    if not {"avx512_bf16", "amx_bf16", "bf16"} & set(found["machine"]["isa"]):
-        advice.append("This CPU has no native bfloat16: dtype=float32 is faster (dtype=auto chooses it).")
-    if found["machine"]["threads"] > found["machine"]["usable_cpus"]:
-        advice.append("There are more threads than usable CPUs: set num_threads or OMP_NUM_THREADS.")
-    advice += [f"{dtype} is not served exactly." for dtype, plan in found["row_plans"].items() if "problem" in plan]
-    return advice
+def _missing(extras: dict[str, dict[str, bool]]) -> list[SpeedPath]:
+    """The extras of which a package is not installed."""
+    found = []
+    for extra, packages in extras.items():
+        if absent := [name for name, is_there in packages.items() if not is_there]:
+            fix = f'pip install "rollout-engine[{extra}]"'
+            found.append(SpeedPath(f"extra {extra}", "missing", f"without {', '.join(absent)}", fix))
+    return found
 
 
 def _table(found: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "an HTTP server for clients that speak OpenAI's, vLLM's or SGLang's dialect",
     "core": "a core that listens on TCP, for front ends on other machines",
     "bench": "tokens per second of a model, and the share of what memory and arithmetic allow",
+    "tune": "threads, budgets and speculation for a model on this machine, by measuring, as a TOML file",
     "simulate": "throughput, latency, staleness and failures of a fleet of thousands, from what its steps cost",
 }
 """Name -> help. A command is a module `rollout_engine.cli.<name>` with `add_arguments(parser)` and `run(arguments)`."""

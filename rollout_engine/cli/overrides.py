@@ -31,8 +31,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="key=value",
         help="any field of EngineConfig or SamplingParams, as dtype=float32 max_tokens=64 stop=END; values of "
-        'a list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s; config=FILE reads options of EngineConfig from a '
-        "TOML file, such as `tune` writes",
+        'a list are JSON, as stop=\'["a", "\\n"]\'; seed= is the engine\'s; '
+        "config=FILE reads options of EngineConfig from a TOML file, such as `tune` writes",
     )
 
 

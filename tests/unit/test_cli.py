@@ -15,6 +15,7 @@ from rollout_engine.cli.main import COMMANDS, main
 from rollout_engine.cli.overrides import parse_overrides
 from rollout_engine.cli.prompts import read_prompts
 from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.kernels import linear
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.testing import tiny_checkpoint, tiny_config
 
@@ -233,9 +234,9 @@ def test_doctor_knows_kernels_plans_and_versions(capsys):
 
 
 def test_doctor_prints_no_number_that_stands_for_none(capsys, monkeypatch):
-    monkeypatch.setattr(doctor.linear, "plan_for", lambda weight: doctor.linear.PLAIN)
+    monkeypatch.setattr(linear, "plan_for", lambda weight: linear.PLAIN)
     assert doctor.examine()["row_plans"]["torch.float32"] == {"kernel": "library", "rows at once": "any number"}
-    monkeypatch.setattr(doctor.linear, "plan_for", lambda weight: doctor.linear.RowPlan("onednn", 2, 256))
+    monkeypatch.setattr(linear, "plan_for", lambda weight: linear.RowPlan("onednn", 2, 256))
     assert doctor.examine()["row_plans"]["torch.float32"] == {"kernel": "onednn", "rows at once": "2 to 256"}
 
 

@@ -51,7 +51,12 @@ def supports(dtype: torch.dtype) -> bool:
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether it uses AVX2, AVX-512 or AMX here; without them oneDNN is faster."""
-    return supports(dtype) and _library().gemm_level(dtype == torch.bfloat16) > 0
+    return level(dtype) > 0
+
+
+def level(dtype: torch.dtype) -> int:
+    """Instructions that the kernel uses here: 1 AVX2, 2 AVX-512, 3 AVX-512 BF16, 4 AMX; 0: none, or no kernel."""
+    return int(_library().gemm_level(dtype == torch.bfloat16)) if supports(dtype) else 0
 
 
 def empty_panels(weights: Sequence[Tensor]) -> list[Tensor]:
