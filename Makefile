@@ -95,7 +95,7 @@ COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
 	touch $@
 
 .venv/tests: pyproject.toml constraints.txt
-	$(INSTALL) ".[dev,examples,otel,ray,server,view]"
+	$(INSTALL) ".[dev,eval,examples,otel,ray,server,view]"
 	$(COMPILE)
 	touch .venv/examples $@
 

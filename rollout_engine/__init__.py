@@ -51,6 +51,9 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.errors import StepMemoryError as StepMemoryError
     from rollout_engine.errors import TransferTimeoutError as TransferTimeoutError
     from rollout_engine.errors import WeightUpdateError as WeightUpdateError
+    from rollout_engine.evaluation.report import EvalReport as EvalReport
+    from rollout_engine.evaluation.sweep import Sweep as Sweep
+    from rollout_engine.evaluation.tasks import EvalTask as EvalTask
     from rollout_engine.faces.async_llm import AsyncLLM as AsyncLLM
     from rollout_engine.faces.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from rollout_engine.faces.llm import LLM as LLM
@@ -118,6 +121,9 @@ _NAMES = {
         "TransferTimeoutError",
         "WeightUpdateError",
     ),
+    "rollout_engine.evaluation.report": ("EvalReport",),
+    "rollout_engine.evaluation.sweep": ("Sweep",),
+    "rollout_engine.evaluation.tasks": ("EvalTask",),
     "rollout_engine.faces.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "rollout_engine.faces.llm": ("LLM",),
     "rollout_engine.faces.llm_engine": ("LLMEngine",),

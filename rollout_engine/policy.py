@@ -3,7 +3,8 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -15,7 +16,12 @@ from rollout_engine.batches.layout import full_places
 from rollout_engine.config import EngineConfig
 from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import RolloutOptions
-from rollout_engine.errors import ConfigError
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.evaluation.evaluator import Evaluator
+from rollout_engine.evaluation.ledger import Ledger
+from rollout_engine.evaluation.report import EvalReport
+from rollout_engine.evaluation.sweep import Sweep, as_sweep
+from rollout_engine.evaluation.tasks import prepare_tasks
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.llm import LLM
 from rollout_engine.faces.llm_engine import LLMEngine
@@ -29,8 +35,9 @@ from rollout_engine.rollout_batch import Layout
 from rollout_engine.rollout_collector import RolloutCollector, staleness_control
 from rollout_engine.rollout_groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
 from rollout_engine.rollout_log import RolloutLog
-from rollout_engine.rollout_plan import Columns, dataset_tasks
-from rollout_engine.sampling_params import SamplingLike
+from rollout_engine.rollout_plan import Columns, as_int, dataset_tasks
+from rollout_engine.sampling_params import MAX_N, SamplingLike
+from rollout_engine.seeds import MAX_SEED
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.threads import no_thread, run_in_thread
 
@@ -267,6 +274,57 @@ class RolloutPolicy(BlockingVerbs):
             listeners=self._listeners(on_group, log_to, lora_request),
             layout=layout,
         )
+
+    def evaluate(
+        self,
+        tasks: Any,
+        *,
+        sweep: Sweep | Mapping[str, Any] | None = None,
+        num_samples: int = 1,
+        k: int | Sequence[int] = (1,),
+        out: str | os.PathLike[str] | None = None,
+        resume: bool = True,
+        seed: int = 0,
+        use_tqdm: bool = True,
+    ) -> EvalReport:
+        """Sample every task under every setting by every checkpoint, and reckon what that says (docs/evaluation.md).
+
+        Args:
+            tasks: one or a list of `EvalTask`s, or what stands for one: a dict of its fields, or the name of an
+                environment; or a dict from names to these.
+            sweep: a `Sweep` or a dict of its fields: sampling settings, and checkpoints to load one after another.
+                None: the default settings, and the live weights. Those may change meanwhile: each sample says which
+                versions sampled it, and the report which ones it saw.
+            num_samples: of each prompt under each setting by each checkpoint.
+            k: of pass@k and maj@k; at most `num_samples`.
+            out: a directory that keeps each sample as soon as its group has ended. What it has already is not sampled
+                again, and is part of the report: samples of an evaluation that was killed, and other checkpoints, such
+                as earlier versions of the live weights. None: in memory.
+            resume: False: begin anew in `out`; what it had is gone.
+            seed: with task, setting, prompt and index it determines every draw; checkpoints share theirs.
+            use_tqdm: show progress, by rich where that is installed; or print nothing.
+
+        The policy keeps the weights of the last checkpoint that was loaded. Raises what `rollout` does, beginning with
+        task and setting; `RequestError` also where `out` holds another evaluation.
+        """
+        self.frontend.require_running("evaluate")
+        num_samples = as_int("num_samples", num_samples, 1, MAX_N) or 1
+        ks = [k] if isinstance(k, int) else list(k)
+        if not ks or not all(type(each) is int and 1 <= each <= num_samples for each in ks):
+            raise RequestError.for_field("k", k, f"ints from 1 to num_samples={num_samples}")
+        evaluator = Evaluator(
+            self,
+            self._batcher,
+            self._kept_workers,
+            prepare_tasks(tasks),
+            as_sweep(sweep),
+            num_samples=num_samples,
+            k=ks,
+            seed=as_int("seed", seed, 0, MAX_SEED) or 0,
+        )
+        with closing(Ledger(out, evaluator.plan, resume=resume)) as ledger:
+            evaluator.run(ledger, shown=use_tqdm)
+            return EvalReport(ledger.plan, ledger.samples)
 
     def score(  # type: ignore[override]
         self,

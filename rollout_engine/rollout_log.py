@@ -40,39 +40,28 @@ _DRAWS_THE_SAME = {
 """Fields of `SamplingParams` that say how many samples there are, or what is returned of them."""
 
 
-class RolloutLog:
-    """Appends rollouts to a file, one line per sample. Any thread may write."""
+class LoggedSamples:
+    """Makes the lines of rollouts, as dicts, with what made them. One thread at a time may call it."""
 
-    def __init__(self, policy: BlockingVerbs, path: str | os.PathLike[str], lora: LoRALike | None = None) -> None:
-        """The file is made if it is missing. `lora`: the adapter that samples.
-
-        Raises `RequestError` for a file that cannot be written.
-        """
-        self._policy, self._path = policy, Path(path)
+    def __init__(self, policy: BlockingVerbs, lora: LoRALike | None = None) -> None:
+        """`lora`: the adapter that samples."""
+        self._policy = policy
         self._lora = None if lora is None else as_lora_request(lora).name
         self._digests: dict[int, str] = {}
         """Version -> digest of its weights."""
-        self._writing = threading.Lock()
         self._engine = describe_engine(policy)
-        try:
-            with open(self._path, "a+b") as file:
-                _end_last_line(file)
-        except OSError as problem:
-            raise RequestError.for_field("log_to", str(path), "a file that can be written", f"{problem}.") from problem
         self._learn_digest()
 
-    def write(self, batch: TensorDictBase, params: SamplingParams) -> None:
-        """Append the samples of one group, drawn with `params`."""
-        with self._writing:
-            self._learn_digest()
-            made_by = {"sampling": _drawn_by(params), "lora": self._describe_lora(), "engine": self._engine}
-            lines = []
-            for sample in samples(batch):
-                versions = sorted({*sample["policy_version"], *sample["kv_min_version"]} - {-1})
-                weights = {str(version): self._digests.get(version) for version in versions}
-                lines.append(line_of({"schema": SCHEMA, **sample, "weights": weights, **made_by}) + "\n")
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("".join(lines))
+    def of(self, batch: TensorDictBase, params: SamplingParams) -> list[dict[str, Any]]:
+        """One dict for each sample of a group that was drawn with `params`."""
+        self._learn_digest()
+        made_by = {"sampling": _drawn_by(params), "lora": self._describe_lora(), "engine": self._engine}
+        lines = []
+        for sample in samples(batch):
+            versions = sorted({*sample["policy_version"], *sample["kv_min_version"]} - {-1})
+            weights = {str(version): self._digests.get(version) for version in versions}
+            lines.append({"schema": SCHEMA, **sample, "weights": weights, **made_by})
+        return lines
 
     def _learn_digest(self) -> None:
         version = self._policy.policy_version
@@ -89,6 +78,31 @@ class RolloutLog:
             return None
         [info] = [each for each in self._policy.list_loras() if each.name == self._lora]
         return {"name": info.name, "revision": info.revision, "digest": info.digest}
+
+
+class RolloutLog:
+    """Appends rollouts to a file, one line per sample. Any thread may write."""
+
+    def __init__(self, policy: BlockingVerbs, path: str | os.PathLike[str], lora: LoRALike | None = None) -> None:
+        """The file is made if it is missing. `lora`: the adapter that samples.
+
+        Raises `RequestError` for a file that cannot be written.
+        """
+        self._path = Path(path)
+        self._writing = threading.Lock()
+        try:
+            with open(self._path, "a+b") as file:
+                _end_last_line(file)
+        except OSError as problem:
+            raise RequestError.for_field("log_to", str(path), "a file that can be written", f"{problem}.") from problem
+        self._samples = LoggedSamples(policy, lora)
+
+    def write(self, batch: TensorDictBase, params: SamplingParams) -> None:
+        """Append the samples of one group, drawn with `params`."""
+        with self._writing:
+            text = "".join(line_of(sample) + "\n" for sample in self._samples.of(batch, params))
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(text)
 
 
 def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _tasks(
 ) -> Iterator[GroupTask]:
     first: set[str] | None = None
     for index, row in enumerate(dataset):
-        prompt, columns = _split(row)
+        prompt, columns = split_row(row)
         for name in columns:
             _check_column_name(f"dataset[{index}]", name)
         if first is not None and first != columns.keys():
@@ -149,7 +149,7 @@ def _tasks(
         raise RequestError.for_field("dataset", dataset, "at least one row long")
 
 
-def _split(row: Any) -> tuple[Any, dict[str, Any]]:
+def split_row(row: Any) -> tuple[Any, dict[str, Any]]:
     """Divide a row of a dataset into its prompt and its columns."""
     if not isinstance(row, Mapping) or not any(kind in row for kind in PROMPT_KINDS):
         return row, {}

@@ -96,6 +96,16 @@ class RolloutRun:
         return len(self._waiting)
 
     @property
+    def has_news(self) -> bool:
+        """Whether `advance` has something to do at once: it begins, or an output or a reward has come."""
+        return bool(self._waiting) or self._reader.has_news or any(future.done() for *_, future in self._rewarding)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the engine samples for it, so that `advance` computes a step where there are no news."""
+        return bool(self._running)
+
+    @property
     def num_open_tokens(self) -> int:
         """Tokens sampled so far of groups whose samples have not all ended."""
         return self._reader.num_tokens()

@@ -83,6 +83,10 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     """Without tools."""
     lora: str | None = None
     """Name of the adapter that this policy plays under."""
+    first_env_seed: int | None = None
+    """Seed of the environments of start 0; None: one that `seed` determines."""
+    starts: tuple[int, ...] | None = None
+    """Numbers of the `num_episodes` starts to play; None: from 0 on."""
 
     @classmethod
     def of(
@@ -132,7 +136,8 @@ class EpisodePlan(msgspec.Struct, frozen=True):
 
         So n starts visit each of n rows once, where an environment plays row `seed % n`.
         """
-        return mix(self.seed, _ENV_SEEDS) % _MAX_FIRST_SEED + group
+        first = self.first_env_seed
+        return (mix(self.seed, _ENV_SEEDS) % _MAX_FIRST_SEED if first is None else first) + group
 
     def episode_seed(self, group: int, member: int) -> int:
         """Seed of an episode's first answer: that of the same sample of the same prompt in `rollout(seed=...)`."""

@@ -98,6 +98,17 @@ class EpisodeRun:
         return self._plan.num_episodes
 
     @property
+    def has_news(self) -> bool:
+        """Whether `advance` has something to do at once: an episode to start, or an answer that has come."""
+        starts = self._num_started < self._num_episodes and len(self._running) < self._plan.max_in_flight
+        return starts or self._has_news.is_set() or any(player.reader.has_news for player in self._players)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the engine samples for it, so that `advance` computes a step where there are no news."""
+        return any(map(len, self._players))
+
+    @property
     def num_open_tokens(self) -> int:
         """Tokens sampled so far of groups that are not complete."""
         open_episodes = [*self._running.values(), *(each for group in self._ended.values() for each in group)]
@@ -110,6 +121,7 @@ class EpisodeRun:
         Raises `EpisodeError` where every episode failed, with the first fault as its cause.
         """
         self._start()
+        self._has_news.clear()
         for key, result in self._calls.take():
             if key in self._running:
                 self._go_on(self._running[key], self._after(self._running[key], result))
@@ -120,8 +132,8 @@ class EpisodeRun:
         for player in asking:
             for key, sample in player.read():
                 self._go_on(self._running[key], self._running[key].sampled(sample))
-        if not asking and self._running and self._has_news.wait(_LOOK_SECONDS):
-            self._has_news.clear()
+        if not asking and self._running:
+            self._has_news.wait(_LOOK_SECONDS)
         complete, self._complete = self._complete, []
         if not self.unfinished and self._failures:
             self._report_failures()
@@ -149,7 +161,8 @@ class EpisodeRun:
         """Reset the environments of as many episodes as may run."""
         while self._num_started < self._num_episodes and len(self._running) < self._plan.max_in_flight:
             key = self._num_started
-            group, member = divmod(key, self._plan.num_samples)
+            start, member = divmod(key, self._plan.num_samples)
+            group = start if self._plan.starts is None else self._plan.starts[start]
             self._running[key] = Episode(self._rules, key, group, member, self._plan.episode_seed(group, member))
             self._num_started += 1
             self._calls.reset(key, self._plan.env_seed(group))

@@ -16,13 +16,15 @@ def write_page(
     *,
     title: str,
     token_text: TokenText = lambda token_id: None,
+    report: Mapping[str, Any] | None = None,
 ) -> None:
     """Write samples, as `read_jsonl` returns them, into one page that holds all it needs.
 
     `token_text`: the text of a token inside a text; without one its id is shown. Whatever a text holds is shown as
-    text: it is data of the page, never markup or a script.
+    text: it is data of the page, never markup or a script. `report`: "checkpoints", "table" and "differences" of an
+    evaluation, shown above its samples.
     """
-    data = page_data(samples, title, token_text)
+    data = page_data(samples, title, token_text) | ({"report": report} if report else {})
     # Inside a script element only "</script" and "<!--" end or change it; JSON may write "<" in another way.
     encoded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = files("rollout_engine.viewing").joinpath("page.html").read_text(encoding="utf-8")
@@ -58,5 +60,5 @@ def _sample(each: Viewed, prompt: int, advantage: float | None) -> dict[str, Any
         "advantage": advantage,
         "finish_reason": sample.get("finish_reason"),
     }
-    rest = ("rewards", "columns", "turns", "messages", "ended_by", "error")
+    rest = ("rewards", "columns", "turns", "messages", "ended_by", "error", "evaluation")
     return made | {name: sample[name] for name in rest if sample.get(name)}

@@ -1,0 +1,196 @@
+"""Samples what an evaluation lacks: all requests of one checkpoint in flight together, each group noted as it ends."""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout_engine._version import VERSION
+from rollout_engine.engine.interrupts import allowed, deliver, held
+from rollout_engine.episodes.kept_workers import KeptWorkers
+from rollout_engine.episodes.plan import EpisodePlan
+from rollout_engine.episodes.run import EpisodeRun
+from rollout_engine.errors import RequestError, RewardError, RolloutEngineError
+from rollout_engine.evaluation.ledger import Cell, Ledger
+from rollout_engine.evaluation.progress import EvalProgress
+from rollout_engine.evaluation.sweep import Checkpoint, Setting, Sweep, seed_of
+from rollout_engine.evaluation.tasks import PreparedTask
+from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.rollout_groups import AnyGroup, GroupBatcher
+from rollout_engine.rollout_log import LoggedSamples, describe_engine, live_digest
+from rollout_engine.rollout_plan import RolloutPlan
+from rollout_engine.rollout_run import RolloutRun
+
+AnyRun = RolloutRun | EpisodeRun
+
+
+class _Missing(NamedTuple):
+    """What one checkpoint has yet to sample of a task under a setting."""
+
+    task: PreparedTask
+    setting: Setting
+    cell: Cell
+    prompts: tuple[int, ...]
+
+
+class Evaluator:
+    """An evaluation of one policy."""
+
+    def __init__(
+        self,
+        policy: BlockingVerbs,
+        batcher: GroupBatcher,
+        kept_workers: KeptWorkers,
+        tasks: Sequence[PreparedTask],
+        sweep: Sweep,
+        *,
+        num_samples: int,
+        k: Sequence[int],
+        seed: int,
+    ) -> None:
+        self._policy, self._batcher, self._kept_workers = policy, batcher, kept_workers
+        self._tasks, self._settings = tasks, sweep.named_settings()
+        self._checkpoints = sweep.named_checkpoints(policy.policy_version)
+        self._num_samples, self._k, self._seed = num_samples, list(k), seed
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What is evaluated, for the ledger."""
+        return {
+            "rollout_engine": VERSION,
+            "seed": self._seed,
+            "num_samples": self._num_samples,
+            "k": self._k,
+            "tasks": {task.name: {"digest": task.digest} for task in self._tasks},
+            "settings": {setting.name: setting.changed for setting in self._settings},
+            "checkpoints": {checkpoint.name: {"path": checkpoint.path} for checkpoint in self._checkpoints},
+            "engine": describe_engine(self._policy),
+        }
+
+    def run(self, ledger: Ledger, *, shown: bool) -> None:
+        """Make every sample that the ledger lacks, checkpoint by checkpoint.
+
+        The policy keeps the weights of the last one that it loaded.
+        """
+        missing = [(checkpoint, self._missing(ledger, checkpoint)) for checkpoint in self._checkpoints]
+        for checkpoint, cells in missing:
+            if cells and checkpoint.path is not None and not os.path.exists(checkpoint.path):
+                where = f"checkpoints[{checkpoint.name!r}]"
+                hint = "Its samples are not all in the ledger: bring it back, or leave it out of the sweep."
+                raise RequestError.for_field(where, checkpoint.path, "a path that exists", hint)
+        num_groups = len(self._checkpoints) * len(self._settings) * sum(task.num_prompts for task in self._tasks)
+        num_missing = sum(len(prompts) for _, cells in missing for *_, prompts in cells)
+        with EvalProgress(num_groups, num_groups - num_missing, shown=shown) as progress:
+            for checkpoint, cells in missing:
+                if cells:
+                    self._sample(ledger, checkpoint, cells, progress)
+
+    def _missing(self, ledger: Ledger, checkpoint: Checkpoint) -> list[_Missing]:
+        found = []
+        for task, setting in itertools.product(self._tasks, self._settings):
+            cell = Cell(checkpoint.name, task.name, setting.name)
+            prompts = [i for i in range(task.num_prompts) if len(ledger.has(cell, i)) < self._num_samples]
+            if prompts:
+                found.append(_Missing(task, setting, cell, tuple(prompts)))
+        return found
+
+    def _sample(
+        self, ledger: Ledger, checkpoint: Checkpoint, cells: Sequence[_Missing], progress: EvalProgress
+    ) -> None:
+        progress.begin(checkpoint.name)
+        if checkpoint.source is not None:
+            self._policy.update_weights(checkpoint.source)
+        version = self._policy.policy_version
+        ledger.note_checkpoint(checkpoint.name, {"digest": live_digest(self._policy), "version": version})
+        lines = LoggedSamples(self._policy)
+        with held(), ExitStack() as stack:
+            runs = []
+            for missing in cells:
+                with _named(missing):
+                    runs.append((missing, self._run_of(missing)))
+                stack.callback(runs[-1][1].close)
+            for missing, run in _turns(runs):
+                deliver()
+                with _named(missing):
+                    for group in _advance(run):
+                        ledger.add(self._samples_of(missing, group, lines))
+                        progress.count(group.num_tokens)
+                progress.show(lambda: sum(run.num_open_tokens for _, run in runs))
+
+    def _run_of(self, missing: _Missing) -> AnyRun:
+        task, params, chat = missing.task, missing.setting.params, dict(missing.task.task.chat)
+        seed = seed_of(self._seed, task.name, missing.setting.name)
+        frontend: Any = self._policy.frontend
+        options: Any = {**task.task.episodes, "env": task.spec}
+        if task.spec is not None:
+            plan = EpisodePlan.of(frontend, params, self._num_samples, seed, chat, options)  # type: ignore[arg-type]
+            first, starts = task.task.first_seed, missing.prompts
+            plan = msgspec.structs.replace(plan, first_env_seed=first, starts=starts, num_episodes=len(starts))
+            return EpisodeRun(frontend, plan, self._kept_workers)
+        given: Any = (task.prompts, params, self._num_samples, task.columns, seed, chat)
+        groups = RolloutPlan.of(*given).tasks()
+        wanted, weights = [groups[prompt] for prompt in missing.prompts], task.task.reward_weights
+        return RolloutRun(frontend, wanted, task.reward_fn, reward_weights=weights, keeps_aborted=True)
+
+    def _samples_of(self, missing: _Missing, group: AnyGroup, lines: LoggedSamples) -> list[dict[str, Any]]:
+        """The lines of a group: of episodes with several seats, those of the first that the policy plays."""
+        found: dict[int, dict[str, Any]] = {}
+        for sample in lines.of(self._batcher.batch([group], "padded"), group.params):
+            found.setdefault(sample["sample_index"], sample)
+        for sample in found.values():
+            info = sample.pop("info", None) or {}  # of any kind, not JSON's alone
+            sample.pop("episode_id", None)  # another number in an evaluation that is resumed
+            sample["group_id"] = group.index
+            sample["evaluation"] = {
+                **missing.cell._asdict(),
+                "correct": bool(sample["reward"] >= missing.task.task.correct_from),
+                "answer": _answer(missing.task, sample["response"], info),
+            }
+        return list(found.values())
+
+
+def _turns(runs: Sequence[tuple[_Missing, AnyRun]]) -> Iterator[tuple[_Missing, AnyRun]]:
+    """Whose turn it is: those that have news, else one that samples, so that the engine always steps."""
+    turn = 0
+    while unfinished := [each for each in runs if each[1].unfinished]:
+        ready = [each for each in unfinished if each[1].has_news]
+        if not ready:
+            sampling = [each for each in unfinished if each[1].is_sampling] or unfinished
+            ready, turn = [sampling[turn % len(sampling)]], turn + 1
+        yield from ready
+
+
+def _advance(run: AnyRun) -> Sequence[AnyGroup]:
+    """Advance once; prompts that an abort cut short are asked again, with the same seeds."""
+    groups = run.advance()
+    if isinstance(run, RolloutRun):
+        aborted, run.aborted = run.aborted, []
+        for task in aborted:
+            run.start(task)
+    return groups
+
+
+def _answer(task: PreparedTask, text: str, info: Mapping[str, Any]) -> str | None:
+    """What a sample votes for."""
+    if task.answer is None:
+        given = info.get("answer", text.strip())
+        return None if given is None else str(given)
+    try:
+        with allowed():
+            found = task.answer(text)
+    except Exception as problem:
+        raise RewardError(f"the function answer= raised {type(problem).__name__}: {problem}") from problem
+    return None if found is None else str(found)
+
+
+@contextmanager
+def _named(missing: _Missing) -> Iterator[None]:
+    """Begin the message of any error of ours with the task and the setting."""
+    try:
+        yield
+    except RolloutEngineError as problem:
+        problem.args = (f"task {missing.task.name!r}, setting {missing.setting.name!r}: {problem}", *problem.args[1:])
+        raise
