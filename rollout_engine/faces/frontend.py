@@ -148,11 +148,13 @@ class Frontend:
         trace_headers: TraceHeaders | None = None,
         num_kept: Sequence[int | None] | None = None,
         seeds: Sequence[int | None] | None = None,
+        check_all: Callable[[Sequence[CheckedPrompt]], None] | None = None,
     ) -> list[Stream]:
         """Queue one prompt or a list of them, all checked before any is queued: `RequestError` names the index.
 
         `params`, `priority`, `session_id`: one for all or one each. `replica_index`: the replica of a fleet that is to
         begin with them. `num_kept`: one each, as in `add_request`. `seeds`: one each, in place of the params' if given.
+        `check_all` is called with all prompts as token ids; what it raises refuses them.
         """
         self.client.require_usable()
         self.spans.check_headers(trace_headers)
@@ -164,6 +166,8 @@ class Frontend:
                 with self._admitting:
                     with allowed():  # reading many prompts takes its time
                         checked = self.inputs.check_batch(prompts, params)
+                        if check_all is not None:
+                            check_all(checked)
                         priorities = one_each("priority", priority, len(checked), "an int")
                         sessions = one_each("session_id", session_id, len(checked), "a str")
                     for index, each in enumerate(checked):

@@ -1,22 +1,26 @@
 """Requests of one HTTP call, read on the event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeAlias
 
 from rollout_engine.faces.loop_waker import LoopWaker
 from rollout_engine.outputs import RequestOutput
 from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.results.open_streams import Stream
 from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.prompt_bounds import check_prompt_logprobs
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
-from rollout_engine.text.input_processor import Params
+from rollout_engine.text.input_processor import CheckedPrompt, Params
 from rollout_engine.text.prompts import with_lora
 from rollout_engine.threads import run_in_thread
 
+Check: TypeAlias = Callable[[Sequence[CheckedPrompt]], None]
+"""Raises for prompts, as token ids, that are not to be queued together."""
 _LONG_BYTES = 1 << 16
 """From so many characters of text on, prompts are encoded beside the event loop."""
 
@@ -50,14 +54,21 @@ class Generation:
         priority: int = 0,
         session_id: str | None = None,
         lora: str | None = None,
+        repeats: bool = False,
     ) -> None:
         """Queue the prompts, with settings for all or one each; `lora`: the adapter that they run under.
 
-        Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
+        `repeats`: whether every choice of a prompt is answered with the prompt's log-probs, of which an answer may have
+        so many in all. Raises `RequestError`, nothing queued, and `HttpProblem` 503 while paused.
         """
         each = [settings] * len(prompts) if isinstance(settings, Settings) else settings
         params, seeds = [one.params for one in each], [one.seed for one in each]
-        await self._queue(with_lora(list(prompts), lora), params, seeds, priority, session_id)
+        check: Check | None = None
+        has_several = len(params) > 1 or (repeats and params[0].n > 1)
+        if has_several and any(one.prompt_logprobs is not None for one in params):
+            vocab_size = self._served.engine.frontend.client.info.vocab_size
+            check = partial(check_prompt_logprobs, vocab_size=vocab_size, repeats=repeats)
+        await self._queue(with_lora(list(prompts), lora), params, seeds, priority, session_id, check)
 
     async def pool(
         self, prompts: Sequence[Any], params: PoolingParams, *, priority: int = 0, session_id: str | None = None
@@ -72,14 +83,15 @@ class Generation:
         seeds: Sequence[int | None],
         priority: int,
         session_id: str | None,
+        check: Check | None = None,
     ) -> None:
         self._served.check_open()
         session = session_id or self._asked.session_id
         options = {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
         if sum(map(_num_characters, prompts)) > _LONG_BYTES:
-            streams = await run_in_thread(self._add, prompts, params, seeds, options)
+            streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:
-            streams = self._add(prompts, params, seeds, options)
+            streams = self._add(prompts, params, seeds, options, check)
         self._streams = {stream: index for index, stream in enumerate(streams)}
         self._open = set(streams)
         for called, stream in self._called():
@@ -91,11 +103,12 @@ class Generation:
         params: Sequence[Params],
         seeds: Sequence[int | None],
         options: dict[str, Any],
+        check: Check | None,
     ) -> list[Stream]:
         frontend = self._served.engine.frontend
-        if len(prompts) == 1:
+        if len(prompts) == 1 and check is None:
             return [frontend.add_request(prompts[0], params[0], None, self._wake, seed=seeds[0], **options)]
-        return frontend.add_requests(list(prompts), params, self._wake, seeds=seeds, **options)
+        return frontend.add_requests(list(prompts), params, self._wake, seeds=seeds, check_all=check, **options)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The outputs as they come, each with the index of its prompt. Raises what ended a request."""

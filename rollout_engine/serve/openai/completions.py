@@ -109,7 +109,7 @@ class _Call:
     async def _start(self, generation: Generation) -> None:
         body = self._body
         options: dict[str, Any] = {"priority": body.priority, "session_id": body.session_id, "lora": self._lora}
-        await generation.start(self._prompts, self._settings, **options)
+        await generation.start(self._prompts, self._settings, repeats=True, **options)
 
     async def _write_rows(self, index: int, output: RequestOutput) -> None:
         if self._body.prompt_logprobs is not None and index not in self._rows:

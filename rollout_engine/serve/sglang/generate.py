@@ -117,7 +117,8 @@ class _Call:
         body = self._body
         rank = body.routed_dp_rank if body.data_parallel_rank is None else body.data_parallel_rank
         key = body.session_id or body.routing_key or (None if rank is None else f"data-parallel-rank-{rank}")
-        await generation.start(self._prompts, self._settings, priority=body.priority or 0, session_id=key)
+        options: dict[str, Any] = {"priority": body.priority or 0, "session_id": key}
+        await generation.start(self._prompts, self._settings, repeats=True, **options)
 
     @property
     def _gives_list(self) -> bool:
