@@ -72,10 +72,18 @@ def test_rows_have_the_same_bits_in_any_company(llm):
 
 
 def test_the_layers_may_run_as_modules_or_at_once(llm):
-    """Base rows of a mixed step have the bits of a step without adapters, whichever way their layers run."""
+    """A mixed step has the bits of its layers as modules; its base rows have those of a step without adapters."""
     base = generated(llm, [PROMPT])
     llm.add_lora(adapter())
-    assert same(generated(llm, [PROMPT, PROMPT], ["a", None])[1], base[0])
+    mixed = generated(llm, [PROMPT, PROMPT], ["a", None])
+    seen = []
+    worker = llm.frontend.client.driver.executor.worker
+    stop = worker.watch_layers(lambda layer, hidden: seen.append(layer))
+    llm.reset_prefix_cache()
+    watched = generated(llm, [PROMPT, PROMPT], ["a", None])
+    stop()
+    assert seen and all(same(*pair) for pair in zip(mixed, watched, strict=True))
+    assert same(mixed[1], base[0])
     llm.remove_lora("a")
     assert same(generated(llm, [PROMPT])[0], base[0])
 

@@ -64,6 +64,11 @@ class AdapterRows(NamedTuple):
         ]
         return cls(rows, sorted_slots, np.array(blocks, np.int32))
 
+    @property
+    def call(self) -> "RowsCall":
+        """The rows as kernels read them; it keeps nothing alive."""
+        return RowsCall(self.blocks.ctypes.data, self.rows.ctypes.data, len(self.blocks), len(self.rows))
+
 
 class AdapterTable:
     """The pairs of `num_slots` adapters for linears that share an input and write side by side into one output.
@@ -102,23 +107,27 @@ class AdapterTable:
         if len(plan.rows) and int(plan.rows.max()) >= len(x):
             raise argument_error("x", x, f"a tensor of more than {int(plan.rows.max())} rows")
         low = torch.empty(len(plan.rows) * len(self.sizes) * self._max_rank)
+        table, rows = self.call, plan.call
         call = _Call(
             address("x", x, self.dtype, (len(x), self.in_features), strided_rows=True),
             address("out", out, self.dtype, (len(x), sum(self.sizes)), strided_rows=True),
-            ctypes.addressof(self._parts),
-            plan.blocks.ctypes.data,
-            plan.rows.ctypes.data,
+            ctypes.addressof(table),
+            ctypes.addressof(rows),
             low.data_ptr(),
             x.stride(0),
             out.stride(0),
-            len(plan.blocks),
-            len(self.sizes),
-            self.in_features,
-            self._max_rank,
+            0,
+            len(x),
             self.dtype == torch.bfloat16,
             self._num_threads(len(plan.rows)),
         )
         _library().adapters_run(ctypes.addressof(call))
+
+    @property
+    def call(self) -> "TableCall":
+        """The table as kernels read it, good until an adapter is set; it keeps nothing alive."""
+        parts = ctypes.addressof(self._parts) if self._max_rank else None
+        return TableCall(parts, len(self.sizes), self._max_rank, self.in_features, sum(self.sizes))
 
     def _num_threads(self, num_rows: int) -> int:
         products = num_rows * self._max_rank * (self.in_features * len(self.sizes) + sum(self.sizes))
@@ -157,10 +166,28 @@ class _Part(ctypes.Structure):
     ]
 
 
+class TableCall(ctypes.Structure):
+    """An `AdapterTable` for the kernels; zeros where no adapter changes these linears."""
+
+    _fields_ = [
+        ("parts", c_void_p),
+        *((name, c_int64) for name in ("num_parts", "max_rank", "in_features", "out_features")),
+    ]
+
+
+class RowsCall(ctypes.Structure):
+    """`AdapterRows` for the kernels."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("blocks", "rows")),
+        *((name, c_int64) for name in ("num_blocks", "num_rows")),
+    ]
+
+
 class _Call(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "out", "parts", "blocks", "rows", "low")),
-        *((name, c_int64) for name in ("x_stride", "out_stride", "num_blocks", "num_parts", "in_features", "max_rank")),
+        *((name, c_void_p) for name in ("x", "out", "table", "rows", "low")),
+        *((name, c_int64) for name in ("x_stride", "out_stride", "begin", "end")),
         *((name, c_int32) for name in ("is_bf16", "num_threads")),
     ]
 

@@ -3,10 +3,11 @@
 //     x += attention(norm(x))        norm -> q, k, v in one product -> attention (norms q and k, rotates, writes KV) -> product
 //     x += mlp(norm(x))              norm -> gate, up in one product -> silu(gate) * up -> product
 //
-// Every value is rounded where the Hugging Face modules round it. There is a barrier after every step of a layer; bits do
+// Each product gets the adapters of those rows that have one. Every value is rounded where the Hugging Face modules round it. There is a barrier after every step of a layer; bits do
 // not depend on the number of threads.
 #include <algorithm>
 
+#include "adapters.h"
 #include "attention.h"
 #include "carved.h"
 #include "gemm.h"
@@ -37,9 +38,16 @@ struct DecoderLayer {
     Product qkv, out, gate_up, down;
 };
 
+// Of the products of a layer.
+struct LayerAdapters {
+    AdapterTable qkv, out, gate_up, down;
+};
+
 struct DecoderCall {
     const DecoderLayer* layers;
     const AttentionPlan* plan;
+    const LayerAdapters* adapters;  // of each layer, or null
+    AdapterRows adapter_rows;
     void* hidden;           // [T, hidden_size]: embeddings, then the last layer's output
     const void *cos, *sin;  // [T, dk]
     char* memory;           // decoder_bytes(), aligned to a cache line
@@ -58,6 +66,7 @@ struct Buffers : Carved {
     T *qkv, *attended; // [T, (H + Hk) dk + Hk dv], [T, H dv]
     T *gate_up, *activated;  // [MLP_ROWS, 2 intermediate_size], [MLP_ROWS, intermediate_size]
     char *staging, *scratch;
+    float* low;  // x A of one product's adapters
 
     Buffers(char* memory, const DecoderCall& c) : Carved(memory) {
         int64_t qkv_size = 0, attended_size = 0, scratch_bytes = 0;
@@ -74,6 +83,18 @@ struct Buffers : Carved {
         take(staging, std::max(gemm_staging_bytes(c.num_tokens, std::max(c.hidden_size, attended_size), c.is_bf16),
                                gemm_staging_bytes(mlp_rows, c.intermediate_size, c.is_bf16)));
         take(scratch, scratch_bytes * c.num_threads);
+        take(low, low_size(c));
+    }
+
+  private:
+    static int64_t low_size(const DecoderCall& c) {
+        int64_t size = 0;
+        for (int i = 0; c.adapters && i < c.num_layers; i++) {
+            const LayerAdapters& layer = c.adapters[i];
+            for (const AdapterTable* table : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
+                size = std::max(size, table->num_parts * table->max_rank);
+        }
+        return size * c.adapter_rows.num_rows;
     }
 };
 
@@ -87,11 +108,12 @@ struct Worker {
     void run() const {
         const T* delta = nullptr;
         for (int i = 0; i < c.num_layers; i++) {
+            const LayerAdapters adapters = c.adapters ? c.adapters[i] : LayerAdapters{};
             add_and_norm(delta, &c.layers[i].attention_norm);
-            attention(c.layers[i]);
+            attention(c.layers[i], adapters);
             add_and_norm(b.delta, &c.layers[i].mlp_norm);
             for (int64_t first = 0; first < c.num_tokens; first += MLP_ROWS)
-                mlp(c.layers[i], first, std::min(MLP_ROWS, c.num_tokens - first));
+                mlp(c.layers[i], adapters, first, std::min(MLP_ROWS, c.num_tokens - first));
             delta = b.delta;
         }
         add_and_norm(delta, nullptr);
@@ -110,37 +132,43 @@ struct Worker {
         team.meet();
     }
 
-    void attention(const DecoderLayer& layer) const {
+    void attention(const DecoderLayer& layer, const LayerAdapters& adapters) const {
         AttentionCall a = layer.attention;
         const int64_t q_size = a.num_heads * a.dk, k_size = a.num_kv_heads * a.dk;
         const int64_t size = q_size + k_size + a.num_kv_heads * a.dv;
-        multiply(layer.qkv, b.normed, b.qkv, c.num_tokens, c.hidden_size, size);
+        multiply(layer.qkv, adapters.qkv, b.normed, b.qkv, 0, c.num_tokens, c.hidden_size, size);
         a.plan = c.plan;
         a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = b.attended;
         a.q_token = a.k_token = a.v_token = size, a.q_head = a.k_head = a.dk, a.v_head = a.dv;
         a.cos = c.cos, a.sin = c.sin, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads;
         attention_in_team(a, team);
-        multiply(layer.out, b.attended, b.delta, c.num_tokens, a.num_heads * a.dv, c.hidden_size);
+        multiply(layer.out, adapters.out, b.attended, b.delta, 0, c.num_tokens, a.num_heads * a.dv, c.hidden_size);
     }
 
     // Rows [first, first + count).
-    void mlp(const DecoderLayer& layer, int64_t first, int64_t count) const {
+    void mlp(const DecoderLayer& layer, const LayerAdapters& adapters, int64_t first, int64_t count) const {
         const int64_t size = c.intermediate_size, start = first * c.hidden_size;
-        multiply(layer.gate_up, b.normed + start, b.gate_up, count, c.hidden_size, 2 * size);
+        multiply(layer.gate_up, adapters.gate_up, b.normed + start, b.gate_up, first, count, c.hidden_size, 2 * size);
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++) {
             const T* gate = b.gate_up + row * 2 * size;
             rows::activate_row(gate, gate + size, b.activated + row * size, size);
         }
         team.meet();
-        multiply(layer.down, b.activated, b.delta + start, count, size, c.hidden_size);
+        multiply(layer.down, adapters.down, b.activated, b.delta + start, first, count, size, c.hidden_size);
     }
 
-    void multiply(const Product& p, const T* x, T* out, int64_t count, int64_t in_features, int64_t out_features) const {
+    // x [count, in_features] -> out [count, out_features]; these are rows [first, first + count) of the batch.
+    void multiply(const Product& p, const AdapterTable& table, const T* x, T* out, int64_t first, int64_t count,
+                  int64_t in_features, int64_t out_features) const {
+        const AdapterCall adapted = {(const char*)x, (char*)out, &table, &c.adapter_rows, b.low, in_features,
+                                     out_features, first, first + count, c.is_bf16, c.num_threads};
+        if (table.parts) adapters_down_in_team(adapted);  // the product's barriers are behind it
         gemm_in_team({(const char*)x, p.packed, p.bias, (char*)out, b.staging, count, in_features, out_features,
                       c.is_bf16, c.num_threads},
                      team);
+        if (table.parts) adapters_up_in_team(adapted, team);
     }
 };
 

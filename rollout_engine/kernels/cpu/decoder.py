@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention, build
+from rollout_engine.kernels.cpu.adapters import AdapterRows, AdapterTable, RowsCall, TableCall
 from rollout_engine.kernels.cpu.arguments import address
 from rollout_engine.kernels.cpu.gemm import PackedWeight, panels_shape
 
@@ -49,6 +50,19 @@ class LayerWeights(NamedTuple):
     attention_params: AttentionParams
 
 
+class DecoderAdapters:
+    """The adapters of a decoder's linears: of each layer a table for qkv, out, gate_up and down; None: no adapter.
+
+    It keeps addresses: make a new one when a table is set.
+    """
+
+    def __init__(self, tables: Sequence[AdapterTable | None]) -> None:
+        self.tables = list(tables)
+        self.calls = (TableCall * len(self.tables))(
+            *(TableCall() if table is None else table.call for table in self.tables)
+        )
+
+
 class Decoder:
     """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
@@ -66,15 +80,27 @@ class Decoder:
             self._check(layer, kv)
         self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in zip(layers, pool, strict=True)))
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._checked_adapters: DecoderAdapters | None = None
 
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: attention.AttentionPlan) -> None:
-        """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim]."""
+    def run(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        plan: attention.AttentionPlan,
+        adapters: tuple[DecoderAdapters, AdapterRows] | None = None,
+    ) -> None:
+        """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim].
+
+        `adapters`: those of rows that have one. Raises `ValueError` for tensors and adapters that do not fit.
+        """
         num_tokens, dtype = plan.num_tokens, self._dtype
         for pool in self._pools:
             plan.check_pool(*pool)
         call = _Call(
             ctypes.addressof(self._layers),
             plan.address,
+            *self._adapter_arguments(adapters, num_tokens),
             address("hidden", hidden, dtype, (num_tokens, self._hidden_size)),
             address("cos", cos, dtype, (num_tokens, self._head_dim)),
             address("sin", sin, dtype, (num_tokens, self._head_dim)),
@@ -95,6 +121,32 @@ class Decoder:
         if len(self._memory) < num_bytes + _CACHE_LINE:
             self._memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8)
         return -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
+
+    def _adapter_arguments(
+        self, adapters: tuple[DecoderAdapters, AdapterRows] | None, num_tokens: int
+    ) -> tuple[int | None, RowsCall]:
+        """Address of the tables of all layers, and the rows."""
+        if adapters is None:
+            return None, RowsCall()
+        tables, rows = adapters
+        if tables is not self._checked_adapters:
+            self._check_adapters(tables)
+            self._checked_adapters = tables
+        if len(rows.rows) and int(rows.rows.max()) >= num_tokens:
+            raise ValueError(f"Rows with adapters should be below {num_tokens}, and one is {int(rows.rows.max())}.")
+        return ctypes.addressof(tables.calls), rows.call
+
+    def _check_adapters(self, adapters: DecoderAdapters) -> None:
+        products = [each for layer in self._held[0] for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        if len(adapters.tables) != len(products):
+            wanted = f"{len(products)} tables, one for each product"
+            raise ValueError(f"Adapters should have {wanted}, and have {len(adapters.tables)}.")
+        for table, product in zip(adapters.tables, products, strict=True):
+            wanted = product.weight.in_features, product.weight.out_features, self._dtype
+            if table is not None and (came := (table.in_features, sum(table.sizes), table.dtype)) != wanted:
+                raise ValueError(
+                    f"Adapters should be of (in_features, out_features, dtype) {wanted}, and are of {came}."
+                )
 
     def _check(self, layer: LayerWeights, kv: attention.KVLayer) -> None:
         hidden, intermediate, call = self._hidden_size, self._intermediate_size, kv.call
@@ -148,7 +200,9 @@ class _Layer(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "plan", "hidden", "cos", "sin", "memory")),
+        *((name, c_void_p) for name in ("layers", "plan", "adapters")),
+        ("adapter_rows", RowsCall),
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "memory")),
         *((name, c_int64) for name in ("num_tokens", "hidden_size", "intermediate_size")),
         *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16")),
     ]

@@ -45,6 +45,8 @@ class AdapterPool:
         self._tables: dict[int, AdapterTable] = {}
         """By the id of a group, those of groups with an adapter."""
         self._installed: dict[int, PreparedAdapter] = {}
+        self.num_changes = 0
+        """Counts changes of the adapters that are installed."""
         self._rows: AdapterRows | None = None
         """Rows of the batch that is computed now."""
         self._last: tuple[list[int], list[int], AdapterRows | None] = ([], [], None)
@@ -82,6 +84,7 @@ class AdapterPool:
 
     def remove(self, slot: int) -> None:
         """Free a slot. No step may be running."""
+        self.num_changes += 1
         before = self._installed.pop(slot, None)
         for key in before.pairs if before else ():
             table = self._tables[key]
@@ -89,6 +92,10 @@ class AdapterPool:
             if not any(key in other.pairs for other in self._installed.values()):
                 del self._tables[key]
                 self._groups[key].add_to = None
+
+    def table_of(self, group: LinearGroup) -> AdapterTable | None:
+        """The adapters of a group of linears, until an adapter is installed or removed; None: none changes it."""
+        return self._tables.get(id(group))
 
     def rows(self, slots: list[int], sizes: list[int]) -> AdapterRows | None:
         """Rows of a batch of runs: `sizes[i]` rows under the adapter in slot `slots[i]`, or -1; None: base alone."""

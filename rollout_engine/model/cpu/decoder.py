@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from rollout_engine.kernels import linear
+from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
-from rollout_engine.kernels.cpu.decoder import Decoder, LayerWeights, Norm, Product
+from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, LayerWeights, Norm, Product
+from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
 from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, require
 from rollout_engine.model.modules.geometry import LayerGeometry
@@ -19,10 +21,16 @@ class CpuDecoder:
     """The layers of `module` over one KV pool. Raises `UnsupportedStructure` where the module is not built as Llama is.
 
     Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. Where groups
-    do not follow writes, only what they run from may move.
+    do not follow writes, only what they run from may move. `adapters`: those that rows may have.
     """
 
-    def __init__(self, module: nn.Module, geometry: Sequence[LayerGeometry], pool: Sequence[attention.KVLayer]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        geometry: Sequence[LayerGeometry],
+        pool: Sequence[attention.KVLayer],
+        adapters: AdapterPool | None = None,
+    ) -> None:
         self._structure, self._pool = decoder_structure(module, geometry), pool
         embedding, head = self._structure.embedding, self._structure.head
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
@@ -35,18 +43,29 @@ class CpuDecoder:
             self._owners += [child._parameters for child in (*norms, *layer.qkv, layer.out, *layer.gate_up, layer.down)]
         self._stamp: list[int] = []
         self._decoder: Decoder | None = None
+        self._pool_of_adapters = adapters
+        self._adapters: tuple[int, DecoderAdapters] = (-1, DecoderAdapters([]))
+        """Those of the pool after so many changes of it."""
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, rows: Tensor, state_rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: attention.AttentionPlan,
+        rows: Tensor,
+        state_rows: Tensor,
+        adapter_rows: AdapterRows | None = None,
     ) -> tuple[LogitRows, Tensor]:
         """Compute tokens at positions, int64 [T] each; KV is written as `plan` says.
 
+        `adapter_rows`: the rows that have an adapter.
         Returns logits of `rows`, none where there is no output head, and hidden states of `state_rows` [n, H].
         """
         decoder, parts = self._current(), self._structure
         hidden = parts.embedding(token_ids)
         cos, sin = parts.rotary(hidden[None], position_ids=positions[None])
-        decoder.run(hidden, cos[0], sin[0], plan)
+        adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
+        decoder.run(hidden, cos[0], sin[0], plan, adapters)
         states = parts.norm(hidden[state_rows]) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
@@ -66,6 +85,13 @@ class CpuDecoder:
             stamp[-len(self._groups) :] = [group.num_packs for group in self._groups]
             self._decoder, self._stamp = Decoder(layers, self._pool), stamp
         return self._decoder
+
+    def _current_adapters(self) -> DecoderAdapters:
+        pool = self._pool_of_adapters
+        assert pool is not None, "rows have adapters only where there is a pool of them"
+        if self._adapters[0] != pool.num_changes:
+            self._adapters = pool.num_changes, DecoderAdapters([pool.table_of(group) for group in self._groups])
+        return self._adapters[1]
 
 
 def _check_replaced(layer: DecoderLayer) -> None:

@@ -23,8 +23,8 @@ from rollout_engine.model.sampling.module_logits import module_logits
 class CpuModel:
     """A module built with `ATTENTION_NAME`, and its KV pool.
 
-    `compiled`: its layers run as one C++ call instead of as modules, unless `layer_watch` has watchers or a row has an
-    adapter; `decoder_trial` must have allowed it. `adapters`: those that rows may have.
+    `compiled`: its layers run as one C++ call instead of as modules, unless `layer_watch` has watchers;
+    `decoder_trial` must have allowed it. `adapters`: those that rows may have.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CpuModel:
         dtype = next(module.parameters()).dtype
         self.module, self.adapters = module, adapters
         self.kv = CpuKVPool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-        self.decoder = CpuDecoder(module, geometry, self.kv.layers) if compiled else None
+        self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters) if compiled else None
         self.layer_watch = LayerWatch(module, len(geometry))
 
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:
@@ -75,8 +75,8 @@ class CpuModel:
         batch = chunks if isinstance(chunks, FlatBatch) else FlatBatch.of(chunks)
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         rows, of_states = (torch.from_numpy(np.asarray(each, np.int64)) for each in (logit_rows, state_rows))
-        if self.decoder is not None and not self.layer_watch.num_watchers and adapter_rows is None:
-            return self.decoder.forward(token_ids, positions, self.kv.plan(batch), rows, of_states)
+        if self.decoder is not None and not self.layer_watch.num_watchers:
+            return self.decoder.forward(token_ids, positions, self.kv.plan(batch), rows, of_states, adapter_rows)
         if trunk_of(self.module) is not self.module:
             with self.kv.step(batch):
                 output = self.module.base_model(

@@ -1,0 +1,50 @@
+// The products of `adapters.cpp`, for kernels that call them inside a parallel region of their own.
+#pragma once
+
+#include <cstdint>
+
+#include "team.h"
+
+// One adapter's matrices for one linear layer. Mirrored in adapters.py, as the others are.
+struct AdapterPart {
+    const void* a;  // [in_features, rank]; null where the adapter leaves this layer alone
+    const void* b;  // [rank, size]
+    int64_t rank;   // padded with zeros to a multiple of 16
+    int64_t column, size;  // of the layer's outputs within a row of all parts' outputs
+    float scale;
+};
+
+// The adapters of layers that share an input and write side by side.
+struct AdapterTable {
+    const AdapterPart* parts;  // [slots, num_parts]; null where no adapter changes these layers
+    int64_t num_parts, max_rank, in_features, out_features;
+};
+
+// Entries [first, first + count) of `AdapterRows::rows`, all of one adapter.
+struct AdapterBlock {
+    int32_t first, count, slot;
+};
+
+// The rows of a batch that have an adapter.
+struct AdapterRows {
+    const AdapterBlock* blocks;
+    const int32_t* rows;  // [num_rows], row numbers in the batch; ascending in a block
+    int64_t num_blocks, num_rows;
+};
+
+// One addition: the rows of the batch from `begin` on are those of x and out, up to `end`.
+struct AdapterCall {
+    const char* x;
+    char* out;
+    const AdapterTable* table;
+    const AdapterRows* rows;
+    float* low;                    // [num_rows, num_parts, max_rank]: x A
+    int64_t x_stride, out_stride;  // elements
+    int64_t begin, end;
+    int32_t is_bf16, num_threads;
+};
+
+// Every thread of a team calls these with the same `call`. `low = x A`, which needs no `out` and does not wait for the
+// other threads; then, behind a barrier, `out += scale * low B`, which does.
+void adapters_down_in_team(const AdapterCall& call);
+void adapters_up_in_team(const AdapterCall& call, Team& team);
