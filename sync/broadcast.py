@@ -74,7 +74,8 @@ class BroadcastEnd:
         return self._started(lambda group: group.broadcast([tensor], options))
 
     def finish(self, work: Any) -> None:
-        """Wait for `work`. On a device only `stream` waits for it; the deadline is then that of the next `count`."""
+        """Wait on this thread until `work` is done, on a device too. Ends the group, and raises `TransferTimeout` after
+        the group's timeout, counted from the start of `work`, or `SyncError` for a rank that is gone."""
         try:
             with self.group.step():
                 work.wait(timedelta(seconds=self.group.config.timeout))

@@ -1,12 +1,15 @@
 """The nccl transport: a broadcast between CUDA devices, packed, two buckets in flight, on a stream of its own.
 
 **Unproven**: its device part has not run yet. The protocol and the packing are those of `sync.broadcast`, proven over
-gloo; only the group, the stream and the deadline on the device are here.
+gloo; only the group, the stream and the deadline on the device are here. That a deadline raises and ends no process is
+how torch 2.13 reads; tests prove only what its constructor is given.
 
 NCCL opens sockets on the interfaces that NCCL_SOCKET_IFNAME allows: set it to "lo" on one machine.
 """
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -20,6 +23,9 @@ from sync.groups import GroupConfig, ProcessGroup, Store, WeightGroup, c10d
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; each side has two on its device. A larger tensor travels alone."""
 _cuda: Any = torch.cuda
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_CONSTRUCTING = threading.Lock()
+"""Held while the environment is changed for a constructor."""
 
 
 class NcclSender(BroadcastSender):
@@ -85,8 +91,28 @@ def _end(config: GroupConfig, device_name: str) -> BroadcastEnd:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=config.timeout)
         prefixed = c10d.PrefixStore("weights", store)
-        group = c10d.ProcessGroupNCCL(prefixed, config.rank, config.world_size, options)
+        with _waits_raise():
+            group = c10d.ProcessGroupNCCL(prefixed, config.rank, config.world_size, options)
         group.eager_connect_single_device(device)  # otherwise the first broadcast would: `ready` must mean ready
         return group
 
     return BroadcastEnd(WeightGroup(config, connect), device, stream=on_stream, settle=settle)
+
+
+@contextlib.contextmanager
+def _waits_raise() -> Iterator[None]:
+    """Have a group made inside raise errors and deadlines from `Work.wait`, on the thread that waits.
+
+    Otherwise torch's watchdog thread would end this process, trainer or engine, a minute after a late step, even one
+    that was aborted. torch reads the variable in the constructor, for that group alone.
+    """
+    with _CONSTRUCTING:
+        former = os.environ.get(_BLOCKING_WAIT)
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if former is None:
+                del os.environ[_BLOCKING_WAIT]
+            else:
+                os.environ[_BLOCKING_WAIT] = former
