@@ -21,9 +21,11 @@ host in its place.
 import math
 import os
 import secrets
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +48,7 @@ BUCKET_BYTES = 256 << 20
 """Default size of a bucket; there are two. A larger tensor travels alone."""
 _MAX_MESSAGE_BYTES = 64 << 20
 _SOCKET, _LOCK = "weights.sock", "weights.lock"
+_CLOSED = "This end of the weight transport was closed."
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -107,13 +110,21 @@ _Expected = TypeVar("_Expected", bound=_Message)
 
 
 class Channel:
-    """One end of the socket: typed messages with a deadline. Invalid frames are counted and dropped."""
+    """One end of the socket: typed messages with a deadline. Invalid frames are counted and dropped.
+
+    One thread sends and receives; any thread may close. A socket is closed by a thread that has it to itself: where one
+    waits at it, `close` wakes that one, and it closes the socket on its way out.
+    """
 
     def __init__(self, directory: Path, *, binds: bool, accepts: Any, timeout: float) -> None:
         check_timeout(timeout)
         self.num_dropped = 0
         self._accepts, self._timeout = accepts, timeout
         self._lock = -1
+        self._in_use, self._closing = threading.Lock(), threading.Lock()
+        self._is_closed = False
+        self._woken, self._wake = os.pipe()
+        """Ends of a pipe: something can be read from it once the channel is closed."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
@@ -134,9 +145,10 @@ class Channel:
 
     def send(self, message: _Message) -> None:
         """Send `message`. `TransferTimeout` when nobody takes it."""
-        if not self._socket.poll(int(self._timeout * 1e3), zmq.POLLOUT):
-            raise TransferTimeout(f"No engine connected to take weights within {self._timeout:g} s.")
-        self._socket.send(msgspec.msgpack.encode(message))
+        with self._used():
+            if not self._is_ready(zmq.POLLOUT, self._timeout):
+                raise TransferTimeout(f"No engine connected to take weights within {self._timeout:g} s.")
+            self._socket.send(msgspec.msgpack.encode(message))
 
     def expect(self, kind: type[_Expected], transfer: int | None = None, *, latest: bool = False) -> _Expected:
         """The next message of `kind` (of `transfer`), dropping others; a `Refused` of it is raised.
@@ -145,20 +157,18 @@ class Channel:
         """
         deadline = time.monotonic() + self._timeout
         found: _Expected | None = None
-        while (left := deadline - time.monotonic()) > 0 and self._socket.poll(0 if found else math.ceil(left * 1e3)):
-            try:
-                message: _Message | None = msgspec.msgpack.decode(self._socket.recv(), type=self._accepts)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                message = None
-            belongs = message is not None and transfer in (None, message.transfer)
-            if belongs and isinstance(message, Refused):
-                raise ManifestMismatch(message.reason)
-            elif belongs and isinstance(message, kind):
-                found = message
-                if not latest:
-                    break
-            else:
-                self.num_dropped += 1
+        with self._used():
+            while (left := deadline - time.monotonic()) > 0 and self._is_ready(zmq.POLLIN, 0 if found else left):
+                message = self._received()
+                belongs = message is not None and transfer in (None, message.transfer)
+                if belongs and isinstance(message, Refused):
+                    raise ManifestMismatch(message.reason)
+                elif belongs and isinstance(message, kind):
+                    found = message
+                    if not latest:
+                        break
+                else:
+                    self.num_dropped += 1
         if found is None:
             raise TransferTimeout(f"The other side of the weight transport was silent for {self._timeout:g} s.")
         return found
@@ -169,12 +179,53 @@ class Channel:
             raise TransferTimeout(f"The device has not copied weights within {self._timeout:g} s.")
 
     def close(self) -> None:
-        """Close the socket. No-op the second time."""
-        self._socket.close()
-        self._context.term()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Close the channel, from any thread, at once; who waits at it gets a `SyncError`. No-op the second time."""
+        with self._closing:
+            if not self._is_closed:
+                os.write(self._wake, b"\0")  # first: once it is closed, the pipe may be gone
+                self._is_closed = True
+        self._close_unused()
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Have the socket to oneself. Raises `SyncError` once the channel is closed."""
+        try:
+            with self._in_use:
+                if self._is_closed:
+                    raise SyncError(_CLOSED)
+                yield
+        finally:
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._is_closed and self._in_use.acquire(blocking=False):
+            try:
+                if not self._socket.closed:
+                    self._socket.close()
+                    self._context.term()
+                    for descriptor in (self._woken, self._wake, self._lock):
+                        if descriptor >= 0:
+                            os.close(descriptor)
+            finally:
+                self._in_use.release()
+
+    def _is_ready(self, events: int, seconds: float) -> bool:
+        """Whether the socket is, after waiting at most so long. Raises `SyncError` when the channel is closed."""
+        poller = zmq.Poller()
+        poller.register(self._socket, events)
+        poller.register(self._woken, zmq.POLLIN)
+        ready = dict(poller.poll(math.ceil(seconds * 1e3)))
+        if self._woken in ready:
+            raise SyncError(_CLOSED)
+        return self._socket in ready
+
+    def _received(self) -> _Message | None:
+        """The next message; None for a frame that is none."""
+        try:
+            message: _Message = msgspec.msgpack.decode(self._socket.recv(), type=self._accepts)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return message
 
 
 class HandleSender(HeldOfferSender):

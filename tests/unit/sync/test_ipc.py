@@ -1,11 +1,13 @@
 """The ipc transport's protocol, with memory of the host in place of the device's."""
 
+import threading
 import time
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+import zmq
 
 from sync import shared_memory
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
@@ -15,22 +17,6 @@ from tests.unit.sync.host_memory import HostMemory, shared
 from tests.unit.sync.receiving import Receiving
 
 WEIGHTS = {f"w{i}": torch.full((100,), float(i)) for i in range(10)} | {"none": torch.empty(0)}
-
-
-class Waiting:
-    """A socket that is not read before `count` messages have come."""
-
-    def __init__(self, socket, count):
-        self._socket, self._first = socket, [socket.recv() for _ in range(count)]
-
-    def poll(self, *arguments):
-        return True if self._first else self._socket.poll(*arguments)
-
-    def recv(self):
-        return self._first.pop(0) if self._first else self._socket.recv()
-
-    def __getattr__(self, name):
-        return getattr(self._socket, name)
 
 
 @pytest.fixture
@@ -54,7 +40,7 @@ def push(sender, receiver, source, version=1):
 
 def await_request(sender, timeout):
     """Until an engine's request has come; from here on the sender waits no longer than `timeout`."""
-    assert sender.channel._socket.poll(60_000)
+    assert sender.channel._is_ready(zmq.POLLIN, 60.0)
     sender.channel._timeout = timeout
 
 
@@ -218,7 +204,10 @@ def test_a_request_that_was_given_up_is_passed_over(ends):
         next(receiver.receive(manifest))
     receiver.channel._timeout = 60.0
     receiving = Receiving(receiver, manifest)
-    sender.channel._socket = Waiting(sender.channel._socket, count=2)
+    first = [sender.channel._received() for _ in range(2)]  # it is not read before both have come
+    is_ready, received = sender.channel._is_ready, sender.channel._received
+    sender.channel._is_ready = lambda *args: True if first else is_ready(*args)
+    sender.channel._received = lambda: first.pop(0) if first else received()
     sender.send()
     receiving.join()
     assert receiving.problem is None and receiving.tensors.keys() == WEIGHTS.keys()
@@ -298,7 +287,14 @@ def test_the_engine_first_sends_a_request(ends):
 def test_frames_that_never_end_do_not_move_the_deadline(ends):
     """A peer that sends garbage without a pause is silent all the same."""
     sender, receiver = ends
-    sender.channel._socket = Flood(sender.channel._socket)
+    left = iter(range(100_000))
+
+    def one_more(events, seconds):
+        next(left)
+        time.sleep(0.001)
+        return True
+
+    sender.channel._is_ready, sender.channel._received = one_more, lambda: None
     sender.channel._timeout = 0.2
     sender.offer(WEIGHTS, 1, {})
     with pytest.raises(TransferTimeout, match="was silent for 0.2 s"):
@@ -306,24 +302,48 @@ def test_frames_that_never_end_do_not_move_the_deadline(ends):
     assert sender.channel.num_dropped > 0
 
 
-class Flood:
-    """A socket that always has one more frame, which is no message; after a hundred thousand it has none."""
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_a_socket_is_not_closed_while_another_thread_waits_at_it(ends, end, monkeypatch):
+    sender, receiver = ends
+    manifest = sender.offer(WEIGHTS, 1, {})
+    channel = (sender if end == "sender" else receiver).channel
+    waiting, at_it, poll, close = threading.Event(), [], zmq.Poller.poll, zmq.Socket.close
+    closed_beside = []
 
-    def __init__(self, socket):
-        self._socket, self._left = socket, 100_000
+    def noted_poll(*args):
+        at_it.append(threading.get_ident())
+        waiting.set()
+        try:
+            return poll(*args)
+        finally:
+            at_it.clear()
 
-    def poll(self, *arguments):
-        if self._left == 0:
-            raise AssertionError("read on and on")
-        return True
+    monkeypatch.setattr(zmq.Poller, "poll", noted_poll)
+    monkeypatch.setattr(zmq.Socket, "close", lambda *args: closed_beside.append([*at_it]) or close(*args))
+    problems = []
 
-    def recv(self):
-        self._left -= 1
-        time.sleep(0.001)
-        return b"garbage"
+    def run():
+        try:
+            channel.expect(Request) if end == "sender" else list(receiver.receive(manifest))
+        except SyncError as problem:
+            problems.append(str(problem))
 
-    def __getattr__(self, name):
-        return getattr(self._socket, name)
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert waiting.wait(60)
+    channel.close()
+    thread.join(60)
+    assert not thread.is_alive() and problems == ["This end of the weight transport was closed."]
+    assert closed_beside == [[]] and channel._context.closed
+
+
+def test_a_closed_channel_raises_and_may_be_closed_again(ends):
+    sender, receiver = ends
+    for _ in range(2):
+        receiver.close()
+    assert receiver.channel._socket.closed and receiver.channel._context.closed
+    with pytest.raises(SyncError, match="was closed"):
+        next(receiver.receive(sender.offer(WEIGHTS, 1, {})))
 
 
 @pytest.mark.parametrize("changes", [{"handles": []}, {"bucket_bytes": 0}, {"bucket_bytes": -5}])
