@@ -6,226 +6,51 @@
     copies the tensors in place
                              <───────  Filled(k)                            packed while k - 1 is unpacked
     Taken(k)                 ───────>
-    Done                     ───────>
+    Done                     ───────>  or GaveUp, at any point after Shared
 
 A tensor that is contiguous and in the engine's dtype already is copied once, from the trainer's memory to its place in
 the engine. Only tensors that have to be cast, or are strided or elsewhere, are packed into one of two buffers first.
 
-Handles travel as plain numbers in typed messages over a socket in DIRECTORY, which only this user may enter. Every
-message carries the number that its Request drew, so messages of an earlier attempt are never taken for an answer.
+Handles travel as plain numbers over a socket in DIRECTORY, which only this user may enter (`sync.ipc_channel`).
 
 **Unproven**: sharing memory between processes on a device has not run yet. The protocol is proven with memory of the
 host in its place.
 """
 
-import math
+import contextlib
 import os
 import secrets
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
-import zmq
 from torch import Tensor
 
 from sync.base import GroupReceiver
 from sync.buckets import NUM_BUFFERS, Slot, check_bucket_bytes, largest_bucket, plan_buckets, view_of
 from sync.devices import cuda_device
-from sync.errors import ManifestMismatch, SyncError, TransferTimeout
-from sync.groups import check_timeout
+from sync.errors import ManifestMismatch, SyncError
+from sync.ipc_channel import (
+    Channel,
+    Done,
+    Filled,
+    GaveUp,
+    InPlaceTensor,
+    Refused,
+    Request,
+    Shared,
+    Taken,
+    ToEngine,
+    ToTrainer,
+)
 from sync.manifest import WeightManifest, torch_dtype
 from sync.offer import HeldOfferSender, Offer
-from sync.shared_files import check_private, make_private, open_sole
 from sync.shared_memory import CudaMemory, MemoryHandle, SharedMemory
 from sync.source import NamedTensor
 
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket; there are two. A larger tensor travels alone."""
-_MAX_MESSAGE_BYTES = 64 << 20
-_SOCKET, _LOCK = "weights.sock", "weights.lock"
-_CLOSED = "This end of the weight transport was closed."
-
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    transfer: int
-    """Number of this transfer, drawn anew by each Request."""
-
-
-class Request(_Message, frozen=True, forbid_unknown_fields=True):
-    """The engine asks for the weights of this manifest; `memory` names what it can open."""
-
-    version: int
-    digest: str
-    memory: str
-
-
-class InPlaceTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that the engine copies from the trainer's own memory."""
-
-    name: str
-    handle: int
-    """Index in `Shared.handles`."""
-    start: int
-    """First byte of the tensor in that memory."""
-
-
-class Shared(_Message, frozen=True, forbid_unknown_fields=True):
-    """The trainer's memory: first the two buffers for packed tensors, then that of tensors in place."""
-
-    handles: list[MemoryHandle]
-    bucket_bytes: int
-    in_place: list[InPlaceTensor]
-
-
-class Refused(_Message, frozen=True, forbid_unknown_fields=True):
-    """The trainer has something else on offer."""
-
-    reason: str
-
-
-class Filled(_Message, frozen=True, forbid_unknown_fields=True):
-    """Bucket k is in buffer k mod 2."""
-
-    k: int
-
-
-class Taken(_Message, frozen=True, forbid_unknown_fields=True):
-    """Bucket k has been unpacked; its buffer is free."""
-
-    k: int
-
-
-class Done(_Message, frozen=True, forbid_unknown_fields=True):
-    """Everything has been unpacked."""
-
-
-_ToTrainer = Request | Taken | Done
-_ToEngine = Shared | Refused | Filled
-_Expected = TypeVar("_Expected", bound=_Message)
-
-
-class Channel:
-    """One end of the socket: typed messages with a deadline. Invalid frames are counted and dropped.
-
-    One thread sends and receives; any thread may close. A socket is closed by a thread that has it to itself: where one
-    waits at it, `close` wakes that one, and it closes the socket on its way out.
-    """
-
-    def __init__(self, directory: Path, *, binds: bool, accepts: Any, timeout: float) -> None:
-        check_timeout(timeout)
-        self.num_dropped = 0
-        self._accepts, self._timeout = accepts, timeout
-        self._lock = -1
-        self._in_use, self._closing = threading.Lock(), threading.Lock()
-        self._is_closed = False
-        self._woken, self._wake = os.pipe()
-        """Ends of a pipe: something can be read from it once the channel is closed."""
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
-        address = f"ipc://{directory / _SOCKET}"
-        try:
-            if binds:
-                make_private(directory)
-                self._lock = open_sole(directory / _LOCK)  # binding alone would take the address from another
-                self._socket.bind(address)
-            else:
-                check_private(directory)
-                self._socket.connect(address)
-        except (OSError, SyncError) as problem:
-            self.close()
-            why = problem.strerror if isinstance(problem, OSError) else problem
-            raise SyncError(f"Trainer and engine cannot meet in {directory}: {why}.") from None
-
-    def send(self, message: _Message) -> None:
-        """Send `message`. `TransferTimeout` when nobody takes it."""
-        with self._used():
-            if not self._is_ready(zmq.POLLOUT, self._timeout):
-                raise TransferTimeout(f"No engine connected to take weights within {self._timeout:g} s.")
-            self._socket.send(msgspec.msgpack.encode(message))
-
-    def expect(self, kind: type[_Expected], transfer: int | None = None, *, latest: bool = False) -> _Expected:
-        """The next message of `kind` (of `transfer`), dropping others; a `Refused` of it is raised.
-
-        `latest` takes the last of those that have arrived. `TransferTimeout` when none comes, whatever else does.
-        """
-        deadline = time.monotonic() + self._timeout
-        found: _Expected | None = None
-        with self._used():
-            while (left := deadline - time.monotonic()) > 0 and self._is_ready(zmq.POLLIN, 0 if found else left):
-                message = self._received()
-                belongs = message is not None and transfer in (None, message.transfer)
-                if belongs and isinstance(message, Refused):
-                    raise ManifestMismatch(message.reason)
-                elif belongs and isinstance(message, kind):
-                    found = message
-                    if not latest:
-                        break
-                else:
-                    self.num_dropped += 1
-        if found is None:
-            raise TransferTimeout(f"The other side of the weight transport was silent for {self._timeout:g} s.")
-        return found
-
-    def await_device(self, wait: Callable[[float], bool]) -> None:
-        """Wait, by a `SharedMemory.mark`, for the device. `TransferTimeout` when it does not come to an end."""
-        if not wait(self._timeout):
-            raise TransferTimeout(f"The device has not copied weights within {self._timeout:g} s.")
-
-    def close(self) -> None:
-        """Close the channel, from any thread, at once; who waits at it gets a `SyncError`. No-op the second time."""
-        with self._closing:
-            if not self._is_closed:
-                os.write(self._wake, b"\0")  # first: once it is closed, the pipe may be gone
-                self._is_closed = True
-        self._close_unused()
-
-    @contextmanager
-    def _used(self) -> Iterator[None]:
-        """Have the socket to oneself. Raises `SyncError` once the channel is closed."""
-        try:
-            with self._in_use:
-                if self._is_closed:
-                    raise SyncError(_CLOSED)
-                yield
-        finally:
-            self._close_unused()
-
-    def _close_unused(self) -> None:
-        if self._is_closed and self._in_use.acquire(blocking=False):
-            try:
-                if not self._socket.closed:
-                    self._socket.close()
-                    self._context.term()
-                    for descriptor in (self._woken, self._wake, self._lock):
-                        if descriptor >= 0:
-                            os.close(descriptor)
-            finally:
-                self._in_use.release()
-
-    def _is_ready(self, events: int, seconds: float) -> bool:
-        """Whether the socket is, after waiting at most so long. Raises `SyncError` when the channel is closed."""
-        poller = zmq.Poller()
-        poller.register(self._socket, events)
-        poller.register(self._woken, zmq.POLLIN)
-        ready = dict(poller.poll(math.ceil(seconds * 1e3)))
-        if self._woken in ready:
-            raise SyncError(_CLOSED)
-        return self._socket in ready
-
-    def _received(self) -> _Message | None:
-        """The next message; None for a frame that is none."""
-        try:
-            message: _Message = msgspec.msgpack.decode(self._socket.recv(), type=self._accepts)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
-        return message
+_MAX_REASON = 1000
 
 
 class HandleSender(HeldOfferSender):
@@ -234,7 +59,7 @@ class HandleSender(HeldOfferSender):
     def __init__(self, directory: Path, memory: SharedMemory, *, timeout: float, bucket_bytes: int) -> None:
         super().__init__()
         check_bucket_bytes(bucket_bytes)
-        self.channel = Channel(directory, binds=True, accepts=_ToTrainer, timeout=timeout)
+        self.channel = Channel(directory, binds=True, accepts=ToTrainer, timeout=timeout)
         self._memory, self._bucket_bytes = memory, bucket_bytes
         self._buffers: list[Tensor] = []
 
@@ -301,7 +126,7 @@ class HandleReceiver(GroupReceiver):
     """The engine's end, over any `SharedMemory`. Users make an `IpcReceiver`."""
 
     def __init__(self, directory: Path, memory: SharedMemory, *, timeout: float) -> None:
-        self.channel = Channel(directory, binds=False, accepts=_ToEngine, timeout=timeout)
+        self.channel = Channel(directory, binds=False, accepts=ToEngine, timeout=timeout)
         self._memory = memory
         self._opened: dict[MemoryHandle, Tensor] = {}
 
@@ -311,12 +136,26 @@ class HandleReceiver(GroupReceiver):
         transfer = secrets.randbits(63)
         self.channel.send(Request(transfer, manifest.version, manifest.digest, self._memory.name))
         shared = self.channel.expect(Shared, transfer)
+        try:
+            yield from self._shared_groups(manifest, shared)
+        except BaseException as problem:
+            reason = str(problem) or "its update was ended"
+            with contextlib.suppress(SyncError):
+                self.channel.send(GaveUp(transfer, reason[:_MAX_REASON]), waits=False)
+                self.channel.await_device(self._memory.mark())  # memory is closed later, perhaps on another thread
+            raise
+
+    def close(self) -> None:
+        self.channel.close()
+        opened, self._opened = self._opened, {}
+        self._memory.close([opened.pop(handle) for handle in [*opened]])
+
+    def _shared_groups(self, manifest: WeightManifest, shared: Shared) -> Generator[list[NamedTensor]]:
+        transfer = shared.transfer
         check_bucket_bytes(shared.bucket_bytes)
         if len(shared.handles) < NUM_BUFFERS:
             raise SyncError(f"The trainer shares {len(shared.handles)} memories: at least {NUM_BUFFERS} are expected.")
-        # Memory of earlier updates is closed, so that a trainer that has other memory now can free it.
-        self._opened = {h: self._opened[h] if h in self._opened else self._memory.open(h) for h in shared.handles}
-        memories = [self._opened[handle] for handle in shared.handles]
+        memories = self._open(shared.handles)
         specs, in_place = {spec.name: spec for spec in manifest.tensors}, []
         for place in shared.in_place:
             spec = specs.pop(place.name, None)
@@ -338,9 +177,15 @@ class HandleReceiver(GroupReceiver):
             self._send_taken(transfer, *pending.popleft())
         self.channel.send(Done(transfer))
 
-    def close(self) -> None:
-        self._opened = {}
-        self.channel.close()
+    def _open(self, handles: list[MemoryHandle]) -> list[Tensor]:
+        """The trainer's memory. What earlier updates opened beside it is closed, so that the trainer can free it."""
+        known, opened = self._opened, dict[MemoryHandle, Tensor]()
+        for handle in handles:
+            before = known.get(handle)
+            opened[handle] = self._memory.open(handle) if before is None else before
+        self._opened = opened
+        self._memory.close([known.pop(handle) for handle in [*known] if handle not in opened])
+        return [opened[handle] for handle in handles]
 
     def _send_taken(self, transfer: int, k: int, wait: Callable[[float], bool]) -> None:
         self.channel.await_device(wait)

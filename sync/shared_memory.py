@@ -43,7 +43,11 @@ class SharedMemory(Protocol):
         """The handle of such memory, the same one as long as the memory lives."""
 
     def open(self, handle: MemoryHandle) -> Tensor:
-        """Open another process's memory: all of the storage, as uint8."""
+        """Open another process's memory: all of the storage, as uint8. `SyncError` where that is not possible."""
+
+    def close(self, opened: list[Tensor]) -> None:
+        """Close another process's memory, which nothing uses any more, and empty the list."""
+        opened.clear()
 
     def mark(self) -> Callable[[float], bool]:
         """A function that waits, at most the given seconds, for all work on the memory that this thread has launched so
@@ -51,7 +55,10 @@ class SharedMemory(Protocol):
 
 
 class CudaMemory(SharedMemory):
-    """Memory of one CUDA device, shared through CUDA's IPC handles. Unproven."""
+    """Memory of one CUDA device, shared through CUDA's IPC handles.
+
+    Unproven: no handle has been opened on hardware yet. What is tested is what happens before and after such calls.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,8 +82,20 @@ class CudaMemory(SharedMemory):
 
     def open(self, handle: MemoryHandle) -> Tensor:
         storage_class: Any = torch.UntypedStorage
-        storage = storage_class._new_shared_cuda(self._device.index, *msgspec.structs.astuple(handle))
+        try:
+            storage = storage_class._new_shared_cuda(self._device.index, *msgspec.structs.astuple(handle))
+        except (RuntimeError, OSError, ValueError) as problem:
+            what = f"This process cannot open the trainer's memory on {self._device} ({problem})"
+            advice = "Start the trainer without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, let both processes be"
+            raise SyncError(f"{what}. {advice} of one user and one container, or send by 'nccl'.") from None
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def close(self, opened: list[Tensor]) -> None:
+        """Close memory beside a stream without work: torch waits for the current one at each storage, and holds the
+        interpreter meanwhile."""
+        if opened:
+            with torch.cuda.stream(_cuda.Stream(self._device)):
+                opened.clear()
 
     def mark(self) -> Callable[[float], bool]:
         done = _cuda.Event()

@@ -1,6 +1,7 @@
 """Memory of the host in place of a device's."""
 
 import mmap
+import weakref
 
 import torch
 
@@ -14,6 +15,7 @@ class HostMemory:
 
     def __init__(self, directory):
         self.directory, self.names, self.num_opened, self.trace = directory, {}, 0, []
+        self.num_closed = self.num_kept = 0
 
     def allocate(self, num_bytes):
         path = self.directory / f"buffer{len(self.names)}"
@@ -31,6 +33,12 @@ class HostMemory:
     def open(self, handle):
         self.num_opened += 1
         return self._map(self.directory / handle.storage.decode())
+
+    def close(self, opened):
+        references = [weakref.ref(memory) for memory in opened]
+        opened.clear()
+        self.num_closed += len(references)
+        self.num_kept += sum(reference() is not None for reference in references)
 
     def mark(self):
         number = sum(entry[0] == "mark" for entry in self.trace)
