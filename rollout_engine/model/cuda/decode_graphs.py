@@ -1,8 +1,9 @@
 """Decode-only steps as CUDA graphs, captured for a ladder of batch sizes and replayed.
 
-A step of n sequences replays the smallest graph that holds it. Padding has no context and writes no KV. A graph plans
-attention, so it serves every context length, computes logits, and draws from them without truncation or edits. Graphs
-hold addresses: when memory has moved, all are captured again.
+A step of n sequences replays the smallest captured graph that holds it; one whose sequences share prefixes, where no
+graph knows prefixes, one that reads them for each sequence. Padding has no context and writes no KV. A graph plans
+attention, so it serves every context length, computes logits into memory that all graphs share, and draws from them
+without truncation or edits. Graphs hold addresses: when memory has moved, all are captured again.
 
     host        columns ──upload──> static memory                                           ┌──download──> result
     device                          prepare ── [plan ── forward ── sample ── write] ── outcome
@@ -10,8 +11,9 @@ hold addresses: when memory has moved, all are captured again.
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,15 +34,18 @@ _BYTES = 4 << 30
 class Captured(Protocol):
     """A computation over static memory."""
 
-    def replay(self) -> Tensor:
-        """Compute again, and return the tensor returned at capture, with new values."""
+    def replay(self) -> None:
+        """Compute again."""
         ...
+
+
+Capture: TypeAlias = Callable[[Callable[[], None]], Captured]
 
 
 class CudaGraph:
     """One CUDA graph. Graphs that share a memory pool must not run at the same time."""
 
-    def __init__(self, compute: Callable[[], Tensor], pool: tuple[int, int]) -> None:
+    def __init__(self, compute: Callable[[], None], pool: tuple[int, int]) -> None:
         """Run `compute` once, so that its kernels are compiled, and capture it."""
         compute()
         torch.cuda.synchronize()
@@ -48,12 +53,11 @@ class CudaGraph:
         with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own one current
             # Weights may be on their way meanwhile: what other threads do must not end the capture.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                self._output = compute()
+                compute()
 
-    def replay(self) -> Tensor:
-        """The next replay overwrites the output."""
+    def replay(self) -> None:
+        """Launch the graph."""
         self._graph.replay()
-        return self._output
 
 
 class DecodeGraphs:
@@ -67,7 +71,7 @@ class DecodeGraphs:
         *,
         vocab_size: int,
         shares_prefixes: bool,
-        capture: Callable[[Callable[[], Tensor]], Captured] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """`capture` replaces CUDA's, for tests."""
         max_batch = min(max_batch, max_rows(vocab_size, model.device))  # larger steps draw piece by piece
@@ -78,18 +82,24 @@ class DecodeGraphs:
         self._drawn = DrawMemory.empty(max_batch, vocab_size, model.device)
         self._last_tokens = rows.last_tokens
         self._graphs: dict[tuple[int, bool], Captured] = {}
+        self._captured: dict[bool, list[int]] = {}
+        """Sizes of the captured graphs without and with prefixes, ascending."""
+        self._logits: Tensor | None = None
+        """[max_batch, V], written by every graph; one of its own for each would take gigabytes."""
         self._is_void = True
 
     def void(self) -> None:
         """Drop all graphs, because memory has moved; they are captured again before the next replay."""
         self._graphs.clear()
+        self._captured, self._logits = {}, None
         self._is_void = True
 
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture graphs, the largest first, until time or memory run out. Steps of other sizes run without a graph."""
         started, before = time.perf_counter(), _free_bytes()
-        self._graphs.clear()
+        self.void()
+        self._logits = self._logits_memory()
         self._last_tokens = self._rows.last_tokens
         capture, self._is_void = self._capture or _with_shared_pool(), False
         problems: list[str] = []
@@ -98,9 +108,10 @@ class DecodeGraphs:
                 if time.perf_counter() - started > _SECONDS or before - _free_bytes() > _BYTES:
                     break
                 try:
-                    self._graphs[size, has_prefixes] = self._captured(size, has_prefixes, capture)
+                    self._graphs[size, has_prefixes] = self._capture_one(size, has_prefixes, capture)
                 except Exception as problem:  # steps can run without any graph
                     problems.append(f"of {size} sequences: {type(problem).__name__}: {problem}")
+        self._know_captured()
         if problems:
             text = "%d CUDA graphs could not be captured; steps of their sizes run without, more slowly. The first, %s"
             logger.warning(text, len(problems), problems[0])
@@ -115,30 +126,50 @@ class DecodeGraphs:
         """
         if self._is_void or self._last_tokens is not self._rows.last_tokens:
             self.capture_all()
-        count, has_prefixes = len(step.flat.rows), step.prefixes is not None
-        size = next((size for size in self._sizes if size >= count), None)
-        graph = self._graphs.get((size, has_prefixes)) if size else None
-        if graph is None or size is None:
+        count = len(step.flat.rows)
+        found = self._fitting(count, step.prefixes is not None)
+        if found is None:
             return None
-        self._inputs.put(step, size)
-        return graph.replay()[:count], self._drawn.rows(count)
+        size, has_prefixes = found
+        self._inputs.put(step if has_prefixes else step._replace(prefixes=None), size)
+        self._graphs[found].replay()
+        assert self._logits is not None, "graphs write it"
+        return self._logits[:count], self._drawn.rows(count)
 
     def draws(self, count: int) -> DrawColumns[Tensor]:
         """The columns of the last draws from `count` sequences."""
         return self._inputs.draws(count)
 
-    def _captured(self, size: int, has_prefixes: bool, capture: Callable[[Callable[[], Tensor]], Captured]) -> Captured:
+    def _know_captured(self) -> None:
+        for has_prefixes in self._variants:
+            self._captured[has_prefixes] = sorted(size for size, kind in self._graphs if kind == has_prefixes)
+
+    def _logits_memory(self) -> Tensor:
+        weight, decoder = next(self._model.module.parameters()), self._model.decoder
+        assert decoder is not None, "modules are not captured"
+        return weight.new_empty(self._sizes[-1], decoder.vocab_size)
+
+    def _fitting(self, count: int, has_prefixes: bool) -> tuple[int, bool] | None:
+        """Size and variant of the smallest graph for `count` sequences, with prefixes where they are wanted."""
+        for variant in (True, False) if has_prefixes else (False,):
+            sizes = self._captured.get(variant, [])
+            place = bisect_left(sizes, count)
+            if place < len(sizes):
+                return sizes[place], variant
+        return None
+
+    def _capture_one(self, size: int, has_prefixes: bool, capture: Capture) -> Captured:
         self._inputs.clear()
         batch, draws = self._inputs.batch(size, has_prefixes=has_prefixes), self._inputs.draws(size)
         drawn, model, last_tokens = self._drawn.rows(size), self._model, self._last_tokens
-        decoder = model.decoder
-        assert decoder is not None, "modules are not captured"
+        decoder, logits = model.decoder, self._logits
+        assert decoder is not None and logits is not None, "modules are not captured"
+        out = logits[:size]
 
-        def compute() -> Tensor:
+        def compute() -> None:
             model.attention.plan(batch.attention)
-            logits = decoder.forward(batch, None, model.kv).take(slice(None))
-            draw_plainly(logits, draws, drawn, last_tokens)
-            return logits
+            decoder.write_logits(batch, model.kv, out)
+            draw_plainly(out, draws, drawn, last_tokens)
 
         return capture(compute)
 
@@ -149,7 +180,7 @@ def _ladder(max_batch: int) -> list[int]:
     return [size for size in steps if size < max_batch] + [max_batch]
 
 
-def _with_shared_pool() -> Callable[[Callable[[], Tensor]], Captured]:
+def _with_shared_pool() -> Capture:
     pool = torch.cuda.graph_pool_handle()
     return lambda compute: CudaGraph(compute, pool)
 

@@ -30,8 +30,20 @@ class CudaDecoder:
         self._parts, self._attention = parts, attention
         self._deterministic = deterministic
 
-    def forward(self, batch: CudaBatch, rows: Tensor | None, pool: CudaKVPool) -> LogitRows:
-        """Logits of rows int64 (None: all) of a planned `batch`. KV is written to `pool`."""
+    @property
+    def vocab_size(self) -> int:
+        """Logits in a row, V."""
+        return len(self._parts.head.weight)
+
+    def forward(self, batch: CudaBatch, rows: Tensor, pool: CudaKVPool) -> LogitRows:
+        """Logits of rows int64 of a planned `batch`. KV is written to `pool`."""
+        return LogitRows(self._hidden(batch, pool)[rows], self._head, self.vocab_size)
+
+    def write_logits(self, batch: CudaBatch, pool: CudaKVPool, out: Tensor) -> None:
+        """Write logits of all rows of a planned `batch` to `out` [T, V], of the model's dtype. KV goes to `pool`."""
+        self._product(self._hidden(batch, pool), self._parts.head, out)
+
+    def _hidden(self, batch: CudaBatch, pool: CudaKVPool) -> Tensor:
         parts = self._parts
         residual = F.embedding(batch.token_ids, parts.embedding)
         hidden = torch.empty_like(residual)
@@ -44,7 +56,7 @@ class CudaDecoder:
             delta = self._product(gated(gate, up, gate), layer.down)
             following = norms[index + 1]
             add_rms_norm(residual, delta, following.weight, following.epsilon, hidden)
-        return LogitRows(hidden if rows is None else hidden[rows], self._head, len(parts.head.weight))
+        return hidden
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self._product(hidden, self._parts.head)
@@ -65,10 +77,13 @@ class CudaDecoder:
         self._attention.attend(index, q, kv, layer.attention_params, out)
         return self._product(out.flatten(1), layer.out)
 
-    def _product(self, x: Tensor, linear: Linear) -> Tensor:
-        if not self._deterministic:
-            return F.linear(x, linear.weight, linear.bias)
-        return matmul(x, linear.weight, linear.bias, x.new_empty(len(x), len(linear.weight)))
+    def _product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        weight, bias = linear.weight, linear.bias
+        if self._deterministic:
+            return matmul(x, weight, bias, x.new_empty(len(x), len(weight)) if out is None else out)
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _dims(layer: Layer) -> tuple[int, int]:

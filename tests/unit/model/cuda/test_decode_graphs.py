@@ -1,0 +1,138 @@
+"""Which graphs are captured, and which one a step replays; the model is a stand-in."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes
+from rollout_engine.kernels.triton.work import COLUMNS
+from rollout_engine.messages import NewSequence, ScheduledSequence
+from rollout_engine.model.cuda import decode_graphs
+from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
+from rollout_engine.model.cuda.decode_inputs import DecodeStep
+from rollout_engine.model.cuda.flat_columns import FlatColumns
+from rollout_engine.model.cuda.sequence_rows import SequenceRows
+from rollout_engine.sampling_params import SamplingParams
+
+VOCAB_SIZE = 10
+
+
+class Model:
+    """Has each row's position as its logits."""
+
+    def __init__(self, device):
+        self.module, self.device = nn.Linear(1, 1, device=device), torch.device(device)
+        self.kv = SimpleNamespace(block_size=4)
+        self.attention = SimpleNamespace(plan=lambda batch: None)
+        self.decoder = SimpleNamespace(vocab_size=VOCAB_SIZE, write_logits=self.write_logits)
+        self.outs = []
+
+    def write_logits(self, batch, pool, out):
+        self.outs.append(out)
+        out[:] = batch.positions[:, None]
+
+
+class Graph:
+    """A computation in place of a graph; `replays` has the size and variant of each."""
+
+    replays: list
+
+    def __init__(self, key, compute):
+        self._key, self._compute = key, compute
+
+    def replay(self):
+        self.replays.append(self._key)
+        self._compute()
+
+
+@pytest.fixture(autouse=True)
+def inference_mode():
+    """As in a runner's steps."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def graphs(device, monkeypatch):
+    """A function from problems by (size, has prefixes) to graphs of up to 8 sequences, those of problems excepted."""
+    monkeypatch.setattr(decode_graphs, "draw_plainly", lambda *args: None)
+    Graph.replays = []
+
+    def make(problems=()):
+        problems, keys = dict(problems), []
+        wanted = [(size, variant) for size in (8, 4, 2, 1) for variant in (False, True)]
+
+        def capture(compute):
+            key = wanted[len(keys) % len(wanted)]
+            keys.append(key)
+            if key in problems:
+                raise problems[key]
+            compute()
+            return Graph(key, compute)
+
+        made = DecodeGraphs(
+            *(Model(device), SequenceRows(8, torch.device(device)), 8),
+            vocab_size=VOCAB_SIZE,
+            shares_prefixes=True,
+            capture=capture,
+        )
+        made.tried = keys
+        return made
+
+    return make
+
+
+def step(graphs, count, *, has_prefixes=False):
+    """A step of `count` sequences, sequence i at position i + 1."""
+    rows, numbers = graphs._rows, list(range(count))
+    rows.add(number for number in numbers if number not in rows.tables())
+    known = {
+        number: NewSequence(number, [5] * (number + 2), number + 2, SamplingParams(), seed=0) for number in numbers
+    }
+    scheduled = [ScheduledSequence(number, number + 1, 1, [number]) for number in numbers]
+    changes = rows.learn(scheduled)
+    flat = FlatColumns.of(scheduled, known, rows.rows(numbers), rows.matrix, 4)
+    prefixes = SharedPrefixes(np.zeros((1, COLUMNS), np.int32), np.ones(count, np.int32)) if has_prefixes else None
+    return DecodeStep(flat, None, prefixes, changes)
+
+
+def test_all_graphs_write_their_logits_to_the_same_memory(graphs):
+    made = graphs()
+    for count in (8, 3, 1):
+        logits, _ = made.run(step(made, count))
+        assert logits[:, 0].tolist() == [index + 1 for index in range(count)]
+    assert len({out.data_ptr() for out in made._model.outs}) == 1
+    assert made._logits.shape == (8, VOCAB_SIZE)
+    made.void()
+    assert made._logits is None, "a sleeping engine does not hold it"
+
+
+def test_a_step_replays_the_smallest_graph_that_was_captured_and_holds_it(graphs):
+    made = graphs()
+    made.capture_all()
+    for size in (4, 2):
+        del made._graphs[size, False]
+    made._know_captured()
+    for count, has_prefixes, key in [
+        (1, False, (1, False)),
+        (2, False, (8, False)),
+        (3, False, (8, False)),
+        (3, True, (4, True)),
+    ]:
+        logits, _ = made.run(step(made, count, has_prefixes=has_prefixes))
+        assert len(logits) == count and Graph.replays[-1] == key
+
+
+def test_a_step_with_prefixes_and_no_graph_for_them_replays_the_plain_one_and_reads_them_apart(graphs):
+    made = graphs()
+    made.capture_all()
+    made._graphs = {key: graph for key, graph in made._graphs.items() if not key[1]}
+    made._know_captured()
+    sent = []
+    put = made._inputs.put
+    made._inputs.put = lambda each, size: sent.append(each.prefixes) or put(each, size)
+    assert made.run(step(made, 3, has_prefixes=True)) is not None
+    assert Graph.replays == [(4, False)] and sent == [None]
