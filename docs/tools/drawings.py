@@ -129,7 +129,7 @@ def versions() -> Drawing:
     d.text(
         24,
         388,
-        "Nothing is flushed: old blocks are no longer asked for, and are the first to be reused.",
+        "Nothing is flushed: old blocks are no longer asked for, and are reused in their turn.",
         "small faint",
     )
     return d

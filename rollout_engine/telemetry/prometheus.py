@@ -168,7 +168,7 @@ def _core_counters(metrics: CoreMetrics) -> Values:
         ("tokens_sampled", "Tokens sampled.", core.num_tokens_sampled),
         ("tokens_recomputed", "Tokens computed again, after their KV was given up.", core.num_recomputed_tokens),
         ("tokens_looked_up", "Tokens of sequences looked up in the prefix cache.", core.num_looked_up_tokens),
-        ("tokens_cached", "Those of them found there, under the live version.", core.num_cached_tokens),
+        ("tokens_cached", "Those found there, under the live version.", core.num_cached_tokens),
         ("tokens_surplus", "Tokens computed past an end that was not known yet.", core.num_surplus_tokens),
         ("preemptions", "Running sequences that lost their blocks.", core.num_preemptions),
         ("update_bytes", "Bytes of the weights that complete updates brought.", core.updates.num_bytes),
@@ -178,17 +178,17 @@ def _core_counters(metrics: CoreMetrics) -> Values:
 def _histograms(metrics: EngineMetrics) -> list[tuple[str, str, Histogram]]:
     requests, core = metrics.requests, metrics.core.counters
     return [
-        ("queue_seconds", "From arrival to the first step.", requests.queue_seconds),
-        ("time_to_first_token_seconds", "From arrival.", requests.time_to_first_token_seconds),
-        ("inter_token_seconds", "Between steps that brought a request tokens.", requests.inter_token_seconds),
-        ("request_seconds", "From arrival to the end of the last sample.", requests.request_seconds),
+        ("queue_seconds", "Seconds from arrival to the first step.", requests.queue_seconds),
+        ("time_to_first_token_seconds", "Seconds from arrival to it.", requests.time_to_first_token_seconds),
+        ("inter_token_seconds", "Seconds between steps that brought a request tokens.", requests.inter_token_seconds),
+        ("request_seconds", "Seconds from arrival to the end of the last sample.", requests.request_seconds),
         ("request_prompt_tokens", "Prompt tokens of a request.", requests.prompt_tokens),
         ("request_generation_tokens", "Sampled tokens of a request.", requests.generation_tokens),
         ("staleness_versions", "Live version - oldest of a sample, at its end.", requests.staleness),
         ("rollout_staleness_versions", "The same when a rollout is handed out.", requests.rollout_staleness),
-        ("pause_seconds", "From a pause's call until it was complete.", core.pause_seconds),
-        ("update_seconds", "Complete weight updates.", core.updates.seconds),
-        ("update_stall_seconds", "How long steps stood still for one.", core.updates.stall_seconds),
+        ("pause_seconds", "Seconds from a pause's call until it was complete.", core.pause_seconds),
+        ("update_seconds", "Seconds of complete weight updates, from begin to commit.", core.updates.seconds),
+        ("update_stall_seconds", "Seconds of these in which steps stood still.", core.updates.stall_seconds),
     ]
 
 

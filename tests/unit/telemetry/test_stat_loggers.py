@@ -1,8 +1,6 @@
 import logging
-import re
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,8 +10,6 @@ from rollout_engine.errors import ConfigError
 from rollout_engine.metrics import CoreMetrics, CoreStats, EngineMetrics, RequestStats
 from rollout_engine.telemetry import stat_loggers
 from rollout_engine.telemetry.stat_loggers import LogLine, PrometheusLogger, all_loggers
-
-PAGE = Path(__file__).parents[3] / "docs/statistics.md"
 
 
 def metrics(**core):
@@ -111,12 +107,3 @@ def test_a_registered_logger_that_cannot_be_loaded_is_named(monkeypatch):
 def test_what_is_not_a_logger_is_refused():
     with pytest.raises(ConfigError, match="has no method attach, log, close"):
         all_loggers(["prometheus"], log_line=False)
-
-
-def test_the_page_names_every_metric_and_no_other():
-    registry = CollectorRegistry()
-    PrometheusLogger(registry=registry).attach(metrics)
-    exported = {family.name.removeprefix("rollout_engine_") for family in registry.collect()}
-    table = PAGE.read_text().partition("### Names")[2].partition("\n### ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert {name.partition("{")[0] for row in rows for name in re.findall(r"`([^`]+)`", row)} == exported

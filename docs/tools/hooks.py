@@ -1,0 +1,49 @@
+"""What mkdocs asks for while it builds the site: generated parts of pages, and pages from outside of docs/."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+import api  # noqa: E402
+import figures  # noqa: E402
+import metric_tables  # noqa: E402
+import options  # noqa: E402
+
+GENERATED = {
+    "api": api.markdown,
+    "faults": lambda: figures.markdown("faults"),
+    "figures": figures.markdown,
+    "metrics": metric_tables.markdown,
+    "options": options.markdown,
+}
+"""Name -> what stands where a page says `<!-- generated: NAME -->`."""
+MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+OUTSIDE = ("CONTRIBUTING.md", "rollout_engine/CHANGELOG.md")
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages that the navigation does not name at the end of the guides."""
+    named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
+    guides = next(section["Guides"] for section in config.nav if "Guides" in section)
+    guides += sorted(page.name for page in Path(config.docs_dir).glob("*.md") if page.name not in named)
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are kept outside of docs/."""
+    for path in OUTSIDE:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        files.append(File.generated(config, Path(path).name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in what is generated."""
+    return MARK.sub(lambda match: GENERATED[match.group(1)](), markdown)
