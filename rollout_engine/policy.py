@@ -29,6 +29,7 @@ from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import StatLogger
+from rollout_engine.outputs import TokenTexts
 from rollout_engine.reward_functions import RewardFunctions
 from rollout_engine.rollout_arguments import RolloutArguments, check_for_prompts, run_to_end
 from rollout_engine.rollout_batch import Layout
@@ -324,7 +325,9 @@ class RolloutPolicy(BlockingVerbs):
         )
         with closing(Ledger(out, evaluator.plan, resume=resume)) as ledger:
             evaluator.run(ledger, shown=use_tqdm)
-            return EvalReport(ledger.plan, ledger.samples)
+            codec = self.frontend.inputs.codec
+            texts = TokenTexts(None if codec is None else codec.hf)
+            return EvalReport(ledger.plan, ledger.samples, texts.__getitem__)
 
     def score(  # type: ignore[override]
         self,

@@ -1,7 +1,6 @@
 """Reads a fleet file (TOML), `table.key=value` beside it, and the cases that its table [compare] makes of it."""
 
 import itertools
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from rollout_engine.capacity.options import (
     WorkloadTable,
 )
 from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.toml_files import read_toml, set_key, value_of
 
 TABLES: dict[str, type[Table]] = {
     "fleet": FleetTable,
@@ -33,6 +33,7 @@ TABLES: dict[str, type[Table]] = {
 }
 _LENGTHS = ("prompt_tokens", "output_tokens")
 _MAX_CASES = 64
+_EXAMPLE = "examples/fleet.toml"
 _COST_SOURCES = ("costs.file", "costs.measure")
 _COST_NAMES = ("step_seconds", "row_seconds", "prefill_token_seconds", "context_token_seconds")
 
@@ -51,18 +52,18 @@ def read_cases(path: Path | None, overrides: Sequence[str]) -> list[Case]:
     Raises `ConfigError` for a file that cannot be read, an unknown table or key, naming the closest, and a value out of
     bounds.
     """
-    content = {} if path is None else _read(path)
+    content = {} if path is None else read_toml(path, _EXAMPLE)
     where = "" if path is None else f"{path}: "
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or ("." not in key and key != "seed"):
             raise ConfigError(f"'{override}' is not an option: write table.key=value, as fleet.num_replicas=1000.")
         if key.startswith("compare."):
-            content.setdefault("compare", {})[key.removeprefix("compare.")] = _value(text)
+            content.setdefault("compare", {})[key.removeprefix("compare.")] = value_of(text)
         else:
             if key in _COST_SOURCES and isinstance(content.get("costs"), dict):  # in place of the file's numbers
                 content["costs"] = {name: each for name, each in content["costs"].items() if name not in _COST_NAMES}
-            _set(content, key, _value(text))
+            set_key(content, key, value_of(text))
     compared = content.pop("compare", {})
     if not isinstance(compared, dict):
         raise ConfigError(where + refused("compare", compared, 'a table, as [compare] with "fleet.balancer" = [...]'))
@@ -82,43 +83,15 @@ def with_costs(case: Case, costs: CostsTable) -> Case:
     return case._replace(file=msgspec.structs.replace(case.file, costs=costs))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(
-            f"{path} cannot be read: {problem.strerror}. Give a TOML file, as examples/fleet.toml."
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path} is not TOML: {problem}. See examples/fleet.toml.") from None
-
-
 def _measured_before(path: Path, beside: Path | None) -> dict[str, Any]:
     """The numbers of another file's table [costs]; its path counts from where the fleet file is."""
     path = path if beside is None else beside.parent / path
-    table = _read(path).get("costs")
+    table = read_toml(path, _EXAMPLE).get("costs")
     if not isinstance(table, dict) or not set(_COST_NAMES) <= set(table):
         raise ConfigError(
             f"{path} has no table [costs] with {', '.join(_COST_NAMES)}: `simulate --measure` writes one."
         )
     return {name: table[name] for name in _COST_NAMES}
-
-
-def _value(text: str) -> Any:
-    """A value given on the command line: JSON, or else text."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return text
-
-
-def _set(content: dict[str, Any], key: str, value: Any) -> None:
-    *tables, name = key.split(".")
-    for table in tables:
-        content = content.setdefault(table, {})
-        if not isinstance(content, dict):
-            raise ConfigError(f"'{key}' is not an option: {table} is not a table.")
-    content[name] = value
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -147,7 +120,7 @@ def _settings(compared: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 def _case(content: Mapping[str, Any], settings: dict[str, Any], where: str) -> Case:
     changed = msgspec.json.decode(msgspec.json.encode(content))  # a copy down to its leaves
     for key, value in settings.items():
-        _set(changed, key, value)
+        set_key(changed, key, value)
     return Case(settings, _made(changed, where))
 
 

@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": "what this machine can do: processor, kernels, row plans, transports, extras, versions",
     "generate": "print completions of prompts",
     "rollout": "write rollouts as JSON lines: tokens, log-probs, policy versions, seeds",
+    "eval": "tasks x sampling settings x checkpoints: pass@k, maj@k, intervals, and a report",
     "replay": "logged rollouts made again bit by bit, or where they differ and why",
     "view": "a page of rollouts to look at: filter, sort, open, colour tokens, compare",
     "postmortem": "the last steps of a core that died, and whether its scheduler fails alone",

@@ -54,6 +54,8 @@ class Evaluator:
         self._policy, self._batcher, self._kept_workers = policy, batcher, kept_workers
         self._tasks, self._settings = tasks, sweep.named_settings()
         self._checkpoints = sweep.named_checkpoints(policy.policy_version)
+        self._names = [checkpoint.name for checkpoint in self._checkpoints]
+        self._first_version = policy.policy_version + 1
         self._num_samples, self._k, self._seed = num_samples, list(k), seed
 
     @property
@@ -102,7 +104,7 @@ class Evaluator:
     ) -> None:
         progress.begin(checkpoint.name)
         if checkpoint.source is not None:
-            self._policy.update_weights(checkpoint.source)
+            self._load(ledger, checkpoint)
         version = self._policy.policy_version
         ledger.note_checkpoint(checkpoint.name, {"digest": live_digest(self._policy), "version": version})
         lines = LoggedSamples(self._policy)
@@ -119,6 +121,12 @@ class Evaluator:
                         ledger.add(self._samples_of(missing, group, lines))
                         progress.count(group.num_tokens)
                 progress.show(lambda: sum(run.num_open_tokens for _, run in runs))
+
+    def _load(self, ledger: Ledger, checkpoint: Checkpoint) -> None:
+        """Load weights, as the version that they had before, or would have if all checkpoints were loaded in turn."""
+        noted = ledger.plan["checkpoints"][checkpoint.name].get("version")
+        version = self._first_version + self._names.index(checkpoint.name) if noted is None else noted
+        self._policy.update_weights(checkpoint.source, version=max(version, self._policy.policy_version + 1))
 
     def _run_of(self, missing: _Missing) -> AnyRun:
         task, params, chat = missing.task, missing.setting.params, dict(missing.task.task.chat)

@@ -14,6 +14,7 @@ from rollout_engine.evaluation.ledger import Cell, read_ledger
 from rollout_engine.evaluation.page import write_report
 from rollout_engine.evaluation.parquet import write_parquet
 from rollout_engine.evaluation.votes import majority_at_k, pass_at_k
+from rollout_engine.outputs import TokenTexts
 from rollout_engine.viewing.samples import TokenText
 
 Row = dict[str, Any]
@@ -22,9 +23,14 @@ Row = dict[str, Any]
 class EvalReport:
     """Results of `RolloutPolicy.evaluate`, for all checkpoints of its directory."""
 
-    def __init__(self, plan: Mapping[str, Any], samples: Iterable[dict[str, Any]]) -> None:
-        """`plan` and `samples` as `rollout_engine.evaluation.ledger` holds them."""
-        self.plan = plan
+    def __init__(
+        self,
+        plan: Mapping[str, Any],
+        samples: Iterable[dict[str, Any]],
+        token_text: TokenText = lambda token_id: None,
+    ) -> None:
+        """`plan` and `samples` as `rollout_engine.evaluation.ledger` holds them; `token_text`: the text of a token."""
+        self.plan, self._token_text = plan, token_text
         self.samples = _ordered(plan, samples)
         """One dict per sample, as `read_jsonl` returns it, by checkpoint, task, setting, prompt and index."""
         self._values = {cell: _values(prompts, plan["k"]) for cell, prompts in _by_prompt(self.samples).items()}
@@ -37,9 +43,12 @@ class EvalReport:
         ("checkpoint" minus "baseline", over the prompts of both), "low", "high", "p_value", "num_prompts"."""
 
     @classmethod
-    def read(cls, out: str | os.PathLike[str]) -> Self:
-        """The report of a directory that `evaluate(out=...)` wrote. Raises `RequestError` where it is none."""
-        return cls(*read_ledger(out))
+    def read(cls, out: str | os.PathLike[str], tokenizer: Any = None) -> Self:
+        """The report of a directory that `evaluate(out=...)` wrote. Raises `RequestError` where it is none.
+
+        `tokenizer`: a Hugging Face one, for the texts of tokens in `to_html`; without it they are numbers.
+        """
+        return cls(*read_ledger(out), TokenTexts(tokenizer).__getitem__)
 
     @property
     def checkpoints(self) -> list[str]:
@@ -60,12 +69,9 @@ class EvalReport:
             path, lambda: write_parquet(path, self.samples, {"table": self.table, "differences": self.differences})
         )
 
-    def to_html(self, path: str | os.PathLike[str], *, token_text: TokenText = lambda token_id: None) -> None:
-        """Write one page with curves, tables and all samples, which needs no network.
-
-        `token_text`: the text of a token id inside a text; without one a token is shown as its number.
-        """
-        _written(path, lambda: write_report(self, path, token_text))
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page with curves, tables and all samples, to filter and open. It needs no network."""
+        _written(path, lambda: write_report(self, path, self._token_text))
 
     def __str__(self) -> str:
         """The estimates as text, a line for each checkpoint, task and setting."""

@@ -13,7 +13,7 @@ from rollout_engine.errors import RequestError, unknown_name
 from rollout_engine.sampling_params import SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix
 
-_SET_BY_EVALUATE = ("n", "seed", "prompt_logprobs", "output_kind")
+SET_BY_EVALUATE = ("n", "seed", "prompt_logprobs", "output_kind")
 
 
 class Setting(NamedTuple):
@@ -138,7 +138,7 @@ def _name(given: str, params: SamplingParams, changes: dict[str, Any]) -> str:
 
 
 def _check_setting(setting: Setting) -> None:
-    for name in _SET_BY_EVALUATE:
+    for name in SET_BY_EVALUATE:
         value, default = getattr(setting.params, name), getattr(SamplingParams(), name)
         if value != default and not (name == "output_kind" and value == "final_only"):
             hint = {"n": "num_samples= says how many.", "seed": "evaluate(seed=...) makes all seeds."}.get(name, "")

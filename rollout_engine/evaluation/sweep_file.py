@@ -1,0 +1,85 @@
+"""Reads a sweep file (TOML): a model, and the arguments of `RolloutPolicy.evaluate`."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import ConfigError, refused, unknown_name
+from rollout_engine.evaluation.sweep import SET_BY_EVALUATE
+from rollout_engine.evaluation.tasks import EvalTask
+from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.toml_files import line_of, read_toml, set_key, value_of
+
+_EXAMPLE = "examples/sweep.toml"
+_TOP = ("model", "out", "num_samples", "k", "seed", "checkpoints", "engine", "settings", "grid", "tasks")
+_SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in SET_BY_EVALUATE)
+_ENGINE = (*(name for name in EngineConfig.__struct_fields__ if name != "model"), "num_replicas", "placement")
+_ARGUMENTS = ("num_samples", "k", "seed", "out", "tasks")
+
+
+class SweepFile(NamedTuple):
+    """What a sweep file says."""
+
+    model: str
+    engine: dict[str, Any]
+    """Options of `RolloutPolicy.from_pretrained`."""
+    arguments: dict[str, Any]
+    """Of `RolloutPolicy.evaluate`."""
+
+
+def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
+    """The content of a file, with overrides such as `num_samples=4` and `engine.dtype=float32`.
+
+    Raises `ConfigError` for a file that cannot be read, and for an unknown key, with its line and the closest name.
+    Values are checked where they are used.
+    """
+    content = read_toml(path, _EXAMPLE)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"'{override}' is not an option: write key=value, as num_samples=4.")
+        set_key(content, key, value_of(text))
+    check = _Keys(path)
+    check.known("", content, _TOP)
+    for table in ("engine", "settings", "grid"):
+        check.is_table(table, content.get(table, {}))
+    check.known("engine", content.get("engine", {}), _ENGINE)
+    check.known("grid", content.get("grid", {}), _SAMPLING)
+    for name, setting in content.get("settings", {}).items():
+        check.is_table(f"settings.{name}", setting)
+        check.known(f"settings.{name}", setting, _SAMPLING)
+    tasks = content.get("tasks")
+    if not isinstance(tasks, list) or not tasks:
+        raise ConfigError(
+            f"{path}: " + refused("tasks", tasks, "a list of tables: write [[tasks]] above the keys of each")
+        )
+    for index, task in enumerate(tasks):
+        check.is_table(f"tasks[{index}]", task)
+        check.known("tasks", task, EvalTask.__struct_fields__, index)
+    for name in ("model", "out"):
+        if not isinstance(content.get(name), str) or not content[name]:
+            raise ConfigError(f"{path}: " + refused(name, content.get(name), "a text: a sweep file needs it"))
+    sweep = {"settings": content.get("settings") or None, "grid": content.get("grid", {})}
+    sweep["checkpoints"] = content.get("checkpoints")
+    arguments = {name: content[name] for name in _ARGUMENTS if name in content} | {"sweep": sweep}
+    return SweepFile(content["model"], content.get("engine", {}), arguments)
+
+
+class _Keys:
+    """Checks keys of a file's tables."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._text = path, path.read_text(encoding="utf-8")
+
+    def is_table(self, name: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self._path}: " + refused(name, value, f"a table: write [{name}] above its keys"))
+
+    def known(self, table: str, content: dict[str, Any], names: Iterable[str], index: int = 0) -> None:
+        for key in content:
+            if key not in (known := tuple(names)):
+                line = line_of(self._text, table, key, index)
+                where = f"{self._path}:{line}" if line else str(self._path)
+                kind = f"key of [{table}]" if table else "key"
+                raise ConfigError(f"{where}: {unknown_name(kind, key, known)}")

@@ -1,0 +1,103 @@
+"""Sweep files: what they say, and where their mistakes are."""
+
+from pathlib import Path
+
+import pytest
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.evaluation.sweep_file import read_sweep_file
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "sweep.toml"
+GOOD = """\
+model = "some/model"
+out = "runs/eval"
+num_samples = 2
+
+[settings.cool]
+temperature = 0.5
+[settings.hot]
+temperature = 1.0
+
+[[tasks]]
+env = "reasoning_gym:chain_sum"
+
+[[tasks]]
+rows = "a.jsonl"
+reward_fn = "rewards:right"
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_text(text, *overrides):
+        path = tmp_path / "sweep.toml"
+        path.write_text(text, encoding="utf-8")
+        return read_sweep_file(path, overrides)
+
+    return read_text
+
+
+def test_a_file_gives_the_arguments(read):
+    found = read(GOOD)
+    assert found.model == "some/model" and found.engine == {}
+    assert found.arguments["sweep"] == {
+        "settings": {"cool": {"temperature": 0.5}, "hot": {"temperature": 1.0}},
+        "grid": {},
+        "checkpoints": None,
+    }
+    assert found.arguments["num_samples"] == 2 and found.arguments["out"] == "runs/eval"
+    assert [sorted(task) for task in found.arguments["tasks"]] == [["env"], ["reward_fn", "rows"]]
+
+
+def test_overrides_go_before_the_file(read):
+    found = read(GOOD, "num_samples=4", "engine.dtype=float32", 'checkpoints=["a", "b"]', "settings.cool.top_k=5")
+    assert found.arguments["num_samples"] == 4 and found.engine == {"dtype": "float32"}
+    assert found.arguments["sweep"]["checkpoints"] == ["a", "b"]
+    assert found.arguments["sweep"]["settings"]["cool"] == {"temperature": 0.5, "top_k": 5}
+
+
+def test_the_example_can_be_read():
+    assert len(read_sweep_file(EXAMPLE).arguments["tasks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "told"),
+    [
+        ("num_samples = 2", "num_sample = 2", 3, "Unknown key 'num_sample'. Did you mean 'num_samples'?"),
+        ("[settings.hot]\ntemperature", "[settings.hot]\ntemprature", 8, "key of [settings.hot] 'temprature'"),
+        ("[settings.hot]", "[setings.hot]", 7, "Did you mean 'settings'?"),
+        ('reward_fn = "r', 'reward_fun = "r', 15, "key of [tasks] 'reward_fun'. Did you mean 'reward_fn'?"),
+        ('\nenv = "', '\nenvs = "', 11, "key of [tasks] 'envs'"),
+        ("num_samples = 2", "num_samples = 2\n[engine]\ndtyp = 'float32'", 5, "key of [engine] 'dtyp'"),
+    ],
+)
+def test_an_unknown_key_is_told_with_its_line(read, before, after, line, told):
+    assert before in GOOD
+    with pytest.raises(ConfigError) as refusal:
+        read(GOOD.replace(before, after))
+    assert f"sweep.toml:{line}: " in str(refusal.value) and told in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model = ", "is not TOML"),
+        ('model = "m"\nout = "o"\n', r"write \[\[tasks\]\] above"),
+        ('model = "m"\n[[tasks]]\nenv = "a"\n', "out=None is not allowed"),
+        ('model = "m"\nsettings = 3\n', r"write \[settings\] above its keys"),
+        ('tasks = ["a"]\n', "a table"),
+    ],
+)
+def test_other_mistakes_are_told(read, text, told):
+    with pytest.raises(ConfigError, match=told):
+        read(text)
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read.*examples/sweep.toml"):
+        read_sweep_file(tmp_path / "none.toml")
+
+
+def test_an_override_without_a_value_is_told(read):
+    with pytest.raises(ConfigError, match="write key=value"):
+        read(GOOD, "num_samples")
