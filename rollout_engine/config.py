@@ -8,14 +8,16 @@ import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.class_names import name_of
-from rollout_engine.config_file import ConfigFile
 from rollout_engine.errors import ConfigError, refused
 from rollout_engine.peer_options import ENGINE_PEERS
 from rollout_engine.speculation_config import SpeculationConfig
+from rollout_engine.toml_files import TomlFile
 
 KV_TILE = 64
 """Tokens of context that attention reads at a time; `block_size` divides it."""
 
+EXAMPLE_FILE = "`rollout-engine tune` writes"
+"""For messages: a TOML file with options."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**50)]
@@ -238,8 +240,8 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         A key is an option; those of `SpeculationConfig` stand in a table [speculation]. A value is what the option
         takes, and an option that is None is left out. Raises `ConfigError`, which names the line.
         """
-        file = ConfigFile.read(path)
+        file = TomlFile.read(path, EXAMPLE_FILE)
         try:
-            return cls(**(file.options | kwargs))
+            return cls(**(file.content | kwargs))
         except ConfigError as problem:
             raise file.located(problem, kwargs) from None

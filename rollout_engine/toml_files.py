@@ -1,25 +1,75 @@
-"""Files of settings (TOML): reading, `table.key=value` beside them, and the line that a key stands in."""
+"""Files of settings (TOML): reading, `table.key=value` beside them, and the line of what is wrong with one."""
 
+import os
 import re
 import tomllib
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollout_engine.errors import ConfigError
 
-_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
+_MOST_BYTES = 1 << 20
+Key = tuple[str | int, ...]
+"""Names of tables, and numbers in arrays of them, from the top of a file down."""
 
 
-def read_toml(path: Path, example: str) -> dict[str, Any]:
-    """The content of a file. Raises `ConfigError`, pointing to `example`, unless it can be read and is TOML."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(f"{path} cannot be read: {problem.strerror}. Give a TOML file, as {example}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path} is not TOML: {problem}. See {example}.") from None
+class TomlFile(NamedTuple):
+    """What a file says, and its text."""
+
+    path: str
+    content: dict[str, Any]
+    text: str
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], example: str) -> "TomlFile":
+        """Read a file. Raises `ConfigError`, pointing to `example`, unless it can be read and is TOML."""
+        name = os.fspath(path)
+        try:
+            with open(name, "rb") as file:
+                found = file.read(_MOST_BYTES + 1)
+        except (OSError, ValueError) as problem:  # a name with a zero byte is a ValueError
+            why = getattr(problem, "strerror", None) or problem
+            raise ConfigError(f"{name} cannot be read: {why}. Give a TOML file, as {example}.") from None
+        if len(found) > _MOST_BYTES:
+            raise ConfigError(f"{name} is too long: expected at most {_MOST_BYTES} bytes of TOML, as {example}.")
+        try:
+            text = found.decode()
+            return cls(name, tomllib.loads(text), text)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as problem:
+            raise ConfigError(f"{name} is not TOML: {problem}. Expected keys and values, as {example}.") from None
+
+    def place(self, key: Key) -> str:
+        """The file, and the line where the statement begins that sets `key`, as "a.toml:7", if a line has its name."""
+        lines = self.text.splitlines(keepends=True)
+        named = [number for number, line in enumerate(lines) if str(key[-1]) in line]
+        for i, number in enumerate(named):
+            for end in (*named[i + 1 :], len(lines)):
+                try:
+                    known = tomllib.loads("".join(lines[:end]))
+                except tomllib.TOMLDecodeError:  # in the middle of a value of several lines
+                    continue
+                if _has(known, key):
+                    return f"{self.path}:{number + 1}"
+                break
+        return self.path
+
+    def located(self, problem: ConfigError, elsewhere: Mapping[str, Any]) -> ConfigError:
+        """The same error with the file, and the line of the key that it names.
+
+        `elsewhere`: options that did not come from the file; their errors stay as they are.
+        """
+        text = str(problem)
+        found = sorted(
+            (isinstance(value, dict), place.start(), key)
+            for key, value in _keys(self.content)
+            if (place := re.search(rf"(?<![\w-]){re.escape(key[-1])}(?![\w-])", text))
+        )
+        key = found[0][2] if found else ("",)
+        if key[0] in elsewhere or (not found and any(f"{name}=" in text for name in elsewhere)):
+            return problem
+        return ConfigError(f"{self.place(key) if found else self.path}: {text}")
 
 
 def value_of(text: str) -> Any:
@@ -40,21 +90,17 @@ def set_key(content: dict[str, Any], key: str, value: Any) -> None:
     content[name] = value
 
 
-def line_of(text: str, table: str, key: str, index: int = 0) -> int | None:
-    """Number of the line, from 1 on, in which `key` of a table ("" for the top) stands; None where it is not found.
+def _keys(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in table.items():
+        yield (*above, name), value
+        if isinstance(value, dict):
+            yield from _keys(value, (*above, name))
 
-    `index`: which of the tables of this name, where there are several ([[table]]).
-    """
-    where, count = "", -1
-    assigned = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*[.=]""")
-    full = f"{table}.{key}" if table else key
-    for number, line in enumerate(text.splitlines(), 1):
-        header = _HEADER.match(line)
-        if header:
-            where = re.sub(r"""["'\s]""", "", header[2])
-            count += header[1] == "[[" and where == table
-            if where == full or where.startswith(f"{full}."):
-                return number
-        elif where == table and assigned.match(line) and (count == index or count < 0):
-            return number
-    return None
+
+def _has(found: Any, key: Key) -> bool:
+    for name in key:
+        is_there = name in found if isinstance(found, dict) else isinstance(found, list) and name in range(len(found))
+        if not is_there:
+            return False
+        found = found[name]
+    return True

@@ -20,7 +20,7 @@ from rollout_engine.capacity.options import (
     WorkloadTable,
 )
 from rollout_engine.errors import ConfigError, refused, unknown_name
-from rollout_engine.toml_files import read_toml, set_key, value_of
+from rollout_engine.toml_files import TomlFile, set_key, value_of
 
 TABLES: dict[str, type[Table]] = {
     "fleet": FleetTable,
@@ -52,7 +52,7 @@ def read_cases(path: Path | None, overrides: Sequence[str]) -> list[Case]:
     Raises `ConfigError` for a file that cannot be read, an unknown table or key, naming the closest, and a value out of
     bounds.
     """
-    content = {} if path is None else read_toml(path, _EXAMPLE)
+    content = {} if path is None else TomlFile.read(path, _EXAMPLE).content
     where = "" if path is None else f"{path}: "
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -86,7 +86,7 @@ def with_costs(case: Case, costs: CostsTable) -> Case:
 def _measured_before(path: Path, beside: Path | None) -> dict[str, Any]:
     """The numbers of another file's table [costs]; its path counts from where the fleet file is."""
     path = path if beside is None else beside.parent / path
-    table = read_toml(path, _EXAMPLE).get("costs")
+    table = TomlFile.read(path, _EXAMPLE).content.get("costs")
     if not isinstance(table, dict) or not set(_COST_NAMES) <= set(table):
         raise ConfigError(
             f"{path} has no table [costs] with {', '.join(_COST_NAMES)}: `simulate --measure` writes one."

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from rollout_engine.config import EngineConfig
-from rollout_engine.config_file import ConfigFile
+from rollout_engine.config import EXAMPLE_FILE, EngineConfig
 from rollout_engine.errors import ConfigError, unknown_name
 from rollout_engine.sampling_params import SamplingParams
+from rollout_engine.toml_files import TomlFile
 
 _ENGINE = {field.name: field.type for field in msgspec.structs.fields(EngineConfig) if field.name != "model"}
 # A name that both have goes to the engine: its `seed` determines the seeds of all samples.
@@ -61,7 +61,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 def _from_file(path: str) -> dict[str, Any]:
     """The options of a file, checked. Its model is left out: commands name their own."""
     EngineConfig.load(path, model="a model")
-    return {name: value for name, value in ConfigFile.read(path).options.items() if name != "model"}
+    return {name: value for name, value in TomlFile.read(path, EXAMPLE_FILE).content.items() if name != "model"}
 
 
 def _converted(name: str, text: str, kind: Any) -> Any:

@@ -9,7 +9,7 @@ from rollout_engine.errors import ConfigError, refused, unknown_name
 from rollout_engine.evaluation.sweep import SET_BY_EVALUATE
 from rollout_engine.evaluation.tasks import EvalTask
 from rollout_engine.sampling_params import SamplingParams
-from rollout_engine.toml_files import line_of, read_toml, set_key, value_of
+from rollout_engine.toml_files import Key, TomlFile, set_key, value_of
 
 _EXAMPLE = "examples/sweep.toml"
 _TOP = ("model", "out", "num_samples", "k", "seed", "checkpoints", "engine", "settings", "grid", "tasks")
@@ -34,21 +34,22 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
     Raises `ConfigError` for a file that cannot be read, and for an unknown key, with its line and the closest name.
     Values are checked where they are used.
     """
-    content = read_toml(path, _EXAMPLE)
+    file = TomlFile.read(path, _EXAMPLE)
+    content = file.content
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"'{override}' is not an option: write key=value, as num_samples=4.")
         set_key(content, key, value_of(text))
-    check = _Keys(path)
-    check.known("", content, _TOP)
+    check = _Keys(file)
+    check.known((), content, _TOP)
     for table in ("engine", "settings", "grid"):
         check.is_table(table, content.get(table, {}))
-    check.known("engine", content.get("engine", {}), _ENGINE)
-    check.known("grid", content.get("grid", {}), _SAMPLING)
+    check.known(("engine",), content.get("engine", {}), _ENGINE)
+    check.known(("grid",), content.get("grid", {}), _SAMPLING)
     for name, setting in content.get("settings", {}).items():
         check.is_table(f"settings.{name}", setting)
-        check.known(f"settings.{name}", setting, _SAMPLING)
+        check.known(("settings", name), setting, _SAMPLING)
     tasks = content.get("tasks")
     if not isinstance(tasks, list) or not tasks:
         raise ConfigError(
@@ -56,7 +57,7 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
         )
     for index, task in enumerate(tasks):
         check.is_table(f"tasks[{index}]", task)
-        check.known("tasks", task, EvalTask.__struct_fields__, index)
+        check.known(("tasks", index), task, EvalTask.__struct_fields__)
     for name in ("model", "out"):
         if not isinstance(content.get(name), str) or not content[name]:
             raise ConfigError(f"{path}: " + refused(name, content.get(name), "a text: a sweep file needs it"))
@@ -69,17 +70,16 @@ def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
 class _Keys:
     """Checks keys of a file's tables."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._text = path, path.read_text(encoding="utf-8")
+    def __init__(self, file: TomlFile) -> None:
+        self._file = file
 
     def is_table(self, name: str, value: Any) -> None:
         if not isinstance(value, dict):
-            raise ConfigError(f"{self._path}: " + refused(name, value, f"a table: write [{name}] above its keys"))
+            raise ConfigError(f"{self._file.path}: " + refused(name, value, f"a table: write [{name}] above its keys"))
 
-    def known(self, table: str, content: dict[str, Any], names: Iterable[str], index: int = 0) -> None:
+    def known(self, table: Key, content: dict[str, Any], names: Iterable[str]) -> None:
         for key in content:
             if key not in (known := tuple(names)):
-                line = line_of(self._text, table, key, index)
-                where = f"{self._path}:{line}" if line else str(self._path)
-                kind = f"key of [{table}]" if table else "key"
-                raise ConfigError(f"{where}: {unknown_name(kind, key, known)}")
+                named = ".".join(name for name in table if isinstance(name, str))
+                kind = f"key of [{named}]" if table else "key"
+                raise ConfigError(f"{self._file.place((*table, key))}: {unknown_name(kind, key, known)}")

@@ -90,8 +90,8 @@ def test_a_mistake_of_the_call_does_not_blame_the_file(written):
         (b"model = \n", "is not TOML: Invalid value (at line 1"),
         (b"model = '\xff'\n", "is not TOML: 'utf-8' codec"),
         (b"a = " + b"[" * 100_000, "is not TOML"),
-        (b"#" * (1 << 21), "must be a TOML file of at most 1048576 bytes"),
-        (None, "must be a TOML file with options of EngineConfig. [Errno 2]"),
+        (b"#" * (1 << 21), "is too long: expected at most 1048576 bytes of TOML"),
+        (None, "cannot be read: No such file or directory. Give a TOML file, as `rollout-engine tune` writes."),
     ],
     ids=["cut", "bytes", "deep", "large", "missing"],
 )
