@@ -1,6 +1,5 @@
 """The API reference: a directive of mkdocstrings for each public name, and the table of verbs: `markdown()`."""
 
-import inspect
 from collections.abc import Iterator
 
 import rollout_engine
@@ -60,8 +59,7 @@ def grouped() -> Iterator[tuple[str, list[str]]]:
 def _verbs() -> Iterator[str]:
     for verb in sorted(VERBS.values(), key=lambda verb: verb.name):
         if verb.public:
-            signature = str(verb.signature).replace("rollout_engine.", "").replace("typing.", "")
-            yield f"### {verb.name}\n\n```python\n{verb.name}{signature}\n```\n\n{inspect.getdoc(verb.function)}"
+            yield f"::: {verb.function.__module__}.{verb.function.__name__}"
 
 
 if __name__ == "__main__":

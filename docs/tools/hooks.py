@@ -25,6 +25,7 @@ GENERATED = {
 }
 """Name -> what stands where a page says `<!-- generated: NAME -->`."""
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+FILE_LINK = re.compile(r"\[\w+\.md\]\((\w+\.md)((?:#[^)]*)?)\)")
 OUTSIDE = ("CONTRIBUTING.md", "rollout_engine/CHANGELOG.md")
 
 
@@ -44,6 +45,13 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in what is generated."""
-    return MARK.sub(lambda match: GENERATED[match.group(1)](), markdown)
+def on_page_markdown(markdown: str, files: Files, **_: Any) -> str:
+    """Fill in what is generated, and call other pages by their titles where the text has their file's name."""
+    titles = {file.src_uri: _title(file) for file in files.documentation_pages()}
+    named = FILE_LINK.sub(lambda match: f"[{titles[match[1]]}]({match[1]}{match[2]})", markdown)
+    return MARK.sub(lambda match: GENERATED[match[1]](), named)
+
+
+def _title(file: File) -> str:
+    """The first heading of a page."""
+    return file.content_string.removeprefix("# ").partition("\n")[0]

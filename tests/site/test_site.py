@@ -93,6 +93,8 @@ def test_every_public_name_and_every_option_is_on_the_site(pages):
 
     reference = (SITE / "api.html").read_text(encoding="utf-8")
     assert not [name for name in rollout_engine._HOMES if f"rollout_engine.{name}" not in reference]
+    assert "driver" not in re.findall(r"<code>(\w+)</code>", reference)
+    assert "&gt;&gt;&gt; " in re.sub(r"<[^>]+>", "", reference) and "<blockquote>" not in reference
     options = (SITE / "options.html").read_text(encoding="utf-8")
     fields = [*EngineConfig.__struct_fields__, *SamplingParams.__struct_fields__]
     assert not [name for name in fields if f"<code>{name}</code>" not in options]
