@@ -26,7 +26,12 @@ GENERATED = {
 """Name -> what stands where a page says `<!-- generated: NAME -->`."""
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 FILE_LINK = re.compile(r"\[\w+\.md\]\((\w+\.md)((?:#[^)]*)?)\)")
-OUTSIDE = ("CONTRIBUTING.md", "rollout_engine/CHANGELOG.md")
+OUTSIDE = {
+    "CONTRIBUTING.md": ROOT / "CONTRIBUTING.md",
+    "CHANGELOG.md": ROOT / "rollout_engine/CHANGELOG.md",
+    **{f"decisions/{path.name}": path for path in sorted((ROOT / "rollout_engine/decisions").glob("*.md"))},
+}
+"""Place on the site -> where the page is kept."""
 
 
 def on_config(config: Any) -> Any:
@@ -34,14 +39,15 @@ def on_config(config: Any) -> Any:
     named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
     guides = next(section["Guides"] for section in config.nav if "Guides" in section)
     guides += sorted(page.name for page in Path(config.docs_dir).glob("*.md") if page.name not in named)
+    inside = next(section["Inside"] for section in config.nav if "Inside" in section)
+    inside.append({"Decisions": [name for name in OUTSIDE if name.startswith("decisions/")]})
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are kept outside of docs/."""
-    for path in OUTSIDE:
-        text = (ROOT / path).read_text(encoding="utf-8")
-        files.append(File.generated(config, Path(path).name, content=text))
+    for name, path in OUTSIDE.items():
+        files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     return files
 
 
