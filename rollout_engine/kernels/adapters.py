@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) beside linear layers, each row under its own adapter, or none.
 
-    out[row] += scale * (x[row] @ a) @ b
+    out[row] += scale * (x[row] @ A.T) @ B.T
 
 Everything from x to the sum is float32, and the sum is rounded once; a row's bits do not depend on the other rows. The
 engine and `rollout_engine.exact` on the trainer call the same function.
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import adapters as compiled
-from rollout_engine.kernels.cpu.adapters import AdapterPair, AdapterRows, AdapterTable, padded_rank
+from rollout_engine.kernels.cpu.adapters import AdapterPair, AdapterRows, AdapterTable
 
-__all__ = ["AdapterPair", "AdapterRows", "AdapterTable", "add_adapter", "add_adapters", "padded_pair"]
+__all__ = ["AdapterPair", "AdapterRows", "AdapterTable", "add_adapter", "add_adapters"]
 
 
 def add_adapters(table: AdapterTable, x: Tensor, out: Tensor, plan: AdapterRows) -> None:
@@ -36,18 +36,9 @@ def add_adapter(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> T
     return _added(x, out, a, b, scale)
 
 
-def padded_pair(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> AdapterPair:
-    """a [rank, in_features] and b [out_features, rank] in the kernel's layout, rounded to `dtype`."""
-    rank, in_features = a.shape
-    padding = padded_rank(rank) - rank
-    wide = torch.nn.functional.pad(a.detach().to(dtype).t(), (0, padding))
-    tall = torch.nn.functional.pad(b.detach().to(dtype).t(), (0, 0, 0, padding))
-    return AdapterPair(wide.contiguous(), tall.contiguous(), scale)
-
-
 def _added(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     table = AdapterTable(1, x.shape[-1], [len(b)], x.dtype)
-    table.set(0, [padded_pair(a, b, scale, x.dtype)])
+    table.set(0, [AdapterPair.packed(a, b, scale, x.dtype)])
     result = out.detach().clone(memory_format=torch.contiguous_format)
     if plan := AdapterRows.of([0], [len(x)]):
         add_adapters(table, x.detach(), result, plan)
@@ -60,7 +51,8 @@ def _add_rows(table: AdapterTable, x: Tensor, out: Tensor, plan: AdapterRows) ->
         column = 0
         for size, pair in zip(table.sizes, table.pairs[slot], strict=True):
             if pair is not None:
-                delta = (x[row].float() @ pair.a.float()) @ pair.b.float()
+                wide, tall = pair.matrices(size)
+                delta = (x[row].float() @ wide.float()) @ tall.float()
                 part = out[row, column : column + size]
                 part.copy_(part.float() + delta * pair.scale)
             column += size

@@ -11,77 +11,24 @@
 #include "openmp.h"
 #include "vec.h"
 
-#if defined(__FMA__) && !defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
-#ifdef __AVX512F__
 using vec::F;
-using vec::fma, vec::load, vec::product, vec::store;
-constexpr int LANES = vec::LANES;
+
+#ifdef __AVX512F__
 constexpr int ROWS = 4, CHAINS = 4;  // 16 accumulators of 32 registers
+constexpr int SUMS = 8;              // of the second product
 #else
-// Eight floats: compilers keep vectors wider than a register in memory.
-typedef float F __attribute__((vector_size(32)));
-typedef uint32_t U __attribute__((vector_size(32)));
-typedef uint16_t Half __attribute__((vector_size(16)));
-constexpr int LANES = 8;
-constexpr int ROWS = 2, CHAINS = 2;  // 8 accumulators of 16 registers, two vectors of each row's chain
-
-// Fused always: a compiler fuses a * b + c in one place and not in another.
-VEC_INLINE F fma(F a, F b, F c) {
-#ifdef __FMA__
-    return _mm256_fmadd_ps(a, b, c);
-#else
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#endif
-}
-VEC_INLINE F product(F a, F b) {  // rounded even where it feeds a sum
-    F result = a * b;
-    __asm__("" : "+m"(result));
-    return result;
-}
-VEC_INLINE F load(const float* p) {
-    F x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-VEC_INLINE F load(const bf16* p) {
-    Half x;
-    memcpy(&x, p, sizeof x);
-    return (F)(__builtin_convertvector(x, U) << 16);
-}
-VEC_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof x); }
-VEC_INLINE void store(bf16* p, F x) {  // to nearest, ties to even; NaN stays NaN
-    const U bits = (U)x;
-    U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    rounded = x == x ? rounded : U{} + 0x7fc0;
-    const Half half = __builtin_convertvector(rounded, Half);
-    memcpy(p, &half, sizeof half);
-}
-template <typename T>
-VEC_INLINE F load(const T* p, int n) {
-    T padded[LANES] = {};
-    memcpy(padded, p, n * sizeof(T));
-    return load(padded);
-}
-template <typename T>
-VEC_INLINE void store(T* p, F x, int n) {
-    T padded[LANES];
-    store(padded, x);
-    memcpy(p, padded, n * sizeof(T));
-}
+constexpr int ROWS = 2, CHAINS = 2;  // 8 accumulators of 16 registers, where a vector is two
+constexpr int SUMS = 4;
 #endif
 
-VEC_INLINE F set1(float x) { return F{} + x; }
+constexpr int64_t LOW_COLUMNS = 16, PANEL = 64;  // columns of A and of B that are stored together
+constexpr int64_t AHEAD = 2048;                  // elements: the hardware alone fetches too late
+constexpr int64_t DEPTH = 256;                   // rows of A, and values of x, at once
+constexpr int64_t COLUMNS = 4 * PANEL;           // of `out`, to one piece of work
 
-constexpr int64_t LOW_COLUMNS = 16;  // of A, to one piece of work: ranks are multiples of it
-constexpr int LOW_VECTORS = LOW_COLUMNS / LANES;
-constexpr int64_t DEPTH = 256;    // rows of A, and values of x, at once
-constexpr int64_t COLUMNS = 256;  // of `out`, to one piece of work
+VEC_INLINE F broadcast(float x) { return x - F{}; }  // -0.0 stays
 
 template <typename T>
 struct Worker {
@@ -112,12 +59,12 @@ struct Worker {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < count; i++) {
             const AdapterBlock block = present(batch.blocks[i % batch.num_blocks]);
-            const int64_t begin = i / batch.num_blocks * COLUMNS, end = begin + COLUMNS;
-            for (int64_t index = 0; index < table.num_parts; index++) {
+            const int64_t begin = i / batch.num_blocks * COLUMNS;
+            for (int64_t index = 0; index < table.num_parts; index++) {  // the panels that begin in these columns
                 const AdapterPart& part = part_of(block, index);
                 if (!part.a) continue;
-                const int64_t from = std::max(begin - part.column, int64_t(0));
-                up(block, part, index, from, std::min(end - part.column, part.size));
+                const int64_t from = panels_before(begin - part.column), to = panels_before(begin + COLUMNS - part.column);
+                up(block, part, index, from, std::min(to, part.size));
             }
         }
     }
@@ -126,6 +73,9 @@ struct Worker {
     const AdapterPart& part_of(const AdapterBlock& block, int64_t index) const {
         return table.parts[block.slot * table.num_parts + index];
     }
+
+    // Columns of the panels that begin before a column.
+    static int64_t panels_before(int64_t column) { return std::max((column + PANEL - 1) / PANEL * PANEL, int64_t(0)); }
 
     // Those rows of a block that are in this call.
     AdapterBlock present(AdapterBlock block) const {
@@ -147,48 +97,44 @@ struct Worker {
     // low = x A, of LOW_COLUMNS columns of A. Chain i adds rows i, i + CHAINS, ... of A.
     template <int N>
     void down_rows(const AdapterBlock& block, int row, const AdapterPart& part, int64_t index, int64_t lane) const {
-        const T* a = (const T*)part.a + lane;
-        F sums[N][CHAINS][LOW_VECTORS] = {};
+        const T* a = (const T*)part.a + lane * table.in_features;
+        F sums[N][CHAINS] = {};
         float wide[N][DEPTH];
-        for (int64_t k = 0, count; k < table.in_features; k += count, a += count * part.rank) {
+        for (int64_t k = 0, count; k < table.in_features; k += count, a += count * LOW_COLUMNS) {
             count = std::min(DEPTH, table.in_features - k);
             const float* x[N];
             for (int r = 0; r < N; r++) x[r] = widened(x_of(block, row + r) + k, count, wide[r]);
-            down_piece<N>(a, part.rank, x, count, sums);
+            down_piece<N>(a, x, count, sums);
         }
-        for (int r = 0; r < N; r++)
-            for (int v = 0; v < LOW_VECTORS; v++) {
-                F sum = sums[r][0][v];
-                for (int i = 1; i < CHAINS; i++) sum += sums[r][i][v];
-                store(low_of(block, row + r, index) + lane + v * LANES, sum);
-            }
+        for (int r = 0; r < N; r++) {
+            F sum = sums[r][0];
+            for (int i = 1; i < CHAINS; i++) sum += sums[r][i];
+            vec::store(low_of(block, row + r, index) + lane, sum);
+        }
     }
 
     template <int N>
-    VEC_INLINE void down_piece(
-        const T* a, int64_t rank, const float* const (&x)[N], int64_t count, F (&sums)[N][CHAINS][LOW_VECTORS]) {
+    VEC_INLINE void down_piece(const T* a, const float* const (&x)[N], int64_t count, F (&sums)[N][CHAINS]) {
         int64_t k = 0;
         for (; k + CHAINS <= count; k += CHAINS)
 #pragma GCC unroll 4
-            for (int i = 0; i < CHAINS; i++) add_products<N>(a + (k + i) * rank, x, k + i, i, sums);
-        for (int i = 0; k < count; k++, i++) add_products<N>(a + k * rank, x, k, i, sums);
+            for (int i = 0; i < CHAINS; i++) add_products<N>(a + (k + i) * LOW_COLUMNS, x, k + i, i, sums);
+        for (int i = 0; k < count; k++, i++) add_products<N>(a + k * LOW_COLUMNS, x, k, i, sums);
     }
 
     template <int N>
     VEC_INLINE void add_products(
-        const T* a, const float* const (&x)[N], int64_t k, int chain, F (&sums)[N][CHAINS][LOW_VECTORS]) {
-#pragma GCC unroll 2
-        for (int v = 0; v < LOW_VECTORS; v++) {
-            const F weights = load(a + v * LANES);
+        const T* a, const float* const (&x)[N], int64_t k, int chain, F (&sums)[N][CHAINS]) {
+        __builtin_prefetch(a + AHEAD);
+        const F weights = vec::load(a);
 #pragma GCC unroll 4
-            for (int r = 0; r < N; r++) sums[r][chain][v] = fma(set1(x[r][k]), weights, sums[r][chain][v]);
-        }
+        for (int r = 0; r < N; r++) sums[r][chain] = vec::fma(broadcast(x[r][k]), weights, sums[r][chain]);
     }
 
     static const float* widened(const float* x, int64_t, float*) { return x; }
     static const float* widened(const bf16* x, int64_t count, float* out) {
         int64_t k = 0;
-        for (; k + LANES <= count; k += LANES) store(out + k, load(x + k));
+        for (; k + vec::LANES <= count; k += vec::LANES) vec::store(out + k, vec::load(x + k));
         for (; k < count; k++) out[k] = vec::to_float(x[k]);
         return out;
     }
@@ -204,37 +150,38 @@ struct Worker {
     template <int N>
     void up_rows(
         const AdapterBlock& block, int row, const AdapterPart& part, int64_t index, int64_t from, int64_t to) const {
-        constexpr int VECTORS = 8 / N;  // 8 accumulators
-        for (; from + VECTORS * LANES <= to; from += VECTORS * LANES)
-            up_columns<N, VECTORS>(block, row, part, index, from, LANES);
-        for (; from < to; from += LANES)
-            up_columns<N, 1>(block, row, part, index, from, (int)std::min<int64_t>(LANES, to - from));
+        constexpr int V = std::min(SUMS / N, int(PANEL / vec::LANES));  // vectors of a panel at once
+        const float* low[N];
+        T* out[N];
+        for (int r = 0; r < N; r++) low[r] = low_of(block, row + r, index), out[r] = out_of(block, row + r, part);
+        const F scale = broadcast(part.scale);
+        for (; from < to; from += V * vec::LANES) {
+            F sums[N][V] = {};
+            const T* b = (const T*)part.b + from / PANEL * PANEL * part.rank + from % PANEL;
+            for (int64_t k = 0; k < part.rank; k++, b += PANEL)
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) {
+                    __builtin_prefetch(b + v * vec::LANES + AHEAD);
+                    const F weights = vec::load(b + v * vec::LANES);
+#pragma GCC unroll 4
+                    for (int r = 0; r < N; r++) sums[r][v] = vec::fma(broadcast(low[r][k]), weights, sums[r][v]);
+                }
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++)
+#pragma GCC unroll 4
+                for (int r = 0; r < N; r++) {
+                    const int64_t column = from + v * vec::LANES;
+                    add(out[r] + column, vec::product(sums[r][v], scale), to - column);
+                }
+        }
     }
 
-    // Of V vectors of columns of B; n < LANES: of its first n columns.
-    template <int N, int V>
-    void up_columns(
-        const AdapterBlock& block, int row, const AdapterPart& part, int64_t index, int64_t column, int n) const {
-        const T* b = (const T*)part.b + column;
-        const float* low[N];
-        F sums[N][V] = {};
-        for (int r = 0; r < N; r++) low[r] = low_of(block, row + r, index);
-        for (int64_t k = 0; k < part.rank; k++, b += part.size)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
-                const F weights = V > 1 || n == LANES ? load(b + v * LANES) : load(b, n);
-#pragma GCC unroll 4
-                for (int r = 0; r < N; r++) sums[r][v] = fma(set1(low[r][k]), weights, sums[r][v]);
-            }
-        const F scale = set1(part.scale);
-        for (int r = 0; r < N; r++)
-            for (int v = 0; v < V; v++) {
-                T* out = out_of(block, row + r, part) + column + v * LANES;
-                if (V > 1 || n == LANES)
-                    store(out, load(out) + product(sums[r][v], scale));
-                else
-                    store(out, load(out, n) + product(sums[r][v], scale), n);
-            }
+    // out += x, of the first n elements.
+    VEC_INLINE void add(T* out, F x, int64_t n) {
+        if (n >= vec::LANES)
+            vec::store(out, vec::load(out) + x);
+        else if (n > 0)
+            vec::store(out, vec::load(out, (int)n) + x, (int)n);
     }
 };
 

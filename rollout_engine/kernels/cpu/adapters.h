@@ -7,8 +7,8 @@
 
 // One adapter's matrices for one linear layer. Mirrored in adapters.py, as the others are.
 struct AdapterPart {
-    const void* a;  // [in_features, rank]; null where the adapter leaves this layer alone
-    const void* b;  // [rank, size]
+    const void* a;  // [rank / 16][in_features][16]; null where the adapter leaves this layer alone
+    const void* b;  // [size / 64 rounded up][rank][64]
     int64_t rank;   // padded with zeros to a multiple of 16
     int64_t column, size;  // of the layer's outputs within a row of all parts' outputs
     float scale;

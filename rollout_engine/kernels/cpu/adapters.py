@@ -13,8 +13,8 @@ from torch import Tensor
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error
 
-_LANES = 16
-"""Ranks are padded to a multiple of this."""
+_LANES, _PANEL = 16, 64
+"""Columns of A.T and B.T that are stored together."""
 _BLOCK_ROWS = 4
 """Most rows that read an adapter's matrices together."""
 _PRODUCTS_A_THREAD = 1 << 15
@@ -22,16 +22,30 @@ _PRODUCTS_A_THREAD = 1 << 15
 
 
 class AdapterPair(NamedTuple):
-    """One adapter's matrices for one linear layer: it adds `scale * (x @ a) @ b` to the layer's output.
+    """One adapter's matrices for one linear layer, packed: it adds `scale * (x @ A.T) @ B.T` to the layer's output.
 
-    The first dimension of `b`, and the second of `a`, are the rank, padded with zeros to a multiple of 16.
+    The rank is padded with zeros to a multiple of 16, and so are the columns of B.T to one of 64.
     """
 
     a: Tensor
-    """[in_features, rank]."""
+    """[rank / 16, in_features, 16]: A.T, in pieces of 16 columns."""
     b: Tensor
-    """[rank, out_features], of the dtype of `a`."""
+    """[out_features / 64, rank, 64], of the dtype of `a`: B.T, in pieces of 64 columns."""
     scale: float
+
+    @classmethod
+    def packed(cls, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> "AdapterPair":
+        """Pack A [rank, in_features] and B [out_features, rank], rounded to `dtype`."""
+        rank, pad = len(a), torch.nn.functional.pad
+        wide = pad(a.detach().to(dtype), (0, 0, 0, -rank % _LANES))
+        tall = pad(b.detach().to(dtype), (0, -rank % _LANES, 0, -len(b) % _PANEL))
+        pieces = wide.unflatten(0, (-1, _LANES)), tall.unflatten(0, (-1, _PANEL))
+        return cls(*(piece.transpose(1, 2).contiguous() for piece in pieces), scale)
+
+    def matrices(self, out_features: int) -> tuple[Tensor, Tensor]:
+        """A.T [in_features, rank] and B.T [rank, out_features]."""
+        wide, tall = (each.transpose(0, 1).flatten(1) for each in (self.a, self.b))
+        return wide, tall[:, :out_features]
 
 
 class AdapterRows(NamedTuple):
@@ -94,7 +108,7 @@ class AdapterTable:
         self.pairs[slot] = list(pairs)
         for index, part in enumerate(parts):
             self._parts[slot * len(parts) + index] = part
-        self._max_rank = max((p.a.shape[1] for each in self.pairs for p in each if p is not None), default=0)
+        self._max_rank = max((_rank(p) for each in self.pairs for p in each if p is not None), default=0)
 
     def add(self, x: Tensor, out: Tensor, plan: AdapterRows) -> None:
         """Add the adapters' products of x [R, in_features] to out [R, sum of sizes], in place.
@@ -134,12 +148,10 @@ class AdapterTable:
         return max(1, min(torch.get_num_threads(), products // _PRODUCTS_A_THREAD))
 
     def _part(self, pair: AdapterPair, column: int, size: int) -> "_Part":
-        rank = pair.a.shape[-1]
-        if rank % _LANES or not rank:
-            raise argument_error("a", pair.a, f"of a rank that is padded to a multiple of {_LANES}")
+        rank = _rank(pair)
         return _Part(
-            address("a", pair.a, self.dtype, (self.in_features, rank)),
-            address("b", pair.b, self.dtype, (rank, size)),
+            address("a", pair.a, self.dtype, (rank // _LANES, self.in_features, _LANES)),
+            address("b", pair.b, self.dtype, (-(-size // _PANEL), rank, _PANEL)),
             rank,
             column,
             size,
@@ -152,9 +164,8 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in DTYPES and build.load_kernels() is not None
 
 
-def padded_rank(rank: int) -> int:
-    """`rank` as `AdapterPair` holds it."""
-    return -(-rank // _LANES) * _LANES
+def _rank(pair: AdapterPair) -> int:
+    return len(pair.a) * _LANES
 
 
 class _Part(ctypes.Structure):

@@ -107,6 +107,12 @@ template <typename To, typename V>
 PAIR_INLINE To converted(V x) {
     return __builtin_convertvector(x, To);
 }
+#ifdef __AVX2__
+template <>
+PAIR_INLINE Wide<uint32_t, 8>::type converted(Wide<uint16_t, 8>::type x) {  // compilers take four instructions
+    return (Wide<uint32_t, 8>::type)_mm256_cvtepu16_epi32((__m128i)x);
+}
+#endif
 template <typename To, typename S, typename H>
 PAIR_INLINE To converted(Pair<S, H> x) {
     return {converted<decltype(To::low)>(x.low), converted<decltype(To::low)>(x.high)};

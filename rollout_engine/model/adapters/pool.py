@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from rollout_engine.errors import RequestError, did_you_mean
-from rollout_engine.kernels.adapters import AdapterPair, AdapterRows, AdapterTable, add_adapters, padded_pair
+from rollout_engine.kernels.adapters import AdapterPair, AdapterRows, AdapterTable, add_adapters
 from rollout_engine.lora_request import LoRARequest
 from rollout_engine.model.adapters.peft_format import LinearAdapter, read_adapter
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
@@ -64,7 +64,7 @@ class AdapterPool:
         for name, linear in sorted(linears.items()):
             group, slot = self._target(name)
             self._check(name, linear, group.children[slot])
-            pair = padded_pair(linear.a, linear.b, linear.scale, self._dtype)
+            pair = AdapterPair.packed(linear.a, linear.b, linear.scale, self._dtype)
             if not all(bool(tensor.isfinite().all()) for tensor in pair[:2]):
                 raise RequestError.for_field(f"tensors of '{name}'", "NaN or infinite values", "finite")
             pairs.setdefault(id(group), [None] * len(group.children))[slot] = pair

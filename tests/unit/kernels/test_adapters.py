@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout_engine.kernels.adapters import AdapterRows, AdapterTable, add_adapter, add_adapters, padded_pair
+from rollout_engine.kernels.adapters import AdapterPair, AdapterRows, AdapterTable, add_adapter, add_adapters
 from rollout_engine.kernels.cpu import build
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -14,7 +14,8 @@ def _table(dtype, in_features=67, sizes=(48, 33), ranks=(3, 16, 40)):
     table = AdapterTable(len(ranks), in_features, sizes, dtype)
     for slot, rank in enumerate(ranks):
         pairs = [
-            padded_pair(torch.randn(rank, in_features), torch.randn(size, rank), 0.5 + slot, dtype) for size in sizes
+            AdapterPair.packed(torch.randn(rank, in_features), torch.randn(size, rank), 0.5 + slot, dtype)
+            for size in sizes
         ]
         table.set(slot, pairs if slot != 1 else [*pairs[:-1], None])
     return table
@@ -34,7 +35,8 @@ def _expected(table, x, out, slots):
         column = 0
         for size, pair in zip(table.sizes, table.pairs[slot] if slot >= 0 else (), strict=False):
             if pair is not None:
-                result[row, column : column + size] += x[row].double() @ pair.a.double() @ pair.b.double() * pair.scale
+                wide, tall = pair.matrices(size)
+                result[row, column : column + size] += x[row].double() @ wide.double() @ tall.double() * pair.scale
             column += size
     return result
 
@@ -81,6 +83,16 @@ def test_the_kernel_and_its_twin_agree(dtype, monkeypatch):
     torch.testing.assert_close(compiled, _added(table, x, out, slots), rtol=1e-2, atol=1e-3)
 
 
+@DTYPES
+def test_wide_linears_are_computed_in_pieces(side, dtype):
+    sizes = (300, 70, 520)
+    table = _table(dtype, 600, sizes)
+    x, out = torch.randn(11, 600).to(dtype) / 5, torch.randn(11, sum(sizes)).to(dtype)
+    slots = [row % 4 - 1 for row in range(11)]
+    tolerance = dict(rtol=1e-2, atol=1e-1) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(_added(table, x, out, slots).double(), _expected(table, x, out, slots), **tolerance)
+
+
 def test_rows_apart_in_memory_are_read_and_written_in_place():
     table = _table(torch.float32)
     x, wide = torch.randn(6, 100), torch.randn(6, 200)
@@ -103,7 +115,7 @@ def test_the_trainers_product_has_the_engines_bits(side, dtype):
     a, b = torch.randn(12, 67), torch.randn(48, 12)
     x, out = torch.randn(9, 67).to(dtype), torch.randn(9, 48).to(dtype)
     table = AdapterTable(2, 67, [48], dtype)
-    table.set(1, [padded_pair(a, b, 1.5, dtype)])
+    table.set(1, [AdapterPair.packed(a, b, 1.5, dtype)])
     expected = _added(table, x, out, [1] * 9)
     assert torch.equal(add_adapter(x, out, a, b, 1.5), expected)
     assert torch.equal(add_adapter(x, out, a.requires_grad_(), b, 1.5).detach(), expected)
@@ -120,12 +132,12 @@ def test_gradients_are_those_of_the_plain_formula(side):
 
 @pytest.mark.parametrize(
     "a, b",
-    [((66, 16), (16, 48)), ((67, 16), (16, 47)), ((67, 12), (12, 48))],
-    ids=["other inputs", "other outputs", "a rank that is not padded"],
+    [((1, 66, 16), (1, 16, 64)), ((1, 67, 16), (2, 16, 64)), ((1, 67, 16), (1, 12, 64)), ((1, 67, 12), (1, 16, 64))],
+    ids=["other inputs", "other outputs", "another rank", "a rank that is not padded"],
 )
 def test_matrices_that_do_not_fit_are_refused(a, b):
     table = _table(torch.float32)
-    pair = padded_pair(torch.zeros(1, 1), torch.zeros(1, 1), 1.0, torch.float32)._replace(
+    pair = AdapterPair.packed(torch.zeros(1, 1), torch.zeros(1, 1), 1.0, torch.float32)._replace(
         a=torch.zeros(a), b=torch.zeros(b)
     )
     with pytest.raises(ValueError, match="should be"):
@@ -141,7 +153,7 @@ def test_rows_beyond_the_batch_are_refused():
 @pytest.mark.parametrize("rank", [3, 16])
 def test_matrices_are_copies(rank):
     a, b = torch.randn(20, rank).t(), torch.randn(rank, 30).t()
-    pair = padded_pair(a, b, 1.0, torch.float32)
+    pair = AdapterPair.packed(a, b, 1.0, torch.float32)
     before = pair.a.clone(), pair.b.clone()
     a.zero_(), b.zero_()
     assert torch.equal(pair.a, before[0]) and torch.equal(pair.b, before[1])
