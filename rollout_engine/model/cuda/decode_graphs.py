@@ -12,12 +12,11 @@ without truncation or edits. Graphs hold addresses: when memory has moved, all a
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from rollout_engine.model.cuda.captured_graphs import Capture, Captured, GraphPool, NoRoomForGraph
 from rollout_engine.model.cuda.decode_inputs import DecodeInputs, DecodeStep
 from rollout_engine.model.cuda.draws import DrawColumns
 from rollout_engine.model.cuda.model import CudaModel
@@ -29,35 +28,6 @@ logger = logging.getLogger("rollout_engine")
 
 _SECONDS = 60.0
 _BYTES = 4 << 30
-
-
-class Captured(Protocol):
-    """A computation over static memory."""
-
-    def replay(self) -> None:
-        """Compute again."""
-        ...
-
-
-Capture: TypeAlias = Callable[[Callable[[], None]], Captured]
-
-
-class CudaGraph:
-    """One CUDA graph. Graphs that share a memory pool must not run at the same time."""
-
-    def __init__(self, compute: Callable[[], None], pool: tuple[int, int]) -> None:
-        """Run `compute` once, so that its kernels are compiled, and capture it."""
-        compute()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own one current
-            # Weights may be on their way meanwhile: what other threads do must not end the capture.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                compute()
-
-    def replay(self) -> None:
-        """Launch the graph."""
-        self._graph.replay()
 
 
 class DecodeGraphs:
@@ -96,28 +66,38 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture graphs, the largest first, until time or memory run out. Steps of other sizes run without a graph."""
+        """Capture graphs, the largest first, until time or memory run out. Steps that none holds run without a graph.
+
+        A failed capture is the last one: torch before 2.13 goes on to count it as under way. Graphs for which there is
+        no room are left out before they are begun.
+        """
         started, before = time.perf_counter(), _free_bytes()
         self.void()
-        self._logits = self._logits_memory()
-        self._last_tokens = self._rows.last_tokens
-        capture, self._is_void = self._capture or _with_shared_pool(), False
+        self._last_tokens, self._is_void = self._rows.last_tokens, False
         problems: list[str] = []
-        for size in reversed(self._sizes):
-            for has_prefixes in self._variants:
+        try:
+            self._logits = self._logits_memory()
+            capture = self._capture or GraphPool().capture
+            for size, has_prefixes in self._wanted():
                 if time.perf_counter() - started > _SECONDS or before - _free_bytes() > _BYTES:
                     break
                 try:
                     self._graphs[size, has_prefixes] = self._capture_one(size, has_prefixes, capture)
-                except Exception as problem:  # steps can run without any graph
-                    problems.append(f"of {size} sequences: {type(problem).__name__}: {problem}")
+                except NoRoomForGraph as problem:  # a smaller one may fit
+                    problems.append(f"for {size} sequences: {problem}")
+        except Exception as problem:  # steps can run without any graph
+            problems.append(f"{type(problem).__name__}: {problem}")
         self._know_captured()
+        wanted, taken = len(self._wanted()), before - _free_bytes()
         if problems:
-            text = "%d CUDA graphs could not be captured; steps of their sizes run without, more slowly. The first, %s"
-            logger.warning(text, len(problems), problems[0])
-        wanted, taken = len(self._sizes) * len(self._variants), before - _free_bytes()
+            text = "%d of %d CUDA graphs were captured; steps that fit none run without, more slowly. First problem: %s"
+            logger.warning(text, len(self._graphs), wanted, problems[0])
         seconds = time.perf_counter() - started
-        logger.info("%d of %d graphs captured in %.1f s, %.0f MiB.", len(self._graphs), wanted, seconds, taken / 2**20)
+        logger.info("%s graphs captured in %.1f s, %.0f MiB.", self.described(), seconds, taken / 2**20)
+
+    def described(self) -> str:
+        """How many graphs there are, of those wanted: "52 of 52"."""
+        return f"{len(self._graphs)} of {len(self._wanted())}"
 
     def run(self, step: DecodeStep) -> tuple[Tensor, DrawMemory] | None:
         """Logits [n, V] and draws of n sequences, valid until the next call; None where no graph fits.
@@ -139,6 +119,9 @@ class DecodeGraphs:
     def draws(self, count: int) -> DrawColumns[Tensor]:
         """The columns of the last draws from `count` sequences."""
         return self._inputs.draws(count)
+
+    def _wanted(self) -> list[tuple[int, bool]]:
+        return [(size, has_prefixes) for size in reversed(self._sizes) for has_prefixes in self._variants]
 
     def _know_captured(self) -> None:
         for has_prefixes in self._variants:
@@ -178,11 +161,6 @@ def _ladder(max_batch: int) -> list[int]:
     """Batch sizes 1, 2, 4, 8, then every 16th, from 256 on every 32nd, and `max_batch` itself."""
     steps = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_batch, 32)]
     return [size for size in steps if size < max_batch] + [max_batch]
-
-
-def _with_shared_pool() -> Capture:
-    pool = torch.cuda.graph_pool_handle()
-    return lambda compute: CudaGraph(compute, pool)
 
 
 def _free_bytes() -> int:

@@ -10,7 +10,8 @@ from torch import nn
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes
 from rollout_engine.kernels.triton.work import COLUMNS
 from rollout_engine.messages import NewSequence, ScheduledSequence
-from rollout_engine.model.cuda import decode_graphs
+from rollout_engine.model.cuda import captured_graphs, decode_graphs
+from rollout_engine.model.cuda.captured_graphs import GraphPool, NoRoomForGraph
 from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
 from rollout_engine.model.cuda.decode_inputs import DecodeStep
 from rollout_engine.model.cuda.flat_columns import FlatColumns
@@ -136,3 +137,86 @@ def test_a_step_with_prefixes_and_no_graph_for_them_replays_the_plain_one_and_re
     made._inputs.put = lambda each, size: sent.append(each.prefixes) or put(each, size)
     assert made.run(step(made, 3, has_prefixes=True)) is not None
     assert Graph.replays == [(4, False)] and sent == [None]
+
+
+def test_graphs_without_room_are_left_out_and_smaller_ones_are_captured(graphs, caplog):
+    made = graphs({(8, True): NoRoomForGraph("3 MiB are free"), (8, False): NoRoomForGraph("4 MiB are free")})
+    made.capture_all()
+    assert sorted(made._graphs) == [(size, variant) for size in (1, 2, 4) for variant in (False, True)]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "6 of 8 CUDA graphs were captured" in warning and "for 8 sequences: 4 MiB are free" in warning
+    assert made.run(step(made, 5)) is None and made.run(step(made, 3)) is not None
+
+
+def test_a_failed_capture_is_the_last_one_and_the_graphs_before_it_serve(graphs, caplog):
+    made = graphs({(4, False): RuntimeError("not permitted")})
+    made.capture_all()
+    assert made.tried == [(8, False), (8, True), (4, False)]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "2 of 8 CUDA graphs were captured" in warning and "RuntimeError: not permitted" in warning
+    assert made.run(step(made, 1)) is not None and Graph.replays == [(8, False)]
+
+
+def test_an_engine_without_memory_for_logits_runs_without_graphs(graphs, monkeypatch):
+    made = graphs()
+
+    def fail():
+        raise torch.OutOfMemoryError("of 12 GiB")
+
+    monkeypatch.setattr(made, "_logits_memory", fail)
+    assert made.run(step(made, 1)) is None and made.tried == []
+
+
+MIB = 1 << 20
+
+
+class Device:
+    """A device's memory as torch.cuda tells of it; graphs are captured by doing nothing."""
+
+    def __init__(self, monkeypatch, num_free):
+        self.num_free, self.allocated, self.peak, self.pools, self.trace = num_free, 0, 0, 0, []
+        patches = {
+            "synchronize": lambda: None,
+            "empty_cache": lambda: self.trace.append("empty"),
+            "mem_get_info": lambda: (self.num_free, 1 << 40),
+            "memory_allocated": lambda: self.allocated,
+            "max_memory_allocated": lambda: self.peak,
+            "reset_peak_memory_stats": lambda: setattr(self, "peak", self.allocated),
+            "graph_pool_handle": self.new_pool,
+        }
+        for name, function in patches.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(captured_graphs, "CudaGraph", lambda compute, pool: self.trace.append(("capture", pool)))
+
+    def new_pool(self):
+        self.pools += 1
+        return self.pools
+
+    def computes(self, num_bytes):
+        """A computation that takes so much for a while."""
+        return lambda: setattr(self, "peak", max(self.peak, self.allocated + num_bytes))
+
+
+def test_a_capture_for_which_there_is_no_room_is_not_begun(monkeypatch):
+    device = Device(monkeypatch, 300 * MIB)
+    pool = GraphPool()
+    with pytest.raises(NoRoomForGraph, match="300 MiB are free, and it may take 356"):
+        pool.capture(device.computes(100 * MIB))
+    assert device.trace == ["empty"], "room is counted after torch has returned what it keeps"
+    pool.capture(device.computes(40 * MIB))
+    device.num_free = 260 * MIB
+    pool.capture(device.computes(39 * MIB))  # in the memory of the graph before it
+    assert device.trace[-3:] == [("capture", 1), "empty", ("capture", 1)]
+    GraphPool().capture(device.computes(0))
+    assert device.trace[-1] == ("capture", 2)
+
+
+def test_a_computation_that_runs_out_of_memory_is_not_captured(monkeypatch):
+    device = Device(monkeypatch, 300 * MIB)
+
+    def fail():
+        raise torch.OutOfMemoryError("of 12 GiB")
+
+    with pytest.raises(NoRoomForGraph, match="of 12 GiB"):
+        GraphPool().capture(fail)
+    assert device.trace == []

@@ -1,0 +1,80 @@
+"""CUDA graphs over one memory pool, each captured only where the device has room for it.
+
+On torch 2.11 and 2.12 a capture that fails leaks its pool, and may break later captures of the process
+(pytorch/pytorch#180395, #190348). So memory is asked for before a capture, by what the computation took uncaptured.
+
+**Unproven**: no capture has run on a device yet. Tests prove what is asked for before one.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+
+_MARGIN_BYTES = 256 << 20
+"""Left free beside a graph: for the driver's nodes, for pieces that the pool cuts otherwise, and for steps."""
+
+
+class Captured(Protocol):
+    """A computation over static memory."""
+
+    def replay(self) -> None:
+        """Compute again."""
+        ...
+
+
+Capture: TypeAlias = Callable[[Callable[[], None]], Captured]
+"""Captures a computation; raises `NoRoomForGraph` where it has not begun to."""
+
+
+class NoRoomForGraph(Exception):
+    """The device has too little free memory for a graph, whose capture was not begun."""
+
+
+class CudaGraph:
+    """One CUDA graph."""
+
+    def __init__(self, compute: Callable[[], None], pool: tuple[int, int]) -> None:
+        """Capture `compute`, whose kernels are compiled."""
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own one current
+            # Weights may be on their way meanwhile: what other threads do must not end the capture.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                compute()
+
+    def replay(self) -> None:
+        """Launch the graph."""
+        self._graph.replay()
+
+
+class GraphPool:
+    """Captures graphs that share memory; they must not run at the same time. After a failure, make another pool."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+        self._num_bytes = 0
+        """What the largest graph so far took; it serves smaller ones too."""
+
+    def capture(self, compute: Callable[[], None]) -> CudaGraph:
+        """Run `compute` once, so that its kernels are compiled, and capture it. Raises `NoRoomForGraph`."""
+        try:
+            needed = _bytes_of(compute)
+        except torch.OutOfMemoryError as problem:
+            raise NoRoomForGraph(str(problem)) from None
+        torch.cuda.empty_cache()  # a graph takes its memory from the driver
+        free, more = torch.cuda.mem_get_info()[0], max(0, needed - self._num_bytes)
+        if more + _MARGIN_BYTES > free:
+            raise NoRoomForGraph(f"{free >> 20} MiB are free, and it may take {(more + _MARGIN_BYTES) >> 20}")
+        graph = CudaGraph(compute, self._handle)
+        self._num_bytes = max(self._num_bytes, needed)
+        return graph
+
+
+def _bytes_of(compute: Callable[[], None]) -> int:
+    """The most bytes that `compute` allocates at a time."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    compute()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
