@@ -47,12 +47,7 @@ class CudaBackend:
     def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
         self._config, self._loaded = config, loaded
         deterministic = self.is_deterministic = config.deterministic is True
-        reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, deterministic=deterministic)
-        if reason is not None and deterministic:
-            raise ConfigError(f"deterministic=True is not possible on a device: {reason}. Use deterministic=False.")
-        if reason is not None:
-            logger.info("The layers run as modules, more slowly: %s.", reason)
-        self._fused = reason is None
+        self._fused = runs_fused(loaded, deterministic=deterministic)
         self.packed = PackedWeights(loaded.module)
         model_len = config.max_model_len or loaded.max_model_len
         self._compiled = self._compiled_layers(model_len) if config.compile else None
@@ -76,7 +71,7 @@ class CudaBackend:
         decoder = "fused" if self._fused else "modules" if self._compiled is None else "modules, layers compiled"
         self.choices = (
             f"device {model.device}, dtype {loaded.dtype}, deterministic {deterministic}, "
-            f"decoder {decoder}, graphs {'on' if self.runner.graphs is not None else 'off'}, "
+            f"decoder {decoder}, graphs {graphs.described() if (graphs := self.runner.graphs) is not None else 'off'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
         )
 
@@ -146,3 +141,17 @@ class CudaBackend:
         torch.cuda.empty_cache()
         logger.info("The largest step was measured in %.1f s: %.0f MiB.", time.perf_counter() - started, peak / 2**20)
         return peak
+
+
+def runs_fused(loaded: LoadedModel, *, deterministic: bool) -> bool:
+    """Whether our kernels run the layers of `loaded`; a log line says why not, a warning where they fail here.
+
+    Raises `ConfigError` where `deterministic` layers cannot be had.
+    """
+    reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, deterministic=deterministic)
+    if reason is not None and deterministic:
+        raise ConfigError(f"deterministic=True is not possible on a device: {reason.text}. Use deterministic=False.")
+    if reason is not None:
+        level = logging.WARNING if reason.is_failure else logging.INFO
+        logger.log(level, "The layers run as modules, more slowly: %s.", reason.text)
+    return reason is None

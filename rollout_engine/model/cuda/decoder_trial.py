@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,15 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Allowed root mean square of the difference, relative to that of the logits."""
 
 
-def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool) -> str | None:
+class Reason(NamedTuple):
+    """Why the layers of a module must run as modules."""
+
+    text: str
+    is_failure: bool
+    """The structure is supported, but the kernels fail here, or their results are wrong."""
+
+
+def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool) -> Reason | None:
     """Why the layers of `module` must run as modules; None where they need not. Weights must be loaded.
 
     Fused layers round differently, so logits may differ slightly; a different factor, norm or rotation moves them more.
@@ -35,15 +43,17 @@ def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], *, 
             for fused in (True, False)
         )
         if (problem := disagreement(ours, theirs)) is not None:
-            return problem
+            return Reason(problem, is_failure=True)
         if deterministic and not all(map(torch.equal, ours, _trained(module))):
-            return "its logits are not bit for bit those that its modules give a trainer"
+            text = "its logits are not bit for bit those that its modules give a trainer"
+            return Reason(text, is_failure=True)
     except UnsupportedStructure as reason:
-        return str(reason)
+        return Reason(str(reason), is_failure=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # foreign modules may fail in any way
-        return f"the fused decoder fails on its parts ({type(problem).__name__}: {problem})"
+        text = f"the fused decoder fails on its parts ({type(problem).__name__}: {problem})"
+        return Reason(text, is_failure=True)
     return None
 
 

@@ -1,6 +1,7 @@
 """The engine on a CUDA device: graphs, memory, bits."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -81,6 +82,14 @@ def test_a_device_that_is_not_there_is_refused_by_name(tmp_path):
 
 class TestOnADevice:
     pytestmark = on_device
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_layers_are_fused_and_every_graph_is_captured(self, engine, caplog, deterministic):
+        """A kernel that does not compile here, or a capture that fails, would only make steps slower."""
+        choices = engine(deterministic=deterministic).frontend.client.info.choices
+        assert "decoder fused" in choices and not [r for r in caplog.records if r.levelname == "WARNING"]
+        captured, wanted = re.search(r"graphs (\d+) of (\d+)", choices).groups()
+        assert captured == wanted != "0"
 
     def test_deterministic_bits_are_those_of_any_batch_graph_and_order(self, engine):
         with_graphs = engine(deterministic=True)
