@@ -21,18 +21,19 @@ def describe_pool(config: EngineConfig, loaded: LoadedModel, num_blocks: int) ->
     return f"KV pool {num_blocks} blocks of {config.block_size} tokens ({mib:.0f} MiB)"
 
 
-def size_pool(config: EngineConfig, loaded: LoadedModel) -> int:
+def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | None = None) -> int:
     """Number of KV blocks: as given, or as many as `kv_cache_bytes` or the CPU default hold.
 
-    The default never exceeds what `max_num_seqs` sequences of the longest length can fill.
+    The default never exceeds what `max_num_seqs` sequences of the longest length can fill. `device_bytes`: all memory
+    of the device that holds the pool; None: the host does. Raises `ConfigError` for a pool larger than that.
     """
     block_bytes = bytes_per_block(loaded, config.block_size)
     if config.num_kv_blocks is not None:
-        _check_fits("num_kv_blocks", config.num_kv_blocks, config.num_kv_blocks * block_bytes)
+        _check_fits("num_kv_blocks", config.num_kv_blocks, config.num_kv_blocks * block_bytes, device_bytes)
         return config.num_kv_blocks
     given = config.kv_cache_bytes
     if given is not None:
-        _check_fits("kv_cache_bytes", given, given)
+        _check_fits("kv_cache_bytes", given, given, device_bytes)
     pool_bytes = given if given is not None else min(_CPU_POOL_BYTES, psutil.virtual_memory().available // 4)
     num_blocks = pool_bytes // block_bytes
     if num_blocks < 1:
@@ -48,11 +49,12 @@ def most_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     return config.max_num_seqs * -(-(config.max_model_len or loaded.max_model_len) // config.block_size)
 
 
-def _check_fits(field: str, value: int, num_bytes: int) -> None:
-    """Refuse a pool larger than memory: its pages come at first touch, so the system would kill the process later."""
-    total = psutil.virtual_memory().total
+def _check_fits(field: str, value: int, num_bytes: int, device_bytes: int | None) -> None:
+    """Refuse a pool larger than memory: the host's pages come at first touch, so it would kill the process later."""
+    place = "machine" if device_bytes is None else "device"
+    total = psutil.virtual_memory().total if device_bytes is None else device_bytes
     if num_bytes > total:
-        raise ConfigError(f"{field}={value} asks for {num_bytes} bytes of KV pool; this machine has {total} in all.")
+        raise ConfigError(f"{field}={value} asks for {num_bytes} bytes of KV pool; this {place} has {total} in all.")
 
 
 def cap_model_len(config: EngineConfig, checkpoint_len: int, num_blocks: int) -> int:

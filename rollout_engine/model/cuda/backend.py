@@ -113,8 +113,10 @@ class CudaBackend:
     def _num_blocks(self, model_len: int) -> int:
         """Blocks of the KV pool: as given, or what the largest step leaves of `gpu_memory_utilization`."""
         config, device = self._config, next(self._loaded.module.parameters()).device
-        if device.type != "cuda" or config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
+        if device.type != "cuda":
             return size_pool(config, self._loaded)
+        if config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
+            return size_pool(config, self._loaded, torch.cuda.mem_get_info(device)[1])
         peak = self._peak_bytes(model_len, device)
         free, total = torch.cuda.mem_get_info(device)
         foreign = total - free - torch.cuda.memory_reserved(device)
