@@ -103,7 +103,7 @@ COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
 	touch $@
 
 .venv/tests: pyproject.toml constraints.txt
-	$(INSTALL) ".[dev,eval,examples,otel,ray,server,view]"
+	$(INSTALL) ".[dev,eval,examples,grammar,otel,ray,server,view]"
 	$(COMPILE)
 	touch .venv/examples $@
 

@@ -9,7 +9,7 @@ Peers = Mapping[str, Mapping[str, str]]
 
 _GREEDY = "temperature=0 is greedy, any other temperature samples"
 _NO_BEAMS = "there is no beam search; n=k gives k samples, and cumulative_logprob ranks them"
-_NO_GRAMMAR = "output is not constrained by a grammar; EngineConfig(logits_processors=...) can mask logits"
+_GRAMMAR = 'give structured_outputs: {"json": schema}, {"regex": ...}, {"grammar": Lark}, {"choice": [...]}'
 _NO_PARALLEL = "a model runs on one device of one machine; leave it out"
 _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
@@ -37,7 +37,7 @@ ENGINE_PEERS: Peers = {
         "enable_sleep_mode": _ALWAYS_ON,
         "enforce_eager": "on a CPU nothing is captured or compiled; on a device give cuda_graphs=False",
         "generation_config": "end ids come from the checkpoint's generation_config.json, sampling settings never do",
-        "guided_decoding_backend": _NO_GRAMMAR,
+        "guided_decoding_backend": "grammars are llguidance's; leave it out",
         "hf_overrides": "edit config.json in a copy of the checkpoint",
         "hf_token": "set the environment variable HF_TOKEN",
         "kv_cache_dtype": "keys and values have the model's dtype; leave it out",
@@ -130,14 +130,13 @@ SAMPLING_PEERS: Peers = {
         "best_of": "give n and keep the best by cumulative_logprob",
         "early_stopping": _NO_BEAMS,
         "flat_logprobs": "log-probs are always flat arrays, float32 [tokens]; leave it out",
-        "guided_decoding": _NO_GRAMMAR,
+        "guided_decoding": _GRAMMAR,
         "length_penalty": _NO_BEAMS,
         "logits_processors": "give EngineConfig(logits_processors=...) and their arguments as extra_args",
         "prompt_logprob_token_ids": "prompt_logprobs=k gives the k most likely; score(...) those of one completion",
         "repetition_detection": "give stop_regex, or end requests yourself with abort",
         "routed_experts_prompt_start": "routed_experts are those of all tokens but the last; take a slice of them",
         "skip_reading_prefix_cache": "prompt_logprobs bypasses the cache by itself; leave it out",
-        "structured_outputs": _NO_GRAMMAR,
         "thinking_token_budget": "give max_tokens, and continue with continue_final_message",
         "use_beam_search": _NO_BEAMS,
     },
@@ -170,15 +169,15 @@ SAMPLING_PEERS: Peers = {
     },
     "OpenAI's": {
         "max_completion_tokens": "give max_tokens",
-        "response_format": _NO_GRAMMAR,
+        "response_format": _GRAMMAR,
         "stream": "AsyncLLM.generate streams; output_kind says what",
         "top_logprobs": "give logprobs, the number of most likely tokens",
     },
     "SGLang's": {
-        "ebnf": _NO_GRAMMAR,
-        "json_schema": _NO_GRAMMAR,
+        "ebnf": _GRAMMAR,
+        "json_schema": _GRAMMAR,
         "no_stop_trim": "give include_stop_str_in_output=True",
-        "regex": _NO_GRAMMAR,
+        "regex": _GRAMMAR,
         "return_logprob": "give logprobs=0",
         "sampling_seed": "give seed",
         "token_ids_logprob": "give logprob_token_ids",
@@ -210,7 +209,7 @@ POOLING_PEERS: Peers = {
 CALL_PEERS: Peers = {
     "vLLM's": {
         "chat_template_content_format": "text parts become one str, as every template reads it; leave it out",
-        "guided_options_request": _NO_GRAMMAR,
+        "guided_options_request": _GRAMMAR,
         "mm_processor_kwargs": "prompts are text or token ids only; leave it out",
         "prompt_token_ids": "give the lists of ids as prompts",
         "tokenization_kwargs": 'give {"prompt": text, "add_special_tokens": False} as prompt or truncate_prompt_tokens',

@@ -150,8 +150,8 @@ def _looks_back(params: SamplingParams, sample: Sample) -> str:
     """Name the setting by which a draw depends on which tokens before it were sampled; empty for none."""
     if params.presence_penalty or params.frequency_penalty:
         return "a penalty"
-    if params.bad_words:
-        return "bad_words"
+    if params.bad_words or params.structured_outputs:
+        return "bad_words" if params.bad_words else "structured_outputs"
     return "a logits processor" if sample["engine"]["logits_processors"] else ""
 
 

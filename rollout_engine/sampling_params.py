@@ -10,6 +10,7 @@ from rollout_engine._structs import UserStruct
 from rollout_engine.errors import RequestError
 from rollout_engine.peer_options import SAMPLING_PEERS
 from rollout_engine.seeds import MAX_SEED, MIN_SEED
+from rollout_engine.structured_outputs import check_structured_outputs
 
 MAX_N = 4_096
 MAX_COUNT = 2**31 - 1
@@ -135,6 +136,11 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     speculation: bool = True
     """Whether tokens may be drafted for this request, where the engine does so (`EngineConfig.speculation`). Results
     are the same to the bit either way."""
+    structured_outputs: dict[str, Any] | None = None
+    """What the output has to be, to the end token: {"json": schema}, {"regex": pattern}, {"grammar": Lark text},
+    {"choice": [text, ...]} or {"structural_tag": {...}}, which binds the output inside of tags alone. Tokens that would
+    break it cannot be sampled; an end id or one of `stop_token_ids` can where it is complete, and only there. An output
+    that `max_tokens` or a stop string cuts off is as far as it came. Needs the package llguidance."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")
@@ -154,6 +160,10 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _check_count("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, "ids")
         _check_ids("logprob_token_ids", self.logprob_token_ids)
         _check_extra_args(self.extra_args)
+        check_structured_outputs(self.structured_outputs)
+        if self.structured_outputs is not None:
+            bound = "False with structured_outputs, whose outputs end with an end id"
+            _require("ignore_eos", self.ignore_eos, not self.ignore_eos, bound)
 
     def _check_stops(self) -> None:
         _check_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)

@@ -171,6 +171,7 @@ class DraftModel:
                 logprobs_mode="tempered",
                 prompt_logprobs=None,
                 logprob_token_ids=None,
+                structured_outputs=None,
             )
             known = self._known[sequence.sequence_id] = _Known(sequence.sequence_id, request, params)
             return known

@@ -181,6 +181,7 @@ class InlineExecutor:
         if self._worker is not None:
             self._worker.extensions.close()
             self._worker.update.close()
+            self._worker.grammars.close()
         self._worker = None
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from rollout_engine.execution.extensions import Extensions, ExtensionTable
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.step_costs import step_costs
+from rollout_engine.grammars.compiler import GrammarCompiler
+from rollout_engine.grammars.tokenizer_file import tokenizer_text
+from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.kernels.memory import trim_allocator
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
@@ -42,7 +46,8 @@ class Worker:
         device = device_of(config)
         loaded = load_model(config, device.torch_device)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
-        backend = device.backend(config, loaded, processors)
+        self.grammars = GrammarCompiler(partial(_vocabulary, config, loaded.vocab_size, tuple(loaded.eos_token_ids)))
+        backend = device.backend(config, loaded, processors, self.grammars)
         self.backend, self.runner = backend, backend.runner
         self._weights = ResidentWeights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
@@ -137,6 +142,14 @@ class Worker:
         self._weights.restore()
         if self.draft is not None:
             self.draft.restore_weights()
+
+
+def _vocabulary(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """Read the tokenizer for grammars. Raises `GrammarError` and what its files make the loader raise."""
+    if config.skip_tokenizer_init:
+        raise GrammarError("the engine has no tokenizer (skip_tokenizer_init=True)")
+    name, field = (config.tokenizer, "tokenizer") if config.tokenizer else (config.model, "model")
+    return Vocabulary(tokenizer_text(name, field), vocab_size, eos_token_ids)
 
 
 def _made_with(device: torch.device) -> dict[str, str]:

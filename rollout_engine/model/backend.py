@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor, UntypedStorage, nn
 
 from rollout_engine.config import EngineConfig
+from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.token_logprobs import RowStatsKernel
 from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.modules.loaded_model import LoadedModel
@@ -105,7 +106,13 @@ class Backend(Protocol):
     choices: str
     """Choices made at start-up, for one log line."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None: ...
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        processors: Sequence[LogitsProcessor],
+        grammars: GrammarCompiler | None = None,
+    ) -> None: ...
 
     def score(
         self,

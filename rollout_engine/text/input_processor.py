@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 from rollout_engine._structs import plain
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import RequestError
+from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.lora_request import as_lora_request
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.pooling_params import PoolingInfo, PoolingParams, check_generation
@@ -96,6 +98,7 @@ class InputProcessor:
         """Whether a `max_tokens` that does not fit is shortened instead of refused."""
         self.default_params = default_params
         """Reads the sampling settings that the checkpoint recommends."""
+        self._trials = GrammarTrials(lambda: serialized(codec.hf) if codec else "", vocab_size, eos_token_ids)
         self._prepared: tuple[SamplingParams, SamplingParams, list[list[int]]] | None = None
         self._num_admitted = 0
         self._next_sequence_id = first_sequence_id
@@ -152,6 +155,14 @@ class InputProcessor:
         checked = self._check(prompt, params)
         self._log_clamped([checked])
         return checked
+
+    def try_grammar(self, params: Params | None) -> None:
+        """Raise `RequestError` unless the structured outputs of params compile; blocks where they are new.
+
+        `check` does the same: call this first where nobody may wait for what `check` holds.
+        """
+        if not isinstance(params, PoolingParams):
+            self._check_grammar(as_sampling_params(params))
 
     def token_ids_of(self, prompt: Any) -> list[int]:
         """Token ids of one prompt of any kind, of any length. Raises `RequestError`."""
@@ -252,6 +263,7 @@ class InputProcessor:
             field = "logprobs" if params.logprobs == -1 else "logprob_token_ids"
             hint = f"Its sampler returns log-probs of the most likely tokens only: logprobs=k, k up to {MAX_LOGPROBS}."
             raise RequestError.for_field(field, getattr(params, field), "absent with device='cuda'", hint)
+        self._check_grammar(params)
         check_routing_asked(params.return_routed_experts, self._routing)
         if params.extra_args and not self._takes_extra_args:
             hint = "This engine has no logits_processors to read them."
@@ -261,6 +273,17 @@ class InputProcessor:
                 if token_id >= self._vocab_size:
                     bound = f"ids in [0, {self._vocab_size}), the vocabulary"
                     raise RequestError.for_field(field, token_id, bound)
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        given = params.structured_outputs
+        if given is None:
+            return
+        if self.codec is None:
+            raise RequestError.for_field("structured_outputs", given, "absent with skip_tokenizer_init=True")
+        if not self._eos_token_ids and not params.stop_token_ids:
+            hint = "The model has no end id, and an output could not end."
+            raise RequestError.for_field("structured_outputs", given, "absent without stop_token_ids", hint)
+        self._trials.require(given)
 
     def _spell(self, words: list[str]) -> list[list[int]]:
         """Return every spelling of `words` as token ids."""

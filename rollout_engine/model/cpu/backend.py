@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
+from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.cpu import decoder_trial
@@ -39,7 +40,13 @@ class CpuBackend:
     max_prefill_beside_decode = 512
     """A CPU computes a longer step no faster per token; it would only delay the sequences that decode."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        processors: Sequence[LogitsProcessor],
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self.is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
         self.packed = PackedWeights(loaded.module)
         self.num_blocks = size_pool(config, loaded)
@@ -62,7 +69,9 @@ class CpuBackend:
         self.generates = loaded.head_kind is None
         self.pooling = pooling_info(loaded.module, loaded.head_kind)
         pooler = Pooler(self.pooling, head_of(loaded.module))
-        self.runner = CpuRunner(model, vocab_size=loaded.vocab_size, processors=processors, pooler=pooler)
+        self.runner = CpuRunner(
+            model, vocab_size=loaded.vocab_size, processors=processors, pooler=pooler, grammars=grammars
+        )
         self.routing = self.runner.routing.info
         self.choices = (
             f"device cpu, dtype {_described_dtype(loaded)}, {torch.get_num_threads()} threads, "

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu.attention import ChunkColumns
 from rollout_engine.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
@@ -37,12 +38,13 @@ class CpuRunner:
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
         pooler: Pooler | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.model = model
         self._pooler = pooler
         self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size)
-        self._sequences = SequenceStates(vocab_size, processors, self._prompts)
+        self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         self._blocks = BlockTableMatrix()
         self.routing = RoutingRecorder(model.module, model.kv, block_size=model.kv.block_size)
         self._computed = _Computed([], [], np.empty(0, np.int64))
@@ -65,6 +67,7 @@ class CpuRunner:
         self.model.kv.copy_blocks(work.block_copies)
         if not work.scheduled:
             return ModelRunnerOutput(token_ids=[], logprobs=None)
+        self._sequences.begin_masks(work)
         batch = self._flat_batch(work.scheduled)
         drawn = [task.row for task in work.samples]
         rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
@@ -169,7 +172,7 @@ class CpuRunner:
                 sequence,
                 first_of[task.row],
                 work.scheduled[task.row].draft_token_ids,
-                one_by_one=index in edits and edits[index].need_host,
+                one_by_one=index in edits and edits[index].sees_drawn_tokens_alone,
             )
             for index, (task, sequence) in pairs
         ]

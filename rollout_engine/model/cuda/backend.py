@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
+from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.attention import Limits
 from rollout_engine.model.cuda.compile_trial import compiled_layers
@@ -44,7 +45,13 @@ class CudaBackend:
     max_prefill_beside_decode = 1 << 30
     """A device computes a longer step faster per token."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, processors: Sequence[LogitsProcessor]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        processors: Sequence[LogitsProcessor],
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self._config, self._loaded = config, loaded
         deterministic = self.is_deterministic = config.deterministic is True
         self._fused = runs_fused(loaded, deterministic=deterministic)
@@ -54,7 +61,11 @@ class CudaBackend:
         self.num_blocks = self._num_blocks(model_len)
         model = self._model(self.num_blocks, min(model_len, self.num_blocks * config.block_size))
         self.runner = CudaRunner(
-            model, vocab_size=loaded.vocab_size, processors=processors, shares_prefixes=config.enable_prefix_caching
+            model,
+            vocab_size=loaded.vocab_size,
+            processors=processors,
+            shares_prefixes=config.enable_prefix_caching,
+            grammars=grammars,
         )
         if config.cuda_graphs and self._fused and model.device.type == "cuda":
             self.runner.graphs = DecodeGraphs(

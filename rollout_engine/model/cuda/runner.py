@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.errors import StepMemoryError
+from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.triton.paged_attention import Batch, Prefixes
 from rollout_engine.kernels.triton.sampling import score
 from rollout_engine.kernels.triton.shared_prefix import SharedPrefixes, shared_prefixes
@@ -54,13 +55,14 @@ class CudaRunner:
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
         shares_prefixes: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.model = model
         self.graphs: DecodeGraphs | None = None
         """Graphs for decode-only steps, where there are any."""
         self._vocab_size = vocab_size
         self._prompts = PromptScorer(vocab_size, score)
-        self._sequences = SequenceStates(vocab_size, processors, self._prompts)
+        self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         size = model.kv.block_size
         self.rows = SequenceRows(-(-model.limits.context // size), model.device)
         self._records = EditRecords(vocab_size, model.limits.context, model.device)

@@ -1,6 +1,7 @@
 """Edits of logits that a request asks for, applied before a token is drawn.
 
-    penalties -> logit_bias -> logits processors -> allowed_token_ids, bad_words, stop ids before min_tokens -> draw
+    penalties -> logit_bias -> logits processors
+              -> allowed_token_ids, bad_words, stop ids before min_tokens, grammar -> draw
 
 Masks come last, so nothing brings back a token that the request forbids. Edits depend on the sequence's params and
 tokens only, so the result does not depend on the batch, on preemption or on forks.
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_engine.grammars.compiler import GrammarCompiler
+from rollout_engine.grammars.masks import GrammarState, forbid
+from rollout_engine.grammars.vocabulary import GrammarError
 from rollout_engine.messages import NewSequence
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor, SequenceView
 from rollout_engine.model.sampling.penalties import TokenCounts, penalise
@@ -29,8 +33,12 @@ class LogitEdits:
         processors: Sequence[LogitsProcessor],
         vocab_size: int,
         sibling: "LogitEdits | None" = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`sibling`: edits of a sequence with the same params, whose columns of token ids this one shares."""
+        """`sibling`: edits of a sequence with the same params, whose columns of token ids this one shares.
+
+        `grammars`: compiles the grammars of structured outputs.
+        """
         params = sequence.params
         self.sequence = sequence
         self.counts = TokenCounts(sequence.token_ids[: sequence.num_prompt_tokens]) if params.penalises else None
@@ -41,8 +49,15 @@ class LogitEdits:
         self.stop_ids = [t for t in (*sequence.eos_token_ids, *(params.stop_token_ids or ())) if t < vocab_size]
         self._failure: str | None = None
         self._processors = [processor for processor in processors if self._is_wanted(processor)]
+        self.grammar = None
+        self.draft: list[int] = []
+        """The last tokens of the sequence that may not come to stand there."""
+        if params.structured_outputs is not None:
+            assert grammars is not None, "every engine has a compiler of grammars"
+            grammar = grammars.grammar(params.structured_outputs)
+            self.grammar = GrammarState(grammar, sequence.num_prompt_tokens, self.stop_ids)
         some = self.counts, self.bias, self.allowed, sequence.bad_words or None
-        self._lasts = self.need_host or any(each is not None for each in some)
+        self._others_last = self.sees_drawn_tokens_alone or any(each is not None for each in some)
 
     @classmethod
     def of(
@@ -51,23 +66,34 @@ class LogitEdits:
         processors: Sequence[LogitsProcessor],
         vocab_size: int,
         sibling: "LogitEdits | None" = None,
+        grammars: GrammarCompiler | None = None,
     ) -> "LogitEdits | None":
-        """The edits of a sequence; None where its logits are never edited. `sibling` as for the class."""
-        edits = cls(sequence, processors, vocab_size, sibling)
+        """The edits of a sequence; None where its logits are never edited. Arguments as for the class."""
+        edits = cls(sequence, processors, vocab_size, sibling, grammars)
         return edits if edits._lasts or sequence.params.min_tokens else None
 
     @property
-    def need_host(self) -> bool:
-        """Whether a logits processor edits the row, or has failed."""
+    def sees_drawn_tokens_alone(self) -> bool:
+        """Whether a logits processor edits the row, or has failed: it is shown no token that was not drawn."""
         return bool(self._processors) or self._failure is not None
+
+    @property
+    def need_host(self) -> bool:
+        """Whether the row is drawn on the host: logits processors and grammars are there."""
+        return self.grammar is not None or self.sees_drawn_tokens_alone
+
+    @property
+    def _lasts(self) -> bool:
+        return self._others_last or self.grammar is not None
 
     def behind(self, draft: list[int]) -> "LogitEdits":
         """The edits of the token behind some more tokens, which the sequence may not come to have.
 
-        Not where a logits processor edits the row: it is shown no token that was not drawn.
+        Not where a logits processor edits the row.
         """
-        assert not self.need_host, "a logits processor sees drawn tokens alone"
+        assert not self.sees_drawn_tokens_alone, "a logits processor sees drawn tokens alone"
         made, tokens = copy(self), self.sequence.token_ids
+        made.draft = draft
         made.sequence = msgspec.structs.replace(self.sequence, token_ids=tokens + draft)
         if self.counts is not None:
             self.counts.follow(tokens)
@@ -87,7 +113,10 @@ class LogitEdits:
             return False
 
     def apply(self, logits: Tensor) -> str | None:
-        """Edit one row, `logits` float32 [V], in place. Returns why the row cannot be sampled, or None."""
+        """Edit one row, `logits` float32 [V], in place. Returns why the row cannot be sampled, or None.
+
+        Without the mask of the grammar, which `edit` applies to all rows at once.
+        """
         if self._failure is not None:
             return self._failure
         row = logits.numpy()
@@ -132,6 +161,16 @@ class LogitEdits:
         if self._num_output_tokens < self.sequence.params.min_tokens:
             logits[self.stop_ids] = -np.inf
 
+    def allowed_by_grammar(self) -> np.ndarray:
+        """Bits of the tokens that the grammar allows next, as `GrammarState.mask`. Raises `GrammarError`."""
+        assert self.grammar is not None, "a sequence without a grammar"
+        token_ids = self.sequence.token_ids
+        return self.grammar.mask(token_ids[: len(token_ids) - len(self.draft)] if self.draft else token_ids, self.draft)
+
+    def _is_grammar_alone(self) -> bool:
+        is_edited = self._others_last or self.grammar is None
+        return not is_edited and self._num_output_tokens >= self.sequence.params.min_tokens
+
     @property
     def _num_output_tokens(self) -> int:
         return len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
@@ -148,8 +187,25 @@ class LogitEdits:
 
 def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
     """Edit all rows of `logits` float32 [N, V] in place. Returns row -> why it cannot be sampled."""
-    failures = ((row, each.apply(logits[row])) for row, each in enumerate(edits))
-    return {row: failure for row, failure in failures if failure is not None}
+    failures: dict[int, str] = {}
+    masks: dict[int, np.ndarray] = {}
+    for row, each in enumerate(edits):
+        failure = None if each._is_grammar_alone() else each.apply(logits[row])
+        if failure is None and each.grammar is not None:
+            try:
+                masks[row] = each.allowed_by_grammar()
+            except GrammarError as problem:
+                failure = f"structured_outputs: the grammar cannot go on: {problem}."
+        if failure is not None:
+            failures[row] = failure
+    if len(masks) == len(edits):
+        forbid(logits.numpy(), list(masks.values()))
+    elif masks:
+        rows = torch.tensor(list(masks))
+        some = logits[rows]
+        forbid(some.numpy(), list(masks.values()))
+        logits[rows] = some
+    return failures
 
 
 def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:

@@ -34,8 +34,8 @@ BAD_LOGITS = (
     "the logits of this sequence hold NaN or +inf, or nothing but -inf; the model's weights or inputs are broken."
 )
 NONE_LEFT = (
-    "no token is left to sample: penalties, logit_bias, logits processors, allowed_token_ids, bad_words and the stop "
-    "ids held back before min_tokens leave none with a finite logit."
+    "no token is left to sample: penalties, logit_bias, logits processors, allowed_token_ids, bad_words, "
+    "structured_outputs and the stop ids held back before min_tokens leave none with a finite logit."
 )
 _EDITED_NUMEL = 1 << 23
 """Logits that are copied to be edited at a time."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from rollout_engine.grammars.compiler import GrammarCompiler
+from rollout_engine.grammars.masks import begin_masks
 from rollout_engine.messages import NewSequence, SchedulerOutput
 from rollout_engine.model.sampling.logit_edits import LogitEdits
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
@@ -11,9 +13,16 @@ from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 class SequenceStates(dict[int, NewSequence]):
     """Sequences by id, with their logit edits and the prompts to score."""
 
-    def __init__(self, vocab_size: int, processors: Sequence[LogitsProcessor], prompts: PromptScorer) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor],
+        prompts: PromptScorer,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         super().__init__()
         self._vocab_size, self._processors, self._prompts = vocab_size, processors, prompts
+        self._grammars = grammars
         self._edits: dict[int, LogitEdits] = {}
         """Logit edits of the sequences that have any."""
 
@@ -27,7 +36,7 @@ class SequenceStates(dict[int, NewSequence]):
         for new in work.new:
             self[new.sequence_id] = new
             sibling = siblings.get(id(new.params))  # the n sequences of a prompt come together
-            edits = LogitEdits.of(new, self._processors, self._vocab_size, sibling)
+            edits = LogitEdits.of(new, self._processors, self._vocab_size, sibling, self._grammars)
             if edits is not None:
                 self._edits[new.sequence_id] = siblings[id(new.params)] = edits
         self._prompts.add(work.new, work.scheduled)
@@ -36,3 +45,15 @@ class SequenceStates(dict[int, NewSequence]):
         """Index into `sequences` -> edits, where the logits of the token at `positions[index]` are edited."""
         known = ((row, self._edits.get(s.sequence_id)) for row, s in enumerate(sequences)) if self._edits else ()
         return {row: found for row, found in known if found is not None and found.active_at(positions[row])}
+
+    def begin_masks(self, work: SchedulerOutput) -> None:
+        """Compute the grammar masks of a step's draws on a thread, while the model computes."""
+        if not self._edits or self._grammars is None:
+            return
+        known = ((self._edits.get(task.sequence_id), task) for task in work.samples)
+        asked = (
+            (edits.grammar, edits.sequence.token_ids, work.scheduled[task.row].draft_token_ids)
+            for edits, task in known
+            if edits is not None and edits.grammar is not None
+        )
+        begin_masks(self._grammars.mask_thread, asked)

@@ -1,0 +1,91 @@
+"""Turns structured outputs into the grammars that llguidance reads: Lark text, or JSON with a schema or such text."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rollout_engine.structured_outputs import trigger_of
+
+_ANY_TEXT = r"/(.|\n)*/"
+
+
+class AddedToken(NamedTuple):
+    """A token that a tokenizer cuts out of the text before it divides the rest."""
+
+    token_id: int
+    is_special: bool
+    """Whether texts leave it out with `skip_special_tokens`."""
+
+
+def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
+    """The grammar of structured outputs that `check_structured_outputs` let pass; `added`: the tokenizer's, by text."""
+    kind, value = next(iter(given.items()))
+    if kind == "json":
+        schema = json.loads(value) if isinstance(value, str) else value
+        return json.dumps({"grammars": [{"json_schema": schema}]})
+    if kind == "choice":
+        lark = f"start: {' | '.join(map(_quoted, value))}"
+    elif kind == "regex":
+        lark = f"start: /{_escaped(value)}/"
+    elif kind == "structural_tag":
+        lark = _tags(value["structures"], value["triggers"], added)
+    else:
+        lark = value
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def _tags(structures: list[dict[str, Any]], triggers: list[str], added: Mapping[str, AddedToken]) -> str:
+    """Any text, in which a tag's beginning is followed by JSON of its schema and its end, wherever a trigger comes."""
+    rules: list[str] = []
+    options: list[str] = []
+    for trigger in dict.fromkeys(trigger_of(tag["begin"], triggers) or "" for tag in structures):
+        bodies = [
+            f"{_text(tag['begin'][len(trigger) :], added)} %json {_schema(tag['schema'])} {_text(tag['end'], added)}"
+            for tag in structures
+            if trigger_of(tag["begin"], triggers) == trigger
+        ]
+        name = f"tag_{len(options)}"
+        if trigger in added:
+            head = f"TEXT <[{added[trigger].token_id}]>"
+        else:
+            head = f"{name}_head"
+            rules.append(f"{head}[lazy]: TEXT {_quoted(trigger)}")
+        rules.append(f"{name}: {head} ({' | '.join(bodies)})")
+        options.append(name)
+    others = [str(token.token_id) for text, token in added.items() if not token.is_special and text not in triggers]
+    if others:  # such as <think>: text to the user, one token to the model
+        rules.append(f"other: TEXT <[{','.join(others)}]>")
+        options.append("other")
+    return "\n".join([f"start: ({' | '.join(options)})* last", "last: TEXT", f"TEXT: {_ANY_TEXT}", *rules])
+
+
+def _schema(schema: Any) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+def _text(text: str, added: Mapping[str, AddedToken]) -> str:
+    """Text as Lark, in which each added token is that token."""
+    parts: list[str] = []
+    while text:
+        found = [(at, -len(name), name) for name in added if name and (at := text.find(name)) >= 0]
+        at, _, name = min(found, default=(len(text), 0, ""))
+        parts += [_quoted(text[:at])] if at else []
+        parts += [f"<[{added[name].token_id}]>"] if name else []
+        text = text[at + len(name) :]
+    return " ".join(parts)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(pattern: str) -> str:
+    """A pattern between Lark's slashes: a slash in it that is not escaped yet gets a backslash, a line end its name."""
+    out, is_escaped = [], False
+    for char in pattern:
+        if char == "\n":
+            out.append("n" if is_escaped else r"\n")
+        else:
+            out.append(rf"\{char}" if char == "/" and not is_escaped else char)
+        is_escaped = char == "\\" and not is_escaped
+    return "".join(out)

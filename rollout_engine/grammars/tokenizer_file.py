@@ -1,0 +1,18 @@
+"""Tokenizers as `tokenizer.json` has them, which is how grammars read their tokens."""
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rollout_engine.grammars.vocabulary import GrammarError
+from rollout_engine.locations import located
+
+
+def tokenizer_text(name: str, field: str) -> str:
+    """The tokenizer of a directory or hub id as `tokenizer.json` has it. Raises `GrammarError`."""
+    return serialized(AutoTokenizer.from_pretrained(located(field, name), trust_remote_code=False))
+
+
+def serialized(hf: PreTrainedTokenizerBase) -> str:
+    """A tokenizer as `tokenizer.json` has it, with the tokens that its other files add. Raises `GrammarError`."""
+    if not hf.is_fast:
+        raise GrammarError(f"the tokenizer {type(hf).__name__} is not one of the tokenizers package's")
+    return str(hf.backend_tokenizer.to_str())

@@ -1,0 +1,73 @@
+"""The tokens of a tokenizer as llguidance reads them, and the grammars compiled for them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from rollout_engine.errors import RequestError
+from rollout_engine.grammars.sources import AddedToken, source_of
+
+_LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_errors": False}
+"""Of a grammar's automata, whose states take about 2 KiB each, and of the work of one mask."""
+
+
+class GrammarError(Exception):
+    """A grammar cannot be compiled, or does not go on; the message says why."""
+
+
+def require_llguidance(given: object) -> ModuleType:
+    """The package. Raises `RequestError`, naming the extra, where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as problem:
+        hint = f"pip install 'rollout-engine[grammar]' ({problem})."
+        raise RequestError.for_field("structured_outputs", given, "absent: llguidance is not installed", hint) from None
+    module: ModuleType = llguidance
+    return module
+
+
+class Vocabulary:
+    """Tokens and their bytes. Raises `GrammarError` for a tokenizer whose tokens have none that can be told."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer`: as `tokenizer.json` has it."""
+        module = require_llguidance("a grammar")
+        content = json.loads(tokenizer)
+        content["truncation"] = content["padding"] = None
+        added = content.get("added_tokens") or []
+        self._added = {token["content"]: AddedToken(token["id"], token["special"]) for token in added}
+        try:
+            smallest = module.LLTokenizer(json.dumps(content))
+            eos = [token_id for token_id in eos_token_ids if token_id < smallest.vocab_size] or None
+            size = max(vocab_size, smallest.vocab_size)
+            self._tokens = module.LLTokenizer(json.dumps(content), n_vocab=size, eos_token=eos)
+        except Exception as problem:
+            what = "the bytes of the tokenizer's tokens cannot be told; byte-level tokenizers and those with"
+            raise GrammarError(f"{what} byte fallback do ({problem})") from problem
+        self.num_words = -(-size // 32)
+        """Words of 32 bits in a mask."""
+        self.eos_token_ids = list(self._tokens.eos_tokens)
+        """Tokens whose bits llguidance sets where a grammar accepts."""
+        self._limits = module.LLParserLimits(**_LIMITS)
+
+    def compile(self, given: Mapping[str, Any]) -> Any:
+        """An `LLMatcher` at the beginning of the grammar. Raises `GrammarError`."""
+        module = require_llguidance(given)
+        try:
+            source = source_of(given, self._added)
+            matcher = module.LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+        except Exception as problem:
+            raise GrammarError(str(problem)) from problem
+        if matcher.is_error():
+            raise GrammarError(readable(matcher.get_error()))
+        return matcher
+
+
+def readable(error: str) -> str:
+    """The lines of llguidance's error that are for users, as one."""
+    lines = error.partition("<backtrace>")[0].replace("<non-verbose/>", "").splitlines()
+    text = " ".join(" ".join(lines).split())[:400]
+    if text.startswith("NoExtension"):
+        return "no output has this form, or goes on from here"
+    return text or "no reason given"

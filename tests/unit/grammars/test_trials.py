@@ -1,0 +1,103 @@
+"""Grammars on trial: what takes too long or too much is refused, and the next one is tried as if nothing had been."""
+
+import sys
+import threading
+
+import pytest
+
+from rollout_engine import RequestError
+from rollout_engine.grammars.tokenizer_file import serialized
+from rollout_engine.grammars.trials import GrammarTrials
+from rollout_engine.testing import byte_tokenizer
+
+GOOD = {"json": {"type": "object", "properties": {"a": {"type": "string"}}}}
+HOSTILE = [
+    {"json": {"type": "integer", "multipleOf": 99999989}},
+    {"regex": "((a{1000}){1000}){1000}"},
+    {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8000)}}},
+    {"json": {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": True}} for j in range(6)]} for i in range(6)]}},
+    {"grammar": "start: T\nT: /(.*a.{30})/ & /(.*b.{29})/ & /.*c.{28}/ & ~/.*d.{27}/"},
+]
+
+
+@pytest.fixture
+def trials():
+    made = GrammarTrials(lambda: serialized(byte_tokenizer()), 259, [2])
+    yield made
+    made.close()
+
+
+def refusal(trials, given):
+    with pytest.raises(RequestError) as caught:
+        trials.require(given)
+    assert caught.value.field == "structured_outputs"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", HOSTILE[:2], ids=["multiples", "repeats"])
+def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials, given):
+    trials.require(GOOD)
+    [process] = trials._processes
+    assert "takes" in refusal(trials, given)
+    assert process._process.returncode is not None
+    trials.require({"regex": "a+"})
+    assert "takes" in refusal(trials, given)  # at once: it is known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", HOSTILE[2:], ids=["properties", "products", "intersections"])
+def test_other_hostile_grammars_are_refused(trials, given):
+    assert "must be a grammar that can be compiled" in refusal(trials, given)
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"json": {"type": "foo"}}, "Invalid type: foo"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"grammar": "start: other"}, "unknown name"),
+        ({"json": False}, "Unsatisfiable schema"),
+        ({"json": {"$ref": "https://example.com/a.json"}}, "example.com"),
+        ({"json": {"$ref": "#"}}, "must be a grammar"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_with_the_reason(trials, given, reason):
+    assert reason in refusal(trials, given)
+
+
+def test_without_the_package_the_error_names_the_extra(trials, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert "pip install 'rollout-engine[grammar]'" in refusal(trials, GOOD)
+
+
+def test_a_process_that_has_ended_itself_is_replaced(trials):
+    trials.require(GOOD)
+    [process] = trials._processes
+    process._connection.shutdown(1)  # as if it had been idle for long
+    assert process._process.wait(60) == 0
+    trials.require({"regex": "b"})
+    assert trials._processes[0] is not process
+
+
+def test_many_threads_share_one_process(trials):
+    problems = []
+
+    def require(number):
+        try:
+            trials.require({"regex": f"a{{{number % 3 + 1}}}"})
+        except Exception as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=require, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems and len(trials._processes) == 1
+
+
+def test_the_process_ends_with_its_owner(trials):
+    trials.require(GOOD)
+    [process] = trials._processes
+    trials.close()
+    assert process._process.returncode is not None

@@ -1,0 +1,56 @@
+"""Which structured outputs are let through to the compiler of grammars."""
+
+import pytest
+
+from rollout_engine import RequestError, SamplingParams
+from rollout_engine.structured_outputs import MAX_GRAMMAR_CHARS
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+TAG = {"begin": "<a>", "schema": {}, "end": ""}
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({}, "'json', 'regex', 'grammar', 'choice', 'structural_tag'"),
+        ({"json": {}, "regex": "a"}, "a dict with one of"),
+        ({"jsn": {}}, "a dict with one of"),
+        ({"json": 3}, "structured_outputs['json']=3"),
+        ({"json": "{"}, "JSON text"),
+        ({"json": nested(64)}, "at most 64 dicts and lists"),
+        ({"json": "[" * 60_000}, "JSON text"),
+        ({"json": {"const": "a" * MAX_GRAMMAR_CHARS}}, f"at most {MAX_GRAMMAR_CHARS} characters"),
+        ({"json": {"const": b"a"}}, "plain JSON"),
+        ({"regex": ""}, "at least one character"),
+        ({"regex": 3}, "structured_outputs['regex']=3"),
+        ({"grammar": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most"),
+        ({"choice": []}, "1 to 1024 strings"),
+        ({"choice": ["a", ""]}, "structured_outputs['choice'][1]"),
+        ({"structural_tag": {"structures": [TAG]}}, "triggers"),
+        ({"structural_tag": {"structures": [TAG | {"more": 1}], "triggers": ["<a"]}}, "['structures'][0]"),
+        ({"structural_tag": {"structures": [TAG], "triggers": ["<b"]}}, "text that begins with one of ['<b']"),
+    ],
+)
+def test_what_is_no_structured_output_is_refused_by_name(given, names):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(structured_outputs=given)
+    assert names in str(caught.value)
+
+
+def test_what_is_one_is_kept_as_given():
+    for given in ({"json": {"b": 1, "a": [2]}}, {"json": True}, {"json": "{}"}, {"choice": ["x"]}):
+        assert SamplingParams(structured_outputs=given).structured_outputs == given
+    tags = {"type": "structural_tag", "structures": [TAG], "triggers": ["<", "<a"]}
+    SamplingParams(structured_outputs={"structural_tag": tags})
+
+
+def test_an_output_that_must_not_end_cannot_have_a_form():
+    with pytest.raises(RequestError, match="ignore_eos"):
+        SamplingParams(structured_outputs={"regex": "a"}, ignore_eos=True)
