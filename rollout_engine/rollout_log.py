@@ -14,14 +14,14 @@ A line has the keys of `rollout_engine.batches.jsonl`, and these:
 import os
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from tensordict import TensorDictBase
 
 from rollout_engine._version import VERSION
 from rollout_engine.batches.jsonl import line_of, samples
-from rollout_engine.batches.rollout_files import SCHEMA
+from rollout_engine.batches.rollout_files import SCHEMA, end_last_line
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.lora_request import LoRALike, as_lora_request
@@ -92,7 +92,7 @@ class RolloutLog:
         self._writing = threading.Lock()
         try:
             with open(self._path, "a+b") as file:
-                _end_last_line(file)
+                end_last_line(file)
         except OSError as problem:
             raise RequestError.for_field("log_to", str(path), "a file that can be written", f"{problem}.") from problem
         self._samples = LoggedSamples(policy, lora)
@@ -130,12 +130,3 @@ def _drawn_by(params: SamplingParams) -> dict[str, Any]:
     default = SamplingParams()
     given = {name: getattr(params, name) for name in params.__struct_fields__ if name not in _DRAWS_THE_SAME}
     return {name: msgspec.to_builtins(value) for name, value in given.items() if value != getattr(default, name)}
-
-
-def _end_last_line(file: BinaryIO) -> None:
-    """End a last line that was cut off, so that it spoils itself alone."""
-    size = file.seek(0, os.SEEK_END)
-    if size:
-        file.seek(size - 1)
-        if file.read(1) != b"\n":
-            file.write(b"\n")

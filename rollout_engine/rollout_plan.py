@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_engine._structs import plain
+from rollout_engine.batches.layout import RESERVED_KEYS
 from rollout_engine.errors import RequestError
 from rollout_engine.lora_request import LoRALike
 from rollout_engine.reward_functions import ARGUMENTS
-from rollout_engine.rollout_batch import RESERVED_KEYS
 from rollout_engine.sampling_params import MAX_N, SamplingLike, SamplingParams, as_sampling_params
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, mix
 from rollout_engine.text.conversations import PROMPT_KINDS, ChatOptions

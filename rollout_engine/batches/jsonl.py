@@ -32,7 +32,9 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from rollout_engine.batches.layout import (
+    EPISODE_KEYS,
     PER_TURN,
+    RESERVED_KEYS,
     SPAN_OF_KEY,
     Key,
     Places,
@@ -43,7 +45,6 @@ from rollout_engine.batches.layout import (
     places,
 )
 from rollout_engine.errors import RequestError
-from rollout_engine.rollout_batch import EPISODE_KEYS, RESERVED_KEYS
 from rollout_engine.seeds import unsigned
 
 

@@ -43,6 +43,14 @@ SPAN_OF_KEY: dict[Key, Span] = {
 PER_TURN: Key = ("rewards", "turn")
 """The key of episodes with one value per turn, [B, most turns] in both layouts, padded with 0 on the right."""
 
+RESERVED_KEYS = frozenset(
+    "tokens masks log_probs kept_logprob_mass policy_version kv_min_version group_id sample_index seed "
+    "num_prompt_tokens num_dropped truncated finish_reason text next rewards cu_seqlens routed_experts".split()
+)
+"""Top-level keys that no column may take."""
+EPISODE_KEYS = frozenset("num_turns episode_id seat ended_by error messages info".split())
+"""Top-level keys of episodes besides these, one entry per row; `rollout_engine.episodes.rows` defines them."""
+
 _NEEDED = {"tokens", "masks", "num_prompt_tokens"}
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rollout_engine.errors import RequestError
 
@@ -27,6 +27,21 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     except OSError as problem:
         raise RequestError.for_field("path", str(path), "a file of rollouts", f"{problem}.") from problem
     return [sample for sample in samples if sample is not None]
+
+
+def end_last_line(file: BinaryIO) -> None:
+    """End a last line that was cut off, so that it spoils itself alone. `file` is open for reading and appending."""
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def complete_lines(content: bytes) -> tuple[list[bytes], bytes]:
+    """The lines of a file that grows which are whole, and the rest behind the last of them."""
+    *lines, rest = content.split(b"\n")
+    return [line for line in lines if line.strip()], rest
 
 
 def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:

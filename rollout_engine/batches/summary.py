@@ -12,6 +12,7 @@ RolloutBatch, padded: 8 sequences, 2 groups, 97 sampled tokens (1 to 16 each), p
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from html import escape
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from rollout_engine.batches.layout import is_packed, leaves, num_sequences
+from rollout_engine.batches.notebook import LISTED_KEYS, html
 
 WIDTH, MAX_KEYS, MAX_TEXT = 110, 24, 40
 
@@ -39,6 +41,10 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         head = head or [f", batch size {list(self.batch_size)}"]
         text = "\n".join([type(self).__name__ + head[0], *head[1:], *_keys(self)])
         return text.replace("\n", "\n  ")
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: as `show(batch)` does, or the `repr` where the batch is no list of samples any more."""
+        return html(self) if _is_listed(self) else f"<pre>{escape(repr(self))}</pre>"
 
     def memmap(self, *args: Any, **kwargs: Any) -> Any:
         """A plain TensorDict of memory-mapped tensors; arguments as for `TensorDict.memmap`."""
@@ -69,6 +75,12 @@ def _is_whole(batch: RolloutBatch) -> bool:
     """Whether it still is a batch of sequences: not reshaped, not a single row, with the keys that `_counts` reads."""
     is_listed = is_packed(batch) or batch.batch_dims == 1
     return is_listed and {"tokens", "masks", "policy_version", "group_id"} <= set(batch.keys())
+
+
+def _is_listed(batch: RolloutBatch) -> bool:
+    """Whether its samples can be read one by one, with real values."""
+    keys = set(batch.keys(include_nested=True))
+    return _is_whole(batch) and keys >= LISTED_KEYS and batch["group_id"].device.type != "meta"
 
 
 def _counts(batch: RolloutBatch) -> str:

@@ -72,3 +72,14 @@ def advantages(samples: Sequence[Viewed]) -> list[float | None]:
             sums.setdefault(each.group, []).append(each.reward)
     means = {group: math.fsum(rewards) / len(rewards) for group, rewards in sums.items()}
     return [None if each.reward is None else each.reward - means[each.group] for each in samples]
+
+
+def visible(text: str) -> str:
+    """The text with its control characters as pictures, so that no terminal or page obeys them."""
+    return "".join(_picture(char) for char in text)
+
+
+def _picture(char: str) -> str:
+    if char in "\n\t" or char.isprintable():
+        return char
+    return chr(0x2400 + ord(char)) if ord(char) < 32 else "\N{REPLACEMENT CHARACTER}"

@@ -19,7 +19,7 @@ from textual.app import App, ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from rollout_engine.viewing.samples import Viewed, advantages
+from rollout_engine.viewing.samples import Viewed, advantages, visible
 
 _COLOURS = ("log-prob", "advantage", "version", "turn", "nothing")
 _SORTS = ("file", "reward", "length", "log-prob")
@@ -184,17 +184,6 @@ class RolloutViewer(App[None]):
         if by in ("version", "turn") and numbers:
             return f"white on {_HUES[numbers[place] % len(_HUES)]}"
         return ""
-
-
-def visible(text: str) -> str:
-    """The text with its control characters as pictures, so that no terminal obeys them."""
-    return "".join(_picture(char) for char in text)
-
-
-def _picture(char: str) -> str:
-    if char in "\n\t" or char.isprintable():
-        return char
-    return chr(0x2400 + ord(char)) if ord(char) < 32 else "\N{REPLACEMENT CHARACTER}"
 
 
 def _on(red: int, green: int, blue: int, part: float) -> Style | str:

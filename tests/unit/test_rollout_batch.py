@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_engine.batches.layout import RESERVED_KEYS
 from rollout_engine.errors import RequestError
 from rollout_engine.outputs import CompletionOutput, RequestOutput, VersionSpan
-from rollout_engine.rollout_batch import RESERVED_KEYS, rollout_batch
+from rollout_engine.rollout_batch import rollout_batch
 
 PAD = 99
 

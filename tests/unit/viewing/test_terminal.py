@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from textual.widgets import DataTable, Input
 
-from rollout_engine.viewing.samples import viewed
-from rollout_engine.viewing.terminal import RolloutViewer, visible
+from rollout_engine.viewing.samples import viewed, visible
+from rollout_engine.viewing.terminal import RolloutViewer
 from tests.unit.viewing.lines import HOSTILE, rollouts
 
 
