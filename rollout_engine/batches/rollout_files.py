@@ -44,6 +44,18 @@ def complete_lines(content: bytes) -> tuple[list[bytes], bytes]:
     return [line for line in lines if line.strip()], rest
 
 
+def parse_sample(line: bytes) -> dict[str, Any] | None:
+    """A line of a file that grows as a sample; None for what is none, and for one of a newer schema."""
+    try:
+        sample = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(sample, dict) or not _NEEDED <= sample.keys() or sample.get("schema", 0) not in range(SCHEMA + 1):
+        return None
+    per_token = ("response_token_ids", "log_probs", "policy_version")
+    return sample if all(isinstance(sample[key], list) for key in per_token) else None
+
+
 def _read_line(path: str, number: int, line: bytes) -> dict[str, Any] | None:
     """A sample; None for an empty line, and for one that was cut off."""
     line = line.rstrip()

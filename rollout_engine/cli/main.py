@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "tasks x sampling settings x checkpoints: pass@k, maj@k, intervals, and a report",
     "replay": "logged rollouts made again bit by bit, or where they differ and why",
     "view": "a page of rollouts to look at: filter, sort, open, colour tokens, compare",
+    "watch": "a run that goes on: rewards, lengths, entropy, KL, staleness, stalls, tokens per second",
     "postmortem": "the last steps of a core that died, and whether its scheduler fails alone",
     "serve": "an HTTP server for clients that speak OpenAI's, vLLM's or SGLang's dialect",
     "core": "a core that listens on TCP, for front ends on other machines",

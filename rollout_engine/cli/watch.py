@@ -1,0 +1,77 @@
+"""Follows a run while it goes on: reward, lengths, entropy, KL to the trainer, staleness, stalls, tokens per second.
+
+    rollout-engine watch runs/grpo
+    rollout-engine watch runs/grpo --once
+
+The directory is that of StepLog or of rollout(log_to=...): files named rollouts*.jsonl and steps.jsonl at any depth are
+read as they grow. Where no steps are logged, the statistics are those of every 32 rollouts, without what only a trainer
+knows. The live view needs the extra [view]; --once prints the state of now and ends.
+"""
+
+import argparse
+from pathlib import Path
+
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.tracking.run_watch import RunWatch
+from rollout_engine.viewing.samples import visible
+from rollout_engine.viewing.sparkline import number, table
+
+try:
+    from rollout_engine.viewing.dashboard import Dashboard
+except ModuleNotFoundError:  # the extra is not installed
+    Dashboard = None  # type: ignore[assignment,misc]
+
+_COLUMNS = 120
+_NUM_SAMPLES = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `watch`."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a run")
+    parser.add_argument("--once", action="store_true", help="print the state of now, and end")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the state, or draw it until the user quits."""
+    if not 0.05 <= arguments.every <= 3600:
+        raise RequestError.for_field("--every", arguments.every, "from 0.05 to 3600 seconds")
+    watch = RunWatch(arguments.directory)
+    if arguments.once:
+        while watch.read():
+            pass
+        print("\n".join(lines_of(watch, _COLUMNS)))
+        return
+    if Dashboard is None:
+        advice = 'pip install "rollout-engine[view]", or look once with --once'
+        raise ConfigError(f"watch: the live view needs the packages rich and textual: {advice}.")
+
+    def read(columns: int) -> list[str]:
+        watch.read()
+        return lines_of(watch, columns)
+
+    Dashboard(read, f"run {arguments.directory}", arguments.every).run()
+
+
+def lines_of(watch: RunWatch, columns: int) -> list[str]:
+    """A run as lines of text. What rollouts say in it is on one line each, with pictures of control characters."""
+    series = watch.series()
+    head = f"{watch.num_samples} samples, {watch.num_tokens} sampled tokens, {watch.tokens_per_second:,.0f} tokens/s"
+    if watch.last_step is not None:
+        head = f"step {watch.last_step}: {head}"
+    lines = [visible(str(watch.directory)), head]
+    if watch.num_bad_lines:
+        lines.append(f"{watch.num_bad_lines} lines cannot be read, and are left out")
+    if not series:
+        return [*lines, "", "Nothing to show yet: waiting for steps, or for 32 rollouts."]
+    lines += ["", *(["of every 32 rollouts, since no steps are logged:"] if watch.is_estimated else [])]
+    lines += table(series, columns)
+    if watch.samples:
+        lines += ["", "newest samples:"]
+        for sample in list(watch.samples)[-_NUM_SAMPLES:]:
+            reward = "" if sample.reward is None else f", reward {number(sample.reward)}"
+            text = visible(" ".join(sample.text.split()))
+            lines.append(
+                f"{sample.where}{reward}, {sample.num_tokens} tokens, version {sample.newest}: {text}"[:columns]
+            )
+    return lines
