@@ -27,8 +27,12 @@ def write_page(
     data = page_data(samples, title, token_text) | ({"report": report} if report else {})
     # Inside a script element only "</script" and "<!--" end or change it; JSON may write "<" in another way.
     encoded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page = files("rollout_engine.viewing").joinpath("page.html").read_text(encoding="utf-8")
+    page = _file("page.html").replace("__REPORT__", _file("report.js") if report else "")
     Path(path).write_text(page.replace("__DATA__", encoded), encoding="utf-8", errors="replace")
+
+
+def _file(name: str) -> str:
+    return files("rollout_engine.viewing").joinpath(name).read_text(encoding="utf-8")
 
 
 def page_data(samples: Iterable[Mapping[str, Any]], title: str, token_text: TokenText) -> dict[str, Any]:

@@ -1,38 +1,10 @@
 """The page of rollouts in a headless Chromium, opened from disk with the network off. `make test-browser` runs it."""
 
-import shutil
-import time
-from pathlib import Path
-
 import pytest
 
 from rollout_engine.viewing.page import write_page
+from tests.browser.looking import LOWEST_CONTRAST, By, Keys, count, texts, wait_for
 from tests.unit.viewing.lines import HOSTILE, rollouts
-
-webdriver = pytest.importorskip("selenium.webdriver")
-By = pytest.importorskip("selenium.webdriver.common.by").By
-Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
-
-LOWEST_CONTRAST = (Path(__file__).parent / "lowest_contrast.js").read_text()
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync "
-    "--disable-component-update --host-resolver-rules=MAP\t*\t~NOTFOUND"
-)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    program, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if not (program and driver):
-        pytest.skip("needs Chromium and ChromeDriver (Debian: chromium, chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for flag in FLAGS.split(" "):
-        options.add_argument(flag.replace("\t", " "))
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield browser
-    browser.quit()
 
 
 @pytest.fixture
@@ -48,23 +20,6 @@ def open_page(browser, tmp_path):
 
     yield open_
     assert browser.get_log("browser") == []
-
-
-def count(browser):
-    return browser.find_element(By.ID, "count").text
-
-
-def texts(browser, selector):
-    """Texts of all elements at one moment: rows are made anew while the page filters and scrolls."""
-    script = "return [...document.querySelectorAll(arguments[0])].map(element => element.innerText)"
-    return browser.execute_script(script, selector)
-
-
-def wait_for(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.05)
 
 
 def fill(browser, name, value):
