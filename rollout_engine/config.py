@@ -99,8 +99,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. "auto": on the CPU. "cuda": on the first CUDA device, by the Triton kernels."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
-    """Share of a device's memory for weights, the largest step and the KV pool. The rest is for CUDA graphs and the
-    shadow of a weight update."""
+    """Share of a device's memory for weights, the largest step, CUDA graphs, the shadow of a weight update
+    (`reserve_for_updates`) and the KV pool, which takes what the others leave."""
+    reserve_for_updates: bool = True
+    """On a device, leave room for a second copy of the weights, into which updates are received while steps go on.
+    False: a larger KV pool, for weights that stay or change in place (`staging="inplace"`), which stops steps."""
     cuda_graphs: bool = True
     """On a device, replay steps in which every sequence decodes as captured graphs."""
     compile: bool = False
@@ -113,7 +116,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens per KV block; divides 64, the KV tile."""
     kv_cache_bytes: Positive | None = None
     """Size of the KV pool. None: on a CPU, the smaller of 4 GiB and a quarter of the available memory;
-    on a device, what `gpu_memory_utilization` leaves."""
+    on a device, what `gpu_memory_utilization` leaves. A given size leaves room for updates to you."""
     num_kv_blocks: Positive | None = None
     """Size of the KV pool in blocks; excludes `kv_cache_bytes`."""
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 256

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rollout_engine.weights.coverage import Coverage
 from sync.base import Metadata
-from sync.errors import ManifestMismatch
+from sync.errors import ManifestMismatch, StaleVersion
 from sync.manifest import TensorSpec, WeightManifest, check_forms, check_known, first_names
 
 
@@ -62,3 +62,12 @@ class ManifestChecks:
 
     def _owner(self, name: str) -> str:
         return self._same_as.get(name, name)
+
+
+def check_version(version: int, live: int, *, dirty: bool) -> None:
+    """Raise `StaleVersion` unless `version` may follow the live one; the same one may replace `dirty` weights."""
+    if version > live or (dirty and version == live):
+        return
+    what = "is live with other weights" if version == live else f"is older than the live version {live}"
+    advice = "Send a higher one, or reset_version=True if the trainer restarted."
+    raise StaleVersion(f"Version {version} {what}. {advice}")

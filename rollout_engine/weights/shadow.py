@@ -1,6 +1,7 @@
 """The shadow of weights that steps read in place: their next values, until a commit copies them over the live ones."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -9,16 +10,18 @@ from torch import Tensor, UntypedStorage
 from rollout_engine.model.backend import ShadowMemory
 from rollout_engine.weights.coverage import Runs, byte_runs, gaps, merged
 
+_ALIGNMENT = 512
+"""Bytes, as torch aligns storages on a device: copies move up to 16 at a time."""
 _NO_RUNS = np.empty((0, 2), np.int64)
 
 
 class Shadow:
-    """Storages of the next values, each allocated once and used again by later updates."""
+    """The next values of live storages; memory is allocated once and used again by later updates."""
 
     def __init__(self, memory: ShadowMemory) -> None:
         self._memory = memory
-        self._storages: dict[int, UntypedStorage] = {}
-        """Shadows by the address of the live storage."""
+        self._places: dict[int, Tensor] = {}
+        """Shadows, uint8, by the address of the live storage."""
         self._copy: Callable[[], None] | None = None
         self._copy_some: Callable[[], None] | None = None
         """Copies what `plan_some` was given, once."""
@@ -28,20 +31,42 @@ class Shadow:
     def of(self, view: Tensor) -> Tensor:
         """The place of a live view's next values."""
         live = view.untyped_storage()
-        if live.data_ptr() not in self._storages:
-            try:
-                self._storages[live.data_ptr()] = self._memory.allocate(live.nbytes())
-            except Exception:  # a part of a shadow is of no use, and steps may need the memory
-                self.clear()
-                raise
-            self._copy = None
-        storage = self._storages[live.data_ptr()]
+        if live.data_ptr() not in self._places:
+            self._allocate({live.data_ptr(): live.nbytes()})
+        place = self._places[live.data_ptr()]
         empty = torch.empty(0, dtype=view.dtype, device=view.device)
-        return empty.set_(storage, view.storage_offset(), view.shape, view.stride())
+        start = place.storage_offset() // view.itemsize + view.storage_offset()
+        return empty.set_(place.untyped_storage(), start, view.shape, view.stride())
+
+    def reserve(self, views: Iterable[Tensor]) -> None:
+        """Allocate what these live views lack, as one piece: all of it, or nothing and an error of the memory's."""
+        if sizes := self._lacking(views):
+            self._allocate(sizes)
+
+    def num_bytes_lacking(self, views: Iterable[Tensor]) -> int:
+        """Bytes of the live storages of these views that have no shadow."""
+        return sum(self._lacking(views).values())
+
+    def _lacking(self, views: Iterable[Tensor]) -> dict[int, int]:
+        """Address -> bytes of these views' live storages without a shadow."""
+        storages = [view.untyped_storage() for view in views if not self.holds(view)]
+        return {live.data_ptr(): live.nbytes() for live in storages if live.nbytes()}
+
+    def _allocate(self, sizes: dict[int, int]) -> None:
+        """One piece of memory for live storages of these addresses and sizes."""
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()), initial=0))
+        try:
+            memory = _bytes_of(self._memory.allocate(starts[-1] if len(sizes) > 1 else sum(sizes.values())))
+        except Exception:  # a part of a shadow is of no use, and steps may need the memory
+            self.clear()
+            raise
+        for (address, size), start in zip(sizes.items(), starts, strict=False):
+            self._places[address] = memory[start : start + size]
+        self._copy = None
 
     def holds(self, view: Tensor) -> bool:
         """Whether the view has a shadow."""
-        return view.untyped_storage().data_ptr() in self._storages
+        return view.untyped_storage().data_ptr() in self._places
 
     def plan(self, views: Iterable[Tensor]) -> None:
         """Prepare `commit` for these live views, which are all that have a shadow."""
@@ -59,7 +84,7 @@ class Shadow:
         for address, members in by_storage.items():
             self._staged[address] = merged(*(runs for _, runs in members))
             live, runs = members[0][0].untyped_storage(), self._staged[address]
-            pairs += _bytes_in(self._storages[address], live, runs)
+            pairs += _bytes_in(self._places[address], _bytes_of(live), runs)
         self._copy_some = self._memory.prepare_copy(pairs)
 
     def completed(self, view: Tensor) -> Tensor:
@@ -67,7 +92,8 @@ class Shadow:
         runs = byte_runs(view)
         place, live = self.of(view), view.untyped_storage()
         staged = self._staged.get(live.data_ptr(), _NO_RUNS)
-        for target, source in _bytes_in(place.untyped_storage(), live, gaps(merged(runs), staged)):
+        held = self._places[live.data_ptr()]
+        for target, source in _bytes_in(held, _bytes_of(live), gaps(merged(runs), staged)):
             target.copy_(source)
         return place
 
@@ -79,16 +105,16 @@ class Shadow:
 
     def clear(self) -> None:
         """Free the memory."""
-        self._storages, self._copy = {}, None
+        self._places, self._copy = {}, None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every storage as uint8 [n]."""
-        return map(_bytes_of, self._storages.values())
+        """The shadow of every storage, uint8 [n]."""
+        return iter(self._places.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes held now."""
-        return sum(storage.nbytes() for storage in self._storages.values())
+        return sum(place.nbytes for place in self._places.values())
 
     def _pairs(self, views: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(next, live) bytes of the views in runs as long as possible: a copy view by view may be strided."""
@@ -97,13 +123,12 @@ class Shadow:
             by_storage.setdefault(view.untyped_storage().data_ptr(), []).append(view)
         for address, members in by_storage.items():
             runs = merged(*map(byte_runs, members))
-            yield from _bytes_in(self._storages[address], members[0].untyped_storage(), runs)
+            yield from _bytes_in(self._places[address], _bytes_of(members[0].untyped_storage()), runs)
 
 
-def _bytes_in(first: UntypedStorage, second: UntypedStorage, runs: Runs) -> list[tuple[Tensor, Tensor]]:
-    """The same byte runs of two storages."""
-    a, b = _bytes_of(first), _bytes_of(second)
-    return [(a[start:end], b[start:end]) for start, end in runs.tolist()]
+def _bytes_in(first: Tensor, second: Tensor, runs: Runs) -> list[tuple[Tensor, Tensor]]:
+    """The same byte runs of two tensors, uint8."""
+    return [(first[start:end], second[start:end]) for start, end in runs.tolist()]
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from rollout_engine.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.errors import DirtyWeightsError, LifecycleError, WeightUpdateError
 from rollout_engine.kernels.memory import resident_bytes
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.model.backend import ShadowMemory
@@ -34,7 +34,7 @@ from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.weights.coverage import storage_runs
 from rollout_engine.weights.known_weights import KnownWeights
 from rollout_engine.weights.lazy_tensors import LazyTensors
-from rollout_engine.weights.manifest_checks import ManifestChecks
+from rollout_engine.weights.manifest_checks import ManifestChecks, check_version
 from rollout_engine.weights.shadow import Shadow
 from rollout_engine.weights.staged_update import StagedUpdate
 from sync import errors
@@ -165,7 +165,8 @@ class WeightUpdater:
         self._prepare()
         if self._is_live(manifest):
             return False
-        self._check_version(manifest.version, options.reset_version)
+        if not options.reset_version:
+            check_version(manifest.version, self.version, dirty=self.dirty)
         self._open = StagedUpdate(manifest, options, inplace)
         return True
 
@@ -312,16 +313,23 @@ class WeightUpdater:
         """Bytes that updates hold now, beside the live weights."""
         return self._shadow.num_bytes + self._packed.num_spare_bytes
 
-    @property
-    def has_room_for_shadow(self) -> bool:
-        """Whether enough memory is free for an update with a shadow."""
-        return self.num_bytes_to_shadow() <= self._memory.num_free_bytes
+    def make_room_for_shadow(self) -> bool:
+        """Whether memory suffices for a shadow: counted on the host, taken as it is written; allocated on a device."""
+        if self.num_bytes_to_shadow() > self._memory.num_free_bytes:
+            return False
+        try:
+            self._reserve_shadow()
+        except WeightUpdateError:
+            return False
+        return True
 
     def num_bytes_to_shadow(self) -> int:
         """Bytes that an update with a shadow would allocate."""
-        absent = [view.untyped_storage() for view in self._plain(self._live) if not self._shadow.holds(view)]
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in absent}
-        return sum(sizes.values()) + self._packed.num_bytes_to_spare
+        return self._shadow.num_bytes_lacking(self._plain(self._live)) + self._packed.num_bytes_to_spare
+
+    def _reserve_shadow(self) -> None:
+        if not self._on_host:
+            self._shadow.reserve(self._plain(self._live))
 
     def _opened(self, verb: str) -> StagedUpdate:
         if self._open is None:
@@ -345,6 +353,8 @@ class WeightUpdater:
             self.dirty = True
             self._shadow.clear()
             self._packed.surrender()
+        else:
+            self._reserve_shadow()
         if update.lacking is not None:
             self._packed.carry_changed({name: part and part.elements for name, part in update.lacking.items()})
         if update.options.partial:
@@ -381,14 +391,6 @@ class WeightUpdater:
         if self.dirty or manifest.version != self.version:
             return False
         return total_digest(self._describe(spec.name for spec in manifest.tensors)) == manifest.digest
-
-    def _check_version(self, version: int, reset_version: bool) -> None:
-        if version > self.version or reset_version or (self.dirty and version == self.version):
-            return
-        same = version == self.version
-        what = "is live with other weights" if same else f"is older than the live version {self.version}"
-        advice = "Send a higher one, or reset_version=True if the trainer restarted."
-        raise errors.StaleVersion(f"Version {version} {what}. {advice}")
 
 
 def _half_way(manifest: WeightManifest, problem: Exception) -> DirtyWeightsError:

@@ -170,7 +170,7 @@ def _in_place(updater: WeightUpdater, staging: Staging) -> bool:
     """For "auto": whether there is nothing to protect, or no memory for a shadow."""
     if staging != "auto":
         return staging == "inplace"
-    return updater.dirty or not updater.has_room_for_shadow
+    return updater.dirty or not updater.make_room_for_shadow()
 
 
 def _in_time(deadline: float, check: Callable[[], None]) -> Callable[[str], None]:

@@ -55,6 +55,7 @@ CONFIG_EXTREMES = {
     "dtype": ["float32", "bfloat16", "int8"],
     "device": ["cpu", "abacus"],
     "gpu_memory_utilization": [0.5, 1e-9, 0.0, 1.0, math.nan],
+    "reserve_for_updates": [True, False, 1],
     "cuda_graphs": [True, False, 1],
     "compile": [True, False, 1],
     "max_model_len": [1, 24, 2**40, 0],

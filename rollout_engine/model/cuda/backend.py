@@ -16,8 +16,9 @@ from rollout_engine.model.cuda.attention import Limits
 from rollout_engine.model.cuda.compile_trial import compiled_layers
 from rollout_engine.model.cuda.compiled_layers import CompiledLayers
 from rollout_engine.model.cuda.copy_stream import copy_stream_for
-from rollout_engine.model.cuda.decode_graphs import DecodeGraphs
+from rollout_engine.model.cuda.decode_graphs import DecodeGraphs, graph_bytes
 from rollout_engine.model.cuda.largest_step import run_largest_step
+from rollout_engine.model.cuda.memory import ReleasableMemory
 from rollout_engine.model.cuda.model import CudaModel
 from rollout_engine.model.cuda.pinned_upload import PinnedUpload
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
@@ -31,6 +32,9 @@ from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 
 logger = logging.getLogger("rollout_engine")
+
+_LEAST_POOL = 0.25
+"""The least share of what weights, steps and graphs leave that the KV pool gets before an update gets any."""
 
 
 class CudaBackend:
@@ -122,23 +126,46 @@ class CudaBackend:
         return compiled_layers(self._loaded.module, self._loaded.geometry, self._limits(context))
 
     def _num_blocks(self, model_len: int) -> int:
-        """Blocks of the KV pool: as given, or what the largest step leaves of `gpu_memory_utilization`."""
+        """Blocks of the KV pool: as given, or what the largest step, graphs and the shadow of an update leave."""
         config, device = self._config, next(self._loaded.module.parameters()).device
         if device.type != "cuda":
             return size_pool(config, self._loaded)
         if config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
             return size_pool(config, self._loaded, torch.cuda.mem_get_info(device)[1])
-        peak = self._peak_bytes(model_len, device)
+        peak, graphs = self._peak_bytes(model_len, device), self._graph_bytes()
         free, total = torch.cuda.mem_get_info(device)
         foreign = total - free - torch.cuda.memory_reserved(device)
-        room = int(total * config.gpu_memory_utilization) - foreign - peak
+        room = int(total * config.gpu_memory_utilization) - foreign - peak - graphs
+        room -= self._update_bytes(room)
         num_blocks = room // bytes_per_block(self._loaded, config.block_size)
         if num_blocks * config.block_size < min(model_len, 64):
             raise ConfigError(
                 f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {room} bytes for the KV pool: of "
-                f"{total}, others take {foreign}, weights and the largest step {peak}. Give more, or shorter steps."
+                f"{total}, others take {foreign}, weights and the largest step {peak}, CUDA graphs {graphs}. Give "
+                "more, or shorter steps."
             )
         return min(num_blocks, most_blocks(config, self._loaded))
+
+    def _graph_bytes(self) -> int:
+        config, loaded = self._config, self._loaded
+        if not (config.cuda_graphs and self._fused):
+            return 0
+        return graph_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype.itemsize)
+
+    def _update_bytes(self, room: int) -> int:
+        """Bytes of `room` to leave for the shadow of an update: as weights have, or 0 where no pool would be left."""
+        if not self._config.reserve_for_updates:
+            return 0
+        module = self._loaded.module
+        num_bytes = ReleasableMemory([*module.parameters(), *module.buffers()]).num_bytes
+        if num_bytes <= room * (1 - _LEAST_POOL):
+            return num_bytes
+        text = (
+            "%.1f GiB are left beside the weights: no room for a second copy of them (%.1f GiB) beside a KV pool. "
+            "Weight updates are made in place, and stop steps for as long as the transfer takes."
+        )
+        logger.warning(text, room / 2**30, num_bytes / 2**30)
+        return 0
 
     def _peak_bytes(self, model_len: int, device: torch.device) -> int:
         """Bytes that the weights and the largest step take."""

@@ -28,6 +28,8 @@ logger = logging.getLogger("rollout_engine")
 
 _SECONDS = 60.0
 _BYTES = 4 << 30
+_NODES_BYTES = 1 << 30
+"""For activations of the largest graph, and the driver's nodes of all; not measured on a device yet."""
 
 
 class DecodeGraphs:
@@ -161,6 +163,11 @@ def _ladder(max_batch: int) -> list[int]:
     """Batch sizes 1, 2, 4, 8, then every 16th, from 256 on every 32nd, and `max_batch` itself."""
     steps = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_batch, 32)]
     return [size for size in steps if size < max_batch] + [max_batch]
+
+
+def graph_bytes(max_batch: int, vocab_size: int, itemsize: int) -> int:
+    """Bytes to leave for all graphs: their logits, and an estimate of the rest, which is bounded as captures are."""
+    return min(_BYTES, max_batch * vocab_size * itemsize + _NODES_BYTES)
 
 
 def _free_bytes() -> int:

@@ -19,6 +19,7 @@ class OneLayer:
     geometry = (SimpleNamespace(num_kv_heads=1, head_dim_k=1, head_dim_v=1),)
     dtype = torch.bfloat16
     max_model_len = 16
+    vocab_size = 10
     module = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
 
 
@@ -43,3 +44,49 @@ def test_a_pool_of_a_device_may_be_larger_than_the_hosts_memory(options):
 def test_a_pool_larger_than_its_device_is_refused():
     with pytest.raises(ConfigError, match=f"kv_cache_bytes=5001 asks for 5001 bytes .* this device has {DEVICE}"):
         on_device(kv_cache_bytes=DEVICE + 1)
+
+
+GIB = 1 << 30
+
+
+class Loaded(OneLayer):
+    """A model of so many bytes, on an empty device of 100 GiB where steps and weights take twice as much."""
+
+    def __init__(self, weight_bytes):
+        storage = SimpleNamespace(data_ptr=lambda: 1, nbytes=lambda: weight_bytes)
+        tensor = SimpleNamespace(device=torch.device("cuda", 0), untyped_storage=lambda: storage)
+        self.module = SimpleNamespace(parameters=lambda: iter([tensor]), buffers=lambda: iter([tensor]))
+
+
+@pytest.fixture
+def pool_of(monkeypatch):
+    """A function from bytes of weights and options to bytes of the KV pool, in GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+
+    def size(weights, **options):
+        config = EngineConfig(model="model", block_size=16, max_num_seqs=2**20, max_model_len=2**20, **options)
+        loaded = Loaded(weights * GIB)
+        backend = SimpleNamespace(_config=config, _loaded=loaded, _fused=True)
+        backend._peak_bytes = lambda model_len, device: 2 * weights * GIB
+        for name in ("_graph_bytes", "_update_bytes"):
+            setattr(backend, name, getattr(CudaBackend, name).__get__(backend))
+        return CudaBackend._num_blocks(backend, 16) * BLOCK_BYTES / GIB
+
+    return size
+
+
+def test_an_update_and_graphs_are_left_room_by_default(pool_of):
+    graphs = 1 + 2**20 * 10 * 2 / GIB
+    assert pool_of(10) == pytest.approx(90 - 20 - graphs - 10, abs=1e-3)
+    assert pool_of(10, reserve_for_updates=False) == pytest.approx(90 - 20 - graphs, abs=1e-3)
+    assert pool_of(10, cuda_graphs=False) == pytest.approx(90 - 20 - 10, abs=1e-3)
+
+
+def test_where_a_second_copy_would_leave_no_pool_updates_are_said_to_be_made_in_place(pool_of, caplog):
+    assert pool_of(30, cuda_graphs=False) == pytest.approx(90 - 60, abs=1e-3)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "made in place, and stop steps" in record.getMessage()
+    assert "30.0 GiB are left" in record.getMessage()
+    caplog.clear()
+    assert pool_of(22, cuda_graphs=False) == pytest.approx(90 - 66, abs=1e-3) and not caplog.records

@@ -85,3 +85,29 @@ def test_where_there_is_no_room_for_all_none_is_kept(shadow, memory, monkeypatch
     with pytest.raises(WeightUpdateError, match="no room"):
         shadow.of(views[2])
     assert shadow.num_bytes == 0 and not any(map(shadow.holds, views))
+
+
+def test_all_is_reserved_as_one_piece_whose_parts_are_aligned_and_apart(shadow, memory, monkeypatch):
+    views, allocated, allocate = interleaved(), [], memory.allocate
+    monkeypatch.setattr(memory, "allocate", lambda size: allocated.append(size) or allocate(size))
+    shadow.reserve(views)
+    shadow.reserve(views)
+    assert allocated == [1024] and all(map(shadow.holds, views)) and shadow.num_bytes == 3 * 2 * 4 * 4 + 14
+    for i, view in enumerate(views):
+        place = shadow.of(view).fill_(i + 1)
+        assert (place.shape, place.stride(), place.dtype) == (view.shape, view.stride(), view.dtype)
+    shadow.plan(views)
+    shadow.commit()
+    assert [view.unique().tolist() for view in views] == [[1], [2], [3]] and len(allocated) == 1
+
+
+def test_a_reservation_without_room_keeps_nothing(shadow, memory, monkeypatch):
+    def refuse(num_bytes):
+        raise WeightUpdateError("no room")
+
+    views = interleaved()
+    shadow.of(views[2])
+    monkeypatch.setattr(memory, "allocate", refuse)
+    with pytest.raises(WeightUpdateError, match="no room"):
+        shadow.reserve(views)
+    assert shadow.num_bytes == 0
