@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout_engine.kernels.attention_params import AttentionParams
+from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.paged_attention import Batch, Heads, Limits, PagedAttention
 from rollout_engine.model.cuda.memory import ReleasableMemory
+from rollout_engine.model.cuda.upload import upload
 from rollout_engine.model.modules.geometry import LayerGeometry
 
 __all__ = ["CudaAttention", "CudaBatch", "CudaKVPool", "Limits", "ModuleStep"]
@@ -53,6 +56,7 @@ class CudaKVPool:
             for layer in geometry
         ]
         self.memory = ReleasableMemory(self.tensors())
+        self._copies: BlockCopies | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the pool; blocks come first in its shape."""
@@ -66,14 +70,30 @@ class CudaKVPool:
 
     def release(self) -> None:
         """Forget all KV and give its memory back to the device; the next step takes it again."""
+        self._copies = None  # it knows addresses
         self.memory.release()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, destination), in every layer."""
-        if pairs:
-            source, destination = torch.tensor(pairs, device=self.layers[0].keys.device).unbind(1)
-            for tensor in self.tensors():
-                tensor[destination] = tensor[source]
+        """Copy whole blocks, (source, destination), in every layer, reading each before it is written: one upload that
+        nothing waits for, and one launch, but for a block that an earlier pair reads and a later one writes."""
+        if not pairs:
+            return
+        if self._copies is None:
+            self._copies = BlockCopies(list(self.tensors()))
+        (on_device,) = upload([np.array(pairs, np.int64)], self.layers[0].keys.device)
+        for start, end in _independent(pairs):
+            self._copies.run(on_device[start:end])
+
+
+def _independent(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Bounds of runs of pairs in which no block is read and written; in one launch they have no order."""
+    start, read = 0, set[int]()
+    for index, (source, destination) in enumerate(pairs):
+        if destination in read:
+            yield start, index
+            start, read = index, set()
+        read.add(source)
+    yield start, len(pairs)
 
 
 class CudaAttention:

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
+from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.triton.copies import FusedCopy
 from rollout_engine.kernels.triton.decode_inputs import prepare
 from rollout_engine.kernels.triton.layout import KVLayer
@@ -74,6 +75,7 @@ def call_everything(dtype: torch.dtype) -> None:
     tables, lens = empty(256, 2560, dtype=torch.int32), empty(256, dtype=torch.int32)
     prepare(columns, columns, lens, (columns, lens, 9), columns, tables, tables, 16)
     call_sampling(dtype)
+    BlockCopies(list(layer)).run(empty(9, 2, dtype=torch.int64))
     FusedCopy([(hidden, hidden.clone()), (empty(9)[1:], empty(8))]).run()
     check = DeviceCheck()
     check.add(hidden)

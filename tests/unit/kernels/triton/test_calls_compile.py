@@ -15,7 +15,7 @@ pytestmark = [
 ]
 HOPPER_SHARED_BYTES = 227 * 1024
 KERNELS = {"_norm", "_gated", "_rotary", "_matmul", "_chunk", "_row", "_active", "_edge", "_top", "_copy", "_piece"}
-KERNELS |= {"_copy_edited", "_edit", "_outcome", "_edited_outcome", "_prepare"}
+KERNELS |= {"_copy_edited", "_edit", "_outcome", "_edited_outcome", "_prepare", "_block_copy"}
 
 
 def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
@@ -26,7 +26,7 @@ def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in made} == {f"{name}_kernel" for name in KERNELS}
     assert not [kernel for kernel in made if kernel["stack"] or kernel["shared"] > HOPPER_SHARED_BYTES]
-    for name in ("_norm", "_gated", "_chunk", "_row", "_copy", "_piece", "_copy_edited"):
+    for name in ("_norm", "_gated", "_chunk", "_row", "_copy", "_piece", "_copy_edited", "_block_copy"):
         assert [k for k in made if k["kernel"] == f"{name}_kernel" and k["wide_loads"]], f"{name} reads narrowly"
     assert all(kernel["cp.async.cg"] for kernel in made if kernel["kernel"] == "_piece_kernel"), "no loads ahead"
     products = [kernel for kernel in made if kernel["kernel"] == "_matmul_kernel"]
