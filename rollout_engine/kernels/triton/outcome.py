@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats
-from rollout_engine.kernels.triton.sampling import SamplingWorkspace, logprob_of, num_chunks_of, weights_of
+from rollout_engine.kernels.triton.sampling import SamplingWorkspace, inverse_of, logprob_of, num_chunks_of, weights_of
 
 _ROWS = 128
 _CHUNKS = 16
@@ -159,7 +159,7 @@ def _edited_outcome_kernel(
         lists = (active_ptr + i * chunk_stride, tl.load(num_active_ptr + i), num_chunks, vocab_size)
         edges = (tl.load(floor_ptr + i), tl.load(last_tie_ptr + i))
         edited_ptr += i * edited_stride
-        top, total = _kept_mass(logits_ptr, edited_ptr, lists, edges, 1.0 / temperature, CHUNKS)
+        top, total = _kept_mass(logits_ptr, edited_ptr, lists, edges, inverse_of(temperature), CHUNKS)
         mass = tl.div_rn(top - maximum, temperature).to(tl.float64) + tl.log(total) - log_total
     outcome_ptr += row * 4
     tl.store(outcome_ptr, token.to(tl.float64))

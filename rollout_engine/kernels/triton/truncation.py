@@ -11,8 +11,8 @@ shortest prefix ends.
 It reads the chunk tops and masses that `sampling.sample` has written. A flat row lists all chunks, which is slow.
 
 Compared with the twin: counts are exact and ties are ordered by id, so top-k is equal. Masses are sums of float32
-weights, so top-p and min-p differ only where the share of mass, or the ratio to the most likely token, lies within
-relative 2^-20 of the limit.
+weights, so top-p and min-p differ only where the share of mass, or the ratio to the most likely token, lies within the
+bounds of `kernels.triton.sampling` of the limit.
 """
 
 import torch
@@ -27,6 +27,7 @@ from rollout_engine.kernels.triton.sampling import (
     SamplingRows,
     SamplingWorkspace,
     chunk_weights,
+    inverse_of,
     load_chunk,
     logprob_of,
     num_chunks_of,
@@ -100,7 +101,7 @@ def _active_kernel(
     maximum = tl.load(maximum_ptr + row)
     num_active = 0
     if (by_count | by_mass | (min_p > 0)) & (maximum == maximum):
-        inverse = 1.0 / tl.load(temperatures_ptr + row)
+        inverse = inverse_of(tl.load(temperatures_ptr + row))
         tops, weights = chunk_weights(tops_ptr, masses_ptr, row * chunk_stride, num_chunks, inverse, BLOCK)
         shares = weights_of(tops, maximum, inverse).to(tl.float64)
         keys = _key(tops, SHIFT)
@@ -161,7 +162,7 @@ def _edge_kernel(
             num_active,
             vocab_size,
             maximum,
-            1.0 / temperature,
+            inverse_of(temperature),
         )
         limits = (tl.load(top_k_ptr + i), tl.load(top_p_ptr + i), tl.load(min_p_ptr + i))
         floor, last_tie = _edge(row, limits, tl.load(bounds_ptr + i), tl.exp(log_total), SHIFT, CHUNKS)

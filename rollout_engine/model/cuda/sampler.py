@@ -4,7 +4,7 @@
     edited rows       edit ── sample ── truncate ── write in their place ───> "
     other log-probs   raw, processed, those of top tokens ───────────────────> outcome
 
-Log-probs differ from those of a draw on the host by at most 2^-20.
+Log-probs differ from those of a draw on the host by the bounds of `kernels.triton.sampling`.
 """
 
 from typing import NamedTuple

@@ -110,7 +110,7 @@ def row_stats(kernel: Any) -> dict[str, int]:
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
     ptx = kernel.asm["ptx"]
     wide = len(re.findall(r"ld\.global[.\w]*\.v(?:4\.b32|2\.b64)", ptx))
-    counts = {name: ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async.cg")}
+    counts = {name: ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async.cg", "div.full")}
     return {"registers": registers, "stack": stack, "shared": kernel.metadata.shared, "wide_loads": wide} | counts
 
 

@@ -29,6 +29,10 @@ def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
     for name in ("_norm", "_gated", "_chunk", "_row", "_copy", "_piece", "_copy_edited", "_block_copy"):
         assert [k for k in made if k["kernel"] == f"{name}_kernel" and k["wide_loads"]], f"{name} reads narrowly"
     assert all(kernel["cp.async.cg"] for kernel in made if kernel["kernel"] == "_piece_kernel"), "no loads ahead"
+    draws = {f"_{name}_kernel" for name in ("chunk", "row", "active", "edge", "top", "edited_outcome")}
+    assert not [kernel for kernel in made if kernel["kernel"] in draws and kernel["div.full"]], (
+        "a quotient off by 2 ulp"
+    )
     products = [kernel for kernel in made if kernel["kernel"] == "_matmul_kernel"]
     assert all(kernel["cp.async.cg"] and not kernel["mma.sync"] for kernel in products)
     assert len([kernel for kernel in products if kernel["wgmma.mma"]]) >= 3  # those in bfloat16
