@@ -18,6 +18,8 @@ from rollout_engine.capacity import options as capacity
 from rollout_engine.cli.main import COMMANDS, PROGRAM
 from rollout_engine.config import EngineConfig
 from rollout_engine.episodes.plan import EpisodeOptions
+from rollout_engine.evaluation.sweep import Sweep
+from rollout_engine.evaluation.tasks import EvalTask
 from rollout_engine.pooling_params import PoolingParams
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.serve.options import ServeOptions
@@ -35,6 +37,8 @@ SECTIONS: tuple[tuple[str, str, type], ...] = (
     ("Pooling", "`PoolingParams(...)` of `LLM.encode`.", PoolingParams),
     ("Conversations", "Keyword arguments of `rollout`, `collect`, `generate` and `chat`.", ChatOptions),
     ("Episodes", "Keyword arguments of `rollout` and `arollout` with `env=`.", EpisodeOptions),
+    ("An evaluation", "`EvalTask(...)` of `RolloutPolicy.evaluate`.", EvalTask),
+    ("A sweep", "`sweep=` of `RolloutPolicy.evaluate`: a dict of these, or a file.", Sweep),
     ("The HTTP server", "`ServeOptions(...)`; on the command line with dashes: `--max-connections`.", ServeOptions),
 )
 
@@ -119,12 +123,18 @@ def _quoted(value: object) -> str:
 
 
 def _fleet_tables() -> Iterator[tuple[str, type]]:
-    """(name, class) of each table of a fleet file."""
+    """(name, class) of each table of a fleet file, and of the tables in these."""
     whole = next(cls for _, cls in inspect.getmembers(capacity, inspect.isclass) if _is_whole(cls))
-    for field in kinds.type_info(whole).fields:  # type: ignore[attr-defined]
-        nested = [each for each in getattr(field.type, "types", [field.type]) if isinstance(each, kinds.StructType)]
-        for each in nested:
-            yield field.name, each.cls
+    seen = set()
+    waiting = [("", whole)]
+    while waiting:
+        above, cls = waiting.pop(0)
+        for field in kinds.type_info(cls).fields:  # type: ignore[attr-defined]
+            for each in getattr(field.type, "types", [field.type]):
+                if isinstance(each, kinds.StructType) and each.cls not in seen:
+                    seen.add(each.cls)
+                    waiting.append((f"{above}{field.name}.", each.cls))
+                    yield f"{above}{field.name}", each.cls
 
 
 def _is_whole(cls: type) -> bool:

@@ -90,6 +90,14 @@ def test_every_option_has_a_row_with_its_meaning_and_every_command_its_help(tool
     assert "| `step_deadline` | number, above 0 or None | `1800.0` |" in text
 
 
+def test_no_class_of_options_is_left_out(tools):
+    defined = re.compile(r"^class (\w+)\((?:UserStruct|Table)\b", re.MULTILINE)
+    found = {name for path in ROOT.glob("rollout_engine/**/*.py") for name in defined.findall(path.read_text("utf-8"))}
+    options = tools["options"]
+    shown = {cls.__name__ for _, _, cls in options.SECTIONS} | {cls.__name__ for _, cls in options._fleet_tables()}
+    assert found - shown <= {"Table", "FleetFile"} and len(shown) > 10
+
+
 def test_every_public_name_and_every_verb_is_in_the_reference(tools):
     text = tools["api"].markdown()
     assert not [name for name in rollout_engine._HOMES if text.count(f"::: rollout_engine.{name}\n") != 1]
