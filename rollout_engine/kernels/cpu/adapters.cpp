@@ -17,16 +17,14 @@ using vec::F;
 
 #ifdef __AVX512F__
 constexpr int ROWS = 4, CHAINS = 4;  // 16 accumulators of 32 registers
-constexpr int SUMS = 8;              // of the second product
 #else
 constexpr int ROWS = 2, CHAINS = 2;  // 8 accumulators of 16 registers, where a vector is two
-constexpr int SUMS = 4;
 #endif
 
-constexpr int64_t LOW_COLUMNS = 16, PANEL = 64;  // columns of A and of B that are stored together
+constexpr int64_t LOW_COLUMNS = 16, PANEL = 32;  // columns of A and of B that are stored together
 constexpr int64_t AHEAD = 2048;                  // elements: the hardware alone fetches too late
 constexpr int64_t DEPTH = 256;                   // rows of A, and values of x, at once
-constexpr int64_t COLUMNS = 4 * PANEL;           // of `out`, to one piece of work
+constexpr int64_t COLUMNS = 4 * PANEL;           // of `out`, to one piece of work, where rows get nothing but adapters
 
 VEC_INLINE F broadcast(float x) { return x - F{}; }  // -0.0 stays
 
@@ -44,7 +42,7 @@ struct Worker {
 #pragma omp for schedule(static, 1) nowait
         for (int64_t i = 0; i < count; i++) {
             const int64_t index = i / batch.num_blocks / groups, lane = i / batch.num_blocks % groups * LOW_COLUMNS;
-            const AdapterBlock block = present(batch.blocks[i % batch.num_blocks]);
+            const AdapterBlock block = present(batch.blocks[i % batch.num_blocks], c.begin, c.end);
             const AdapterPart& part = part_of(block, index);
             if (!part.a || lane >= part.rank) continue;
             int row = 0;
@@ -53,18 +51,15 @@ struct Worker {
         }
     }
 
-    // Neighbours are blocks of rows, which read the same columns of B.
-    void up() const {
-        const int64_t count = (table.out_features + COLUMNS - 1) / COLUMNS * batch.num_blocks;
-#pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < count; i++) {
-            const AdapterBlock block = present(batch.blocks[i % batch.num_blocks]);
-            const int64_t begin = i / batch.num_blocks * COLUMNS;
-            for (int64_t index = 0; index < table.num_parts; index++) {  // the panels that begin in these columns
+    void up(Rectangle in) const {
+        for (int64_t i = 0; i < batch.num_blocks; i++) {
+            const AdapterBlock block = present(batch.blocks[i], c.begin + in.begin, c.begin + in.end);
+            for (int64_t index = 0; block.count && index < table.num_parts; index++) {
                 const AdapterPart& part = part_of(block, index);
                 if (!part.a) continue;
-                const int64_t from = panels_before(begin - part.column), to = panels_before(begin + COLUMNS - part.column);
-                up(block, part, index, from, std::min(to, part.size));
+                const int64_t from = std::max(in.from - part.column, int64_t(0));
+                const int64_t to = std::min(in.to - part.column, part.size);
+                up_part(block, part, index, from, to);
             }
         }
     }
@@ -74,13 +69,10 @@ struct Worker {
         return table.parts[block.slot * table.num_parts + index];
     }
 
-    // Columns of the panels that begin before a column.
-    static int64_t panels_before(int64_t column) { return std::max((column + PANEL - 1) / PANEL * PANEL, int64_t(0)); }
-
-    // Those rows of a block that are in this call.
-    AdapterBlock present(AdapterBlock block) const {
-        while (block.count && batch.rows[block.first] < c.begin) block.first++, block.count--;
-        while (block.count && batch.rows[block.first + block.count - 1] >= c.end) block.count--;
+    // Those of a block's rows that are in [begin, end).
+    AdapterBlock present(AdapterBlock block, int64_t begin, int64_t end) const {
+        while (block.count && batch.rows[block.first] < begin) block.first++, block.count--;
+        while (block.count && batch.rows[block.first + block.count - 1] >= end) block.count--;
         return block;
     }
 
@@ -139,49 +131,55 @@ struct Worker {
         return out;
     }
 
-    // out += scale * low B, of columns [from, to) of B.
-    void up(const AdapterBlock& block, const AdapterPart& part, int64_t index, int64_t from, int64_t to) const {
-        int row = 0;
-        for (; row + 4 <= block.count; row += 4) up_rows<4>(block, row, part, index, from, to);
-        for (; row + 2 <= block.count; row += 2) up_rows<2>(block, row, part, index, from, to);
-        for (; row < block.count; row++) up_rows<1>(block, row, part, index, from, to);
+    // out += scale * low B, of columns [from, to) of B, panel by panel.
+    void up_part(const AdapterBlock& block, const AdapterPart& part, int64_t index, int64_t from, int64_t to) const {
+        for (int64_t next; from < to; from = next) {
+            next = std::min(to, (from / PANEL + 1) * PANEL);
+            int row = 0;
+            for (; row + 4 <= block.count; row += 4) up_rows<4>(block, row, part, index, from, next);
+            for (; row + 2 <= block.count; row += 2) up_rows<2>(block, row, part, index, from, next);
+            for (; row < block.count; row++) up_rows<1>(block, row, part, index, from, next);
+        }
     }
 
     template <int N>
     void up_rows(
         const AdapterBlock& block, int row, const AdapterPart& part, int64_t index, int64_t from, int64_t to) const {
-        constexpr int V = std::min(SUMS / N, int(PANEL / vec::LANES));  // vectors of a panel at once
-        const float* low[N];
-        T* out[N];
-        for (int r = 0; r < N; r++) low[r] = low_of(block, row + r, index), out[r] = out_of(block, row + r, part);
-        const F scale = broadcast(part.scale);
-        for (; from < to; from += V * vec::LANES) {
-            F sums[N][V] = {};
-            const T* b = (const T*)part.b + from / PANEL * PANEL * part.rank + from % PANEL;
-            for (int64_t k = 0; k < part.rank; k++, b += PANEL)
-#pragma GCC unroll 4
-                for (int v = 0; v < V; v++) {
-                    __builtin_prefetch(b + v * vec::LANES + AHEAD);
-                    const F weights = vec::load(b + v * vec::LANES);
-#pragma GCC unroll 4
-                    for (int r = 0; r < N; r++) sums[r][v] = vec::fma(broadcast(low[r][k]), weights, sums[r][v]);
-                }
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++)
-#pragma GCC unroll 4
-                for (int r = 0; r < N; r++) {
-                    const int64_t column = from + v * vec::LANES;
-                    add(out[r] + column, vec::product(sums[r][v], scale), to - column);
-                }
-        }
+        if (N < 4 && to - from == PANEL) return up_columns<N, PANEL / vec::LANES>(block, row, part, index, from, PANEL);
+        for (; from < to; from += vec::LANES)
+            up_columns<N, 1>(block, row, part, index, from, std::min<int64_t>(vec::LANES, to - from));
     }
 
-    // out += x, of the first n elements.
-    VEC_INLINE void add(T* out, F x, int64_t n) {
-        if (n >= vec::LANES)
-            vec::store(out, vec::load(out) + x);
-        else if (n > 0)
-            vec::store(out, vec::load(out, (int)n) + x, (int)n);
+    // Of V vectors of columns of B, n columns in all: fewer only where it is a single one.
+    template <int N, int V>
+    void up_columns(
+        const AdapterBlock& block, int row, const AdapterPart& part, int64_t index, int64_t from, int64_t n) const {
+        const T* b = (const T*)part.b + from / PANEL * PANEL * part.rank + from % PANEL;
+        const bool is_whole = V > 1 || n == vec::LANES;
+        const float* low[N];
+        F sums[N][V] = {};
+        for (int r = 0; r < N; r++) low[r] = low_of(block, row + r, index);
+        for (int64_t k = 0; k < part.rank; k++, b += PANEL)
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) {
+                __builtin_prefetch(b + v * vec::LANES + AHEAD);
+                const F weights = is_whole ? vec::load(b + v * vec::LANES) : vec::load(b, (int)n);
+#pragma GCC unroll 4
+                for (int r = 0; r < N; r++) sums[r][v] = vec::fma(broadcast(low[r][k]), weights, sums[r][v]);
+            }
+        const F scale = broadcast(part.scale);
+#pragma GCC unroll 4
+        for (int r = 0; r < N; r++) {
+            T* out = out_of(block, row + r, part) + from;
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) {
+                const F delta = vec::product(sums[r][v], scale);
+                if (is_whole)
+                    vec::store(out + v * vec::LANES, vec::load(out + v * vec::LANES) + delta);
+                else
+                    vec::store(out, vec::load(out, (int)n) + delta, (int)n);
+            }
+        }
     }
 };
 
@@ -191,15 +189,17 @@ void adapters_down_in_team(const AdapterCall& call) {
     call.is_bf16 ? Worker<bf16>(call).down() : Worker<float>(call).down();
 }
 
-void adapters_up_in_team(const AdapterCall& call, Team& team) {
-    call.is_bf16 ? Worker<bf16>(call).up() : Worker<float>(call).up();
-    team.meet();
+void adapters_up(const AdapterCall& call, Rectangle in) {
+    call.is_bf16 ? Worker<bf16>(call).up(in) : Worker<float>(call).up(in);
 }
 
 extern "C" void adapters_run(const AdapterCall* call) {
+    const int64_t num_columns = call->table->out_features;
     Team::run(call->num_threads, [&](Team& team) {
         adapters_down_in_team(*call);
         team.meet();
-        adapters_up_in_team(*call, team);
+#pragma omp for schedule(static) nowait
+        for (int64_t from = 0; from < num_columns; from += COLUMNS)
+            adapters_up(*call, {0, call->end - call->begin, from, std::min(from + COLUMNS, num_columns)});
     });
 }

@@ -8,7 +8,7 @@
 // One adapter's matrices for one linear layer. Mirrored in adapters.py, as the others are.
 struct AdapterPart {
     const void* a;  // [rank / 16][in_features][16]; null where the adapter leaves this layer alone
-    const void* b;  // [size / 64 rounded up][rank][64]
+    const void* b;  // [size / 32 rounded up][rank][32]
     int64_t rank;   // padded with zeros to a multiple of 16
     int64_t column, size;  // of the layer's outputs within a row of all parts' outputs
     float scale;
@@ -32,7 +32,7 @@ struct AdapterRows {
     int64_t num_blocks, num_rows;
 };
 
-// One addition: the rows of the batch from `begin` on are those of x and out, up to `end`.
+// One addition. Rows [begin, end) of the batch are those of x and out.
 struct AdapterCall {
     const char* x;
     char* out;
@@ -44,7 +44,13 @@ struct AdapterCall {
     int32_t is_bf16, num_threads;
 };
 
-// Every thread of a team calls these with the same `call`. `low = x A`, which needs no `out` and does not wait for the
-// other threads; then, behind a barrier, `out += scale * low B`, which does.
+// low = x A. Every thread of a team calls this with the same `call`; it does not wait for the others.
 void adapters_down_in_team(const AdapterCall& call);
-void adapters_up_in_team(const AdapterCall& call, Team& team);
+
+// A rectangle of a row-major matrix: rows [begin, end), columns [from, to).
+struct Rectangle {
+    int64_t begin, end, from, to;
+};
+
+// out += scale * low B, in these rows and columns of `out`, by the thread that calls it.
+void adapters_up(const AdapterCall& call, Rectangle in);

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error
 
-_LANES, _PANEL = 16, 64
+_LANES, _PANEL = 16, 32
 """Columns of A.T and B.T that are stored together."""
 _BLOCK_ROWS = 4
 """Most rows that read an adapter's matrices together."""
@@ -24,13 +24,13 @@ _PRODUCTS_A_THREAD = 1 << 15
 class AdapterPair(NamedTuple):
     """One adapter's matrices for one linear layer, packed: it adds `scale * (x @ A.T) @ B.T` to the layer's output.
 
-    The rank is padded with zeros to a multiple of 16, and so are the columns of B.T to one of 64.
+    The rank is padded with zeros to a multiple of 16, and so are the columns of B.T to one of 32.
     """
 
     a: Tensor
     """[rank / 16, in_features, 16]: A.T, in pieces of 16 columns."""
     b: Tensor
-    """[out_features / 64, rank, 64], of the dtype of `a`: B.T, in pieces of 64 columns."""
+    """[out_features / 32, rank, 32], of the dtype of `a`: B.T, in pieces of 32 columns."""
     scale: float
 
     @classmethod

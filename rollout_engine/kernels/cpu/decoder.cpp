@@ -164,11 +164,10 @@ struct Worker {
                   int64_t in_features, int64_t out_features) const {
         const AdapterCall adapted = {(const char*)x, (char*)out, &table, &c.adapter_rows, b.low, in_features,
                                      out_features, first, first + count, c.is_bf16, c.num_threads};
-        if (table.parts) adapters_down_in_team(adapted);  // the product's barriers are behind it
+        if (table.parts) adapters_down_in_team(adapted);
         gemm_in_team({(const char*)x, p.packed, p.bias, (char*)out, b.staging, count, in_features, out_features,
-                      c.is_bf16, c.num_threads},
+                      c.is_bf16, c.num_threads, 0, table.parts ? &adapted : nullptr},
                      team);
-        if (table.parts) adapters_up_in_team(adapted, team);
     }
 };
 

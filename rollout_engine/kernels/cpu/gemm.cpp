@@ -100,6 +100,12 @@ Cut cut_of(const Call& call, int64_t row_multiple) {
 constexpr int64_t SHARES = 8;
 constexpr int64_t PRODUCTS_TO_SHARE = 1 << 26;  // fewer take less time than it takes to agree on who does what
 
+// Adds adapters to what the calling thread has written: rows [begin, end) of a panel.
+VEC_INLINE void adapt(const Call& call, int64_t panel, int64_t begin, int64_t end) {
+    if (call.adapters)
+        adapters_up(*call.adapters, {begin, end, panel * PANEL, std::min((panel + 1) * PANEL, call.out_features)});
+}
+
 int useful_threads(const Call& call) {
     const int64_t products = call.rows * call.in_features * call.out_features;
     return static_cast<int>(std::clamp<int64_t>(products / PRODUCTS_A_THREAD, 1, call.num_threads));
@@ -161,7 +167,8 @@ VectorBlock vector_block_of(int64_t rows) {
 }
 
 // Rows in place, or copied where that is faster to read. An odd number of bfloat16 leaves half a unit at the end of a row.
-// And rows an even number of cache lines apart, as in most models, map to few sets of the L1 cache.
+// And rows an even number of cache lines apart, as in most models, map to few sets of the L1 cache. With adapters the threads
+// have met afterwards, here and below.
 struct Rows {
     const char* first;
     int64_t stride;
@@ -191,7 +198,9 @@ void vector_panel(const Call& call, Rows x, int64_t panel, int64_t begin, int64_
 Rows rows_of(const Call& call, Team& team) {
     const int64_t row_bytes = 4 * whole_units(call.in_features, call.is_bf16);
     const bool is_better = call.rows > MAX_ROWS && row_bytes % (8 * LINE) == 0;
-    return call.is_bf16 && (call.in_features % 2 || is_better) ? staged(call, team) : Rows{call.x, row_bytes};
+    if (call.is_bf16 && (call.in_features % 2 || is_better)) return staged(call, team);
+    if (call.adapters) team.meet();
+    return {call.x, row_bytes};
 }
 
 #else
@@ -200,7 +209,10 @@ using Rows = registers::Operand;
 
 // Rows in place, or a copy in float32, with zeros where K ends and an odd number of cache lines apart.
 Rows rows_of(const Call& call, Team& team) {
-    if (!call.is_bf16) return {reinterpret_cast<const float*>(call.x), call.in_features};
+    if (!call.is_bf16) {
+        if (call.adapters) team.meet();
+        return {reinterpret_cast<const float*>(call.x), call.in_features};
+    }
     const int64_t stride = registers::staged_stride(call.in_features);
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < call.rows; ++row) {
@@ -235,7 +247,9 @@ void run_on_vectors(const Call& call, Team& team) {
     const int64_t count = cut.parts * cut.panels, chunk = count / (SHARES * omp_get_num_threads());
     auto multiply = [&](int64_t i) {
         const int64_t begin = i / cut.panels * cut.rows_a_part;
-        vector_panel(call, x, i % cut.panels, begin, std::min(begin + cut.rows_a_part, call.rows));
+        const int64_t end = std::min(begin + cut.rows_a_part, call.rows);
+        vector_panel(call, x, i % cut.panels, begin, end);
+        adapt(call, i % cut.panels, begin, end);
     };
     if (chunk == 0 || call.rows * call.in_features * call.out_features < PRODUCTS_TO_SHARE) {
 #pragma omp for schedule(static) nowait
@@ -334,6 +348,7 @@ void run_on_tiles(const Call& call, Team& team) {
         for (int64_t panel = 0; panel < cut.panels; ++panel) {
             const int64_t begin = part * cut.rows_a_part, end = std::min(begin + cut.rows_a_part, call.rows);
             tile_panel(call, panel, panel + 1 == cut.panels, begin, end);
+            adapt(call, panel, begin, end);
         }
     _tile_release();
     team.meet();

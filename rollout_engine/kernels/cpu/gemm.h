@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "adapters.h"
 #include "team.h"
 
 // One product; `Call` of gemm.py.
@@ -15,6 +16,7 @@ struct GemmCall {
     int64_t rows, in_features, out_features;
     int32_t is_bf16, num_threads;
     int32_t float32_out;    // sums of bfloat16 products are written as they are, not rounded to bfloat16
+    const AdapterCall* adapters;  // added to `out` as it is written; or null
 };
 
 // Bytes of `staging` that any product of this size needs.
@@ -27,5 +29,6 @@ inline int64_t gemm_staging_bytes(int64_t rows, int64_t in_features, bool is_bf1
     return is_bf16 ? (rows + 15) / 16 * 16 * (((in_features + 31) / 32 + 1) * 32) * BYTES : 0;
 }
 
-// Every thread of a team calls this with the same `call`; returns once the whole product is written.
+// Every thread of a team calls this with the same `call`; returns once the whole product is written. With adapters, all
+// have called adapters_down_in_team() before, and need not have met since.
 void gemm_in_team(const GemmCall& call, Team& team);

@@ -41,6 +41,7 @@ class _Call(ctypes.Structure):
         ("is_bf16", c_int32),
         ("num_threads", c_int32),
         ("float32_out", c_int32),
+        ("adapters", c_void_p),
     ]
 
 
