@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rollout_engine.batches.layout import full_places
+from rollout_engine.batches.layout import check_batch, full_places
 from rollout_engine.config import EngineConfig
 from rollout_engine.episodes.kept_workers import KeptWorkers
 from rollout_engine.episodes.plan import RolloutOptions
@@ -343,8 +343,12 @@ class RolloutPolicy(BlockingVerbs):
         float32, 0 outside the mask. Equal to ("log_probs", "full") bit for bit at the temperature that sampled, as long
         as the weights are the same and the engine is deterministic. `lora`: the adapter that scores; None: the base
         model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"], which
-        `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`.
+        `return_routed_experts` gives. After `timeout` seconds it raises `CallTimeoutError`; for anything but a rollout,
+        `RequestError`.
         """
+        needed = ["tokens", "masks", *(["routed_experts"] if replay_routing else [])]
+        otherwise = "Token ids alone are scored by the engine: LLM.score(prompt_token_ids, completion_token_ids)."
+        check_batch(batch, needed=needed, otherwise=otherwise)
         tokens, assistant = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
         full = full_places(batch)
         sampled = [assistant[place].nonzero().flatten() for place in full]

@@ -8,7 +8,7 @@ Every key with one value per token covers one of three spans:
     "full"       both         [B, T], right-padded           [1, N], split at cu_seqlens
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -72,11 +72,16 @@ def num_sequences(batch: TensorDictBase) -> int:
     return len(batch["cu_seqlens"]) - 1 if is_packed(batch) else batch.batch_size[0]
 
 
-def check_batch(batch: object, field: str = "batch") -> TensorDictBase:
-    """Return `batch` if it is a rollout in one of the two layouts. Raises `RequestError`, naming it `field`."""
+def check_batch(
+    batch: object, field: str = "batch", *, needed: Collection[str] = _NEEDED, otherwise: str = ""
+) -> TensorDictBase:
+    """Return `batch` if it is a rollout in one of the two layouts. Raises `RequestError`, naming it `field`.
+
+    `needed`: top-level keys that it has to have; `otherwise`: what to do with anything but a TensorDict.
+    """
     if not isinstance(batch, TensorDictBase):
-        raise RequestError.for_field(field, batch, "a TensorDict as RolloutPolicy.rollout returns it")
-    if missing := _NEEDED - set(batch.keys()):
+        raise RequestError.for_field(field, batch, "a TensorDict as RolloutPolicy.rollout returns it", otherwise)
+    if missing := set(needed) - set(batch.keys()):
         hint = "Keep all keys that RolloutPolicy.rollout returns."
         raise RequestError.for_field(f"{field}.keys()", sorted(map(str, batch.keys())), f"with {sorted(missing)}", hint)
     if not is_packed(batch) and batch.batch_dims != 1:

@@ -286,6 +286,23 @@ def test_tokens_and_masks_are_enough_to_score(rig):
     assert torch.equal(rig.policy.score(batch.select("tokens", "masks")), rig.policy.score(batch))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "options", "match"),
+    [
+        (lambda batch: [[1, 2], [3]], {}, r"batch=\[\[1, 2\], \[3\]\] .*a TensorDict .*LLM.score\(prompt_token_ids, "),
+        (lambda batch: batch["tokens", "full"], {}, "batch=tensor.* must be a TensorDict as RolloutPolicy.rollout"),
+        (lambda batch: batch.select("tokens"), {}, r"batch.keys\(\)=\['tokens'\] .* with \['masks'\]. Keep all keys"),
+        (lambda batch: batch, {"replay_routing": True}, r"with \['routed_experts'\]"),
+        (lambda batch: batch[0], {}, r"batch.batch_size=\[\] .* \[number of sequences\]"),
+    ],
+    ids=["lists", "a tensor", "keys", "routing", "one row"],
+)
+def test_only_rollouts_are_scored(rig, wrong, options, match):
+    batch = rig.rollout(num_samples=2, seed=4)
+    with pytest.raises(RequestError, match=match):
+        rig.policy.score(wrong(batch), **options)
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_scores_stand_under_the_sampled_tokens(rig, layout):
     batch = rig.rollout(num_samples=2, seed=4, layout=layout)
