@@ -32,7 +32,8 @@ def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     triton_kernels = [source for source in package_sources if source.module.startswith(kernels)]
     subclasses = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.torchrl")]
     verl = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.verl")]
-    terminal = [source for source in package_sources if source.module == "rollout_engine.viewing.terminal"]
+    in_terminal = ("rollout_engine.viewing.terminal", "rollout_engine.viewing.dashboard")
+    terminal = [source for source in package_sources if source.module in in_terminal]
     others = [source for source in package_sources if source not in (*triton_kernels, *subclasses, *verl, *terminal)]
     needed = _third_party(others, lambda found: not found.in_function)
     late = _third_party([s for s in package_sources if s not in verl], lambda found: found.in_function)
