@@ -82,6 +82,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         "model": _read_path,
         "tokenizer": _read_path,
         "profiler_dir": _read_path,
+        "step_trace": _read_path,
         "dtype": _read_dtype,
         "device": _read_device,
         "speculation": _read_speculation,
@@ -182,6 +183,12 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     profiler_dir: Text | None = None
     """Directory of the traces that `start_profile` records, where the model runs; made when it is missing. None: each
     call of `start_profile` names one."""
+
+    step_trace: Text | None = None
+    """Directory for a trace of every step, where the model runs: which sequences it computed and drew for, under which
+    version. `rollout-engine replay --explain` reads it. None: nothing is written, and nothing is slower."""
+    step_trace_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=2**50)] = 64 << 20
+    """Most bytes of an engine's trace; the oldest steps are forgotten."""
 
     @property
     def schedules_ahead(self) -> bool:

@@ -8,7 +8,8 @@ A line has the keys of `rollout_engine.batches.jsonl`, and these:
     weights     {policy version: digest of the weights} for the versions that sampled; null where the version had passed
                 before its group ended
     lora        {name, revision, digest} of the adapter; null without one
-    engine      model, dtype, fp32_head, deterministic, logits_processors, and what it ran on (`ModelInfo.made_with`)
+    engine      model, dtype, fp32_head, deterministic, logits_processors, and what it ran on (`ModelInfo.made_with`);
+                step_trace where it writes one
 """
 
 import os
@@ -115,6 +116,7 @@ def describe_engine(policy: BlockingVerbs) -> dict[str, Any]:
         "fp32_head": config.fp32_head,
         "deterministic": config.deterministic,
         "logits_processors": list(config.logits_processors),
+        **({} if config.step_trace is None else {"step_trace": config.step_trace}),
         "made_with": {"rollout_engine": VERSION, **info.made_with},
     }
 

@@ -1,10 +1,14 @@
 """Makes logged rollouts again, token by token and bit by bit, or says where they differ and what may be why.
 
     rollout-engine replay rollouts.jsonl --sample 12
+    rollout-engine replay rollouts.jsonl --sample 12 --explain --token 5
     rollout-engine replay rollouts.jsonl --weights steps/100 --weights steps/200 num_threads=2
 
 The file is one of `rollout(log_to=...)`. Its lines name the model, the dtype and the digests of the weights; weights of
 versions that a trainer has pushed are looked for among those of --weights. The exit status is 1 where a sample differs.
+
+--explain makes nothing again and needs no model: it tells which step of the engine drew a token, with which batch
+mates, cache hits, preemptions and versions, from the trace that EngineConfig(step_trace=...) makes an engine write.
 """
 
 import argparse
@@ -15,6 +19,7 @@ from rollout_engine.batches.rollout_files import read_jsonl
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.errors import RequestError
 from rollout_engine.policy import RolloutPolicy
+from rollout_engine.rollout_explain import explain
 from rollout_engine.rollout_replay import replay, require_log
 
 
@@ -24,12 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, metavar="K", help="only the sample in this line, the first being 0")
     parser.add_argument("--model", help="checkpoint directory or hub id; default: the one that the lines name")
     parser.add_argument("--weights", action="append", default=[], metavar="DIR", help="a checkpoint of a later version")
+    parser.add_argument("--explain", action="store_true", help="which step drew a token of --sample, and what it met")
+    parser.add_argument("--token", type=int, default=0, metavar="P", help="its place in the response (0)")
+    parser.add_argument("--trace", metavar="DIR", help="directory of the trace; default: the one that the lines name")
     add_overrides(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what came of the samples. Returns 1 where one differs."""
     overrides, samples = parse_overrides(arguments.overrides), read_jsonl(arguments.file)
+    if arguments.explain:
+        return _explain(arguments, samples)
     if arguments.sample is not None:
         samples = _chosen(samples, arguments.sample)
     if not samples:
@@ -49,6 +59,20 @@ def run(arguments: argparse.Namespace) -> int:
     num_equal = sum(report.is_equal for report in reports)
     print(f"{num_equal} of {len(reports)} samples made again, equal to the bit")
     return int(num_equal < len(reports))
+
+
+def _explain(arguments: argparse.Namespace, samples: list[dict[str, Any]]) -> int:
+    if arguments.sample is None:
+        raise RequestError("--explain needs --sample K: the line of the sample, the first being 0.")
+    [sample] = _chosen(samples, arguments.sample)
+    directory = arguments.trace or sample.get("engine", {}).get("step_trace")
+    if directory is None:
+        raise RequestError(
+            "--explain: the lines name no trace. Give its directory by --trace, or let the engine write one by "
+            "EngineConfig(step_trace=DIR) the next time."
+        )
+    print(explain(sample, arguments.token, directory, samples)[1])
+    return 0
 
 
 def _chosen(samples: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import NoReturn
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.engine.history import RecordedCore
 from rollout_engine.engine.start_up import core_config, engine_info
+from rollout_engine.engine.step_trace import traced
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.errors import RetryableError
 from rollout_engine.execution.executor import InlineExecutor
@@ -54,7 +55,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     try:
         settings.config.check()
         executor = InlineExecutor.from_config(settings.config)
-        core = RecordedCore(executor, core_config(settings.config, executor.info))
+        core = RecordedCore(traced(executor, settings.config), core_config(settings.config, executor.info))
         max_clients = descriptors.num_clients_possible(2 if settings.listen else 1)
         io = CoreSocket(
             directory,
