@@ -184,6 +184,8 @@ class AsyncLLM(AsyncVerbs):
         self, prompt: Prompt, params: Params | None, request_id: str | None, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what a request brings; `options` of `Frontend.add_request`. Closing the generator aborts it."""
+        if self.frontend.inputs.has_new_grammar(params):
+            await run_in_thread(self.frontend.inputs.try_grammar, params)
         waker, event = LoopWaker.of(asyncio.get_running_loop()), asyncio.Event()
         stream = self.frontend.add_request(
             prompt, params, request_id, lambda stream: self._wake(stream, waker, event), **options

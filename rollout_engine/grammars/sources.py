@@ -30,8 +30,18 @@ def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
     elif kind == "structural_tag":
         lark = _tags(value["structures"], value["triggers"], added)
     else:
-        lark = value
+        lark = _translated(value) if "::=" in value else value
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def _translated(grammar: str) -> str:
+    """A grammar in EBNF, as GBNF writes it, in Lark. Raises `ValueError` for what cannot be translated."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as problem:
+        raise ValueError(f"this EBNF cannot be translated ({problem}); give the grammar in Lark") from problem
 
 
 def _tags(structures: list[dict[str, Any]], triggers: list[str], added: Mapping[str, AddedToken]) -> str:

@@ -52,7 +52,10 @@ class GrammarTrials:
 
     def knows(self, given: Mapping[str, Any]) -> bool:
         """Whether `require` answers at once."""
-        return text_of(given) in self._known
+        try:
+            return text_of(given) in self._known
+        except (TypeError, ValueError):  # no JSON: it is refused before it is tried
+            return True
 
     def require(self, given: Mapping[str, Any]) -> None:
         """Raise `RequestError` unless structured outputs compile. Blocks for the time of a trial."""

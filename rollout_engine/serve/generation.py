@@ -88,6 +88,10 @@ class Generation:
         self._served.check_open()
         session = session_id or self._asked.session_id
         options = {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
+        new_forms = any(self._served.engine.frontend.inputs.has_new_grammar(each) for each in params)
+        if new_forms:
+            for each in params:
+                await run_in_thread(self._served.engine.frontend.inputs.try_grammar, each)
         if sum(map(_num_characters, prompts)) > _LONG_BYTES:
             streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:

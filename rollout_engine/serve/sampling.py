@@ -7,10 +7,11 @@ import msgspec
 
 from rollout_engine.sampling_params import LogprobsMode, SamplingParams
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, unsigned
+from rollout_engine.serve.forms import FORM_NAMES, form_of
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that are `SamplingParams`' own, which checks them. None: its default."""
+    """Fields that are `SamplingParams`' own, which checks them, and other names of forms. None: its default."""
 
     n: Any = None
     temperature: Any = None
@@ -38,9 +39,15 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: Any = None
     truncate_prompt_tokens: Any = None
     extra_args: Any = None
+    structured_outputs: Any = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
 
-_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name != "seed")
+_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name != "seed" and name not in FORM_NAMES)
 _values = operator.attrgetter(*_NAMES)
 _MAX_KEPT = 64
 
@@ -64,6 +71,9 @@ class SettingsReader:
 
     def read(self, fields: SamplingFields, **more: Any) -> Settings:
         """The settings of a body, and `more` of them. Raises `RequestError`."""
+        form = form_of({name: getattr(fields, name, None) for name in FORM_NAMES})
+        if form is not None:
+            more["structured_outputs"] = form
         values = _values(fields)
         key = repr((values, more))
         params = self._known.get(key)
@@ -100,15 +110,8 @@ SAMPLING_PEERS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "structural_tag": (),
     "logits_processors": ([],),
     "suffix": ("",),
     "prompt_embeds": (),

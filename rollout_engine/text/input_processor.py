@@ -156,6 +156,13 @@ class InputProcessor:
         self._log_clamped([checked])
         return checked
 
+    def has_new_grammar(self, params: Params | None) -> bool:
+        """Whether `check` would try a grammar first, which takes its time."""
+        given = params.get("structured_outputs") if isinstance(params, dict) else None
+        if isinstance(params, SamplingParams):
+            given = params.structured_outputs
+        return isinstance(given, dict) and not self._trials.knows(given)
+
     def try_grammar(self, params: Params | None) -> None:
         """Raise `RequestError` unless the structured outputs of params compile; blocks where they are new.
 

@@ -10,10 +10,6 @@ from rollout_engine.serve.sampling import SamplingFields, Settings, SettingsRead
 _EVERY_TOKEN = 1 << 30
 """How SGLang's clients write a top_k that keeps all tokens."""
 _PEERS: dict[str, tuple[Any, ...]] = {
-    "json_schema": ("",),
-    "regex": ("",),
-    "ebnf": ("",),
-    "structural_tag": ("",),
     "custom_params": ({},),
 }
 """Fields of SGLang's that are not served -> the values that ask for nothing."""
@@ -28,6 +24,10 @@ class SglangFields(SamplingFields, kw_only=True):
     min_new_tokens: Any = None
     sampling_seed: Any = None
     no_stop_trim: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

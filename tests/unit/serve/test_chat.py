@@ -120,7 +120,7 @@ def test_a_broken_call_stays_text(says):
         ({"messages": HELLO, "tools": [ADD], "tool_choice": "required"}, "cannot be forced"),
         ({"messages": HELLO, "tools": [3]}, "tools[0]=3"),
         ({"messages": HELLO, "top_logprobs": 2}, "logprobs=true"),
-        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "is not served"),
+        ({"messages": HELLO, "response_format": {"type": "jsn"}}, '"json_object"'),
         ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "Give one of them"),
     ],
 )

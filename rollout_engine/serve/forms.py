@@ -1,0 +1,83 @@
+"""Structured outputs in bodies of requests, under the names of OpenAI's, vLLM's and SGLang's clients."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_engine.errors import RequestError
+
+FORM_NAMES = (
+    *("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf", "structural_tag"),
+)
+"""Fields of bodies that say which form an output has."""
+_KINDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+_ANY_OBJECT = {"json": {"type": "object"}}
+_OPTIONS_OFF = (None, False)
+
+
+def form_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`SamplingParams.structured_outputs` of a body's fields by name; None where they ask for no form.
+
+    Raises `RequestError` for several at once, and for a form that is none.
+    """
+    found = {name: form for name, value in given.items() if (form := _read(name, value)) is not None}
+    if len(found) > 1:
+        raise RequestError.for_field(" and ".join(found), sorted(found), "one of them alone")
+    return next(iter(found.values()), None)
+
+
+def _read(name: str, value: Any) -> dict[str, Any] | None:
+    if value is None or (value == "" and name != "guided_choice"):
+        return None
+    if name in _KINDS:
+        return {_KINDS[name]: value}
+    if name == "structural_tag":
+        return {"structural_tag": _from_json(name, value)}
+    if not isinstance(value, dict):
+        raise RequestError.for_field(name, value, "a JSON object")
+    return _response_format(value) if name == "response_format" else _structured_outputs(value)
+
+
+def _response_format(value: dict[str, Any]) -> dict[str, Any] | None:
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _ANY_OBJECT
+    if kind == "structural_tag":
+        return {"structural_tag": value}
+    named = value.get("json_schema")
+    if kind != "json_schema" or not isinstance(named, dict) or "schema" not in named:
+        bound = (
+            '{"type": "json_schema", "json_schema": {"schema": ...}}, or type "text", "json_object", "structural_tag"'
+        )
+        raise RequestError.for_field("response_format", value, bound)
+    return {"json": named["schema"]}
+
+
+def _structured_outputs(value: dict[str, Any]) -> dict[str, Any] | None:
+    """Our own, and vLLM's, which may hold options that are off."""
+    kept = {name: form for name, form in value.items() if form not in _OPTIONS_OFF}
+    if kept == {"json_object": True}:
+        return _ANY_OBJECT
+    if isinstance(kept.get("structural_tag"), str):
+        kept["structural_tag"] = _from_json("structured_outputs['structural_tag']", kept["structural_tag"])
+    return kept or None
+
+
+def _from_json(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as problem:
+        raise RequestError.for_field(name, value, f"a structural tag as JSON ({problem})") from None
