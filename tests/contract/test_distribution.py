@@ -19,7 +19,7 @@ IMPORT_NAMES = {
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 CLIENTS = {"inspect_ai", "lm_eval"}
-"""Clients of the HTTP server, which are no extras: tests/clients/make_clients.sh installs them."""
+"""Clients of the HTTP server, and evaluation packages; no extras: tests/clients/make_clients.sh has them."""
 WRAPPERS = {"accelerate", "peft"}
 """What wraps models that are sent, in the environment of TRL's tests."""
 VERL = {"httpx", "omegaconf", "pandas", "ray", "safetensors", "verl"}
@@ -34,13 +34,16 @@ def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     verl = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.verl")]
     in_terminal = ("rollout_engine.viewing.terminal", "rollout_engine.viewing.dashboard")
     terminal = [source for source in package_sources if source.module in in_terminal]
-    others = [source for source in package_sources if source not in (*triton_kernels, *subclasses, *verl, *terminal)]
+    models = [source for source in package_sources if source.module.startswith("envs_adapters.evaluation.")]
+    apart = (*triton_kernels, *subclasses, *verl, *terminal, *models)
+    others = [source for source in package_sources if source not in apart]
     needed = _third_party(others, lambda found: not found.in_function)
     late = _third_party([s for s in package_sources if s not in verl], lambda found: found.in_function)
     assert needed == _names(PROJECT["dependencies"])
     assert late <= needed | _extras()
     assert _third_party(triton_kernels) <= needed | _names(PROJECT["optional-dependencies"]["gpu"])
     assert _third_party(verl) <= VERL
+    assert _third_party(models) <= CLIENTS | needed
     assert _third_party(terminal) <= _names(PROJECT["optional-dependencies"]["view"])
     assert _third_party(subclasses) <= needed | _names(PROJECT["optional-dependencies"]["torchrl"])
 

@@ -1,0 +1,1 @@
+"""Evaluation packages of others, with this engine as their model."""
