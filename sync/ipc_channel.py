@@ -27,6 +27,8 @@ _CLOSED = "This end of the weight transport was closed."
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """What every message carries."""
+
     transfer: int
     """Number of this transfer, drawn anew by each Request."""
 
