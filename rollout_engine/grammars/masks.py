@@ -1,33 +1,25 @@
 """Masks of the tokens that the grammar of a sequence allows next, computed beside the step that they are for.
 
 begin_masks    a thread follows the sequences' tokens and fills masks, while the model computes
-mask           waits for them; computes what nobody asked for ahead
+masks_of       waits for them; computes what nobody asked for ahead
 """
 
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rollout_engine.grammars.compiler import DaemonThread, Grammar
-from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary, readable
+from rollout_engine.grammars.vocabulary import GrammarError, MaskBits, readable
 
 _MAX_MASK_SECONDS = 0.5
 """Computing time of one mask, beyond which its sequence ends with an error."""
-
 _ALL = 0xFFFFFFFF
 """Word of a mask that allows all."""
-
-
-class _Bits(NamedTuple):
-    """What follows from a vocabulary and the tokens that end a sequence."""
-
-    text: np.ndarray
-    """uint32 [words]: tokens that end no sequence."""
-    stops: np.ndarray
-    """uint32 [words]: tokens that end the sequence."""
 
 
 class GrammarState:
@@ -38,11 +30,10 @@ class GrammarState:
 
     def __init__(self, grammar: Grammar, num_prompt_tokens: int, stop_ids: Sequence[int]) -> None:
         self._grammar = grammar
-        self._num_prompt_tokens = num_prompt_tokens
-        self._stop_ids = frozenset(stop_ids)
+        self._stop_ids = tuple(stop_ids)
         self._matcher: Any = None
         """None before the first mask."""
-        self._bits = _Bits(np.empty(0, np.uint32), np.empty(0, np.uint32))
+        self._bits: MaskBits
         self._num_followed = num_prompt_tokens
         self._has_ended = False
         self._failure: str | None = None
@@ -51,11 +42,13 @@ class GrammarState:
         self._masks: dict[tuple[int, ...], np.ndarray] = {}
         """Masks by the drafted tokens behind the sequence."""
         self._ahead: threading.Event | None = None
+        """Set once the masks are there that `begin_masks` was asked for."""
 
     def mask(self, token_ids: list[int], draft: Sequence[int] = ()) -> np.ndarray:
         """Bits uint32 [words] of the tokens allowed behind a sequence's tokens and a draft. Raises `GrammarError`."""
         if self._ahead is not None:
-            self._ahead.wait()
+            if not self._ahead.is_set():
+                self._ahead.wait()
             self._ahead = None
         key = tuple(draft)
         if self._failure is None and (self._place != len(token_ids) or key not in self._masks):
@@ -75,10 +68,11 @@ class GrammarState:
         try:
             if self._matcher is None:
                 vocabulary, self._matcher = self._grammar.start()
-                self._bits = _bits_of(vocabulary, self._stop_ids)
+                self._bits = vocabulary.bits(self._stop_ids)
             self._follow(token_ids)
             self._masks, self._place = {(): self._compute()}, len(token_ids)
-            self._fill_draft(draft)
+            if draft:
+                self._fill_draft(draft)
         except GrammarError as problem:
             self._failure = str(problem)
 
@@ -106,7 +100,7 @@ class GrammarState:
         mask = np.zeros_like(bits.text)
         start = time.thread_time()
         if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
         if matcher.is_error():
             raise GrammarError(readable(matcher.get_error()))
         if (seconds := time.thread_time() - start) > _MAX_MASK_SECONDS:
@@ -135,16 +129,7 @@ def begin_masks(thread: DaemonThread, asked: Iterable[tuple[GrammarState, list[i
     thread.submit(fill)
 
 
-def forbid(logits: np.ndarray, masks: Sequence[np.ndarray]) -> None:
+def forbid(logits: Tensor, masks: Sequence[np.ndarray]) -> None:
     """Set the logits float32 [N, V] of tokens that the N masks do not allow to -inf, in place."""
-    forbidden = np.unpackbits(~np.stack(masks).view(np.uint8), axis=1, bitorder="little")
-    np.copyto(logits, -np.inf, where=forbidden[:, : logits.shape[1]].view(np.bool_))
-
-
-def _bits_of(vocabulary: Vocabulary, stop_ids: Iterable[int]) -> _Bits:
-    stops, ends = (np.zeros(vocabulary.num_words * 32, np.uint8) for _ in range(2))
-    stops[list(stop_ids)] = 1
-    ends[[*stop_ids, *vocabulary.eos_token_ids]] = 1
-    packed = (np.packbits(bits, bitorder="little").view(np.uint32) for bits in (stops, ends))
-    stop_bits, end_bits = packed
-    return _Bits(~end_bits, stop_bits)
+    forbidden = np.unpackbits(~np.stack(masks).view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+    logits.masked_fill_(torch.from_numpy(forbidden[:, : logits.shape[1]]), -torch.inf)

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from rollout_engine.errors import RequestError
 from rollout_engine.grammars.sources import AddedToken, source_of
@@ -25,6 +27,15 @@ def require_llguidance(given: object) -> ModuleType:
         raise RequestError.for_field("structured_outputs", given, "absent: llguidance is not installed", hint) from None
     module: ModuleType = llguidance
     return module
+
+
+class MaskBits(NamedTuple):
+    """Tokens as the bits of a mask, uint32 [words]."""
+
+    text: np.ndarray
+    """Tokens that end no sequence."""
+    stops: np.ndarray
+    """Tokens that end the sequence."""
 
 
 class Vocabulary:
@@ -50,6 +61,21 @@ class Vocabulary:
         self.eos_token_ids = list(self._tokens.eos_tokens)
         """Tokens whose bits llguidance sets where a grammar accepts."""
         self._limits = module.LLParserLimits(**_LIMITS)
+        self._bits: dict[tuple[int, ...], MaskBits] = {}
+
+    def bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
+        """The bits of the tokens that end a sequence, and of the others."""
+        found = self._bits.get(stop_ids)
+        if found is None:
+            found = self._bits[stop_ids] = self._made_bits(stop_ids)
+        return found
+
+    def _made_bits(self, stop_ids: tuple[int, ...]) -> MaskBits:
+        stops, ends = (np.zeros(self.num_words * 32, np.uint8) for _ in range(2))
+        stops[list(stop_ids)] = 1
+        ends[[*stop_ids, *self.eos_token_ids]] = 1
+        stop_bits, end_bits = (np.packbits(each, bitorder="little").view(np.uint32) for each in (stops, ends))
+        return MaskBits(~end_bits, stop_bits)
 
     def compile(self, given: Mapping[str, Any]) -> Any:
         """An `LLMatcher` at the beginning of the grammar. Raises `GrammarError`."""

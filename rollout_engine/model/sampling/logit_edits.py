@@ -58,6 +58,8 @@ class LogitEdits:
             self.grammar = GrammarState(grammar, sequence.num_prompt_tokens, self.stop_ids)
         some = self.counts, self.bias, self.allowed, sequence.bad_words or None
         self._others_last = self.sees_drawn_tokens_alone or any(each is not None for each in some)
+        self.edits_beside_grammar = self._others_last or self.grammar is None or params.min_tokens > 0
+        """Whether `apply` may do anything."""
 
     @classmethod
     def of(
@@ -167,10 +169,6 @@ class LogitEdits:
         token_ids = self.sequence.token_ids
         return self.grammar.mask(token_ids[: len(token_ids) - len(self.draft)] if self.draft else token_ids, self.draft)
 
-    def _is_grammar_alone(self) -> bool:
-        is_edited = self._others_last or self.grammar is None
-        return not is_edited and self._num_output_tokens >= self.sequence.params.min_tokens
-
     @property
     def _num_output_tokens(self) -> int:
         return len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
@@ -190,7 +188,7 @@ def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
     failures: dict[int, str] = {}
     masks: dict[int, np.ndarray] = {}
     for row, each in enumerate(edits):
-        failure = None if each._is_grammar_alone() else each.apply(logits[row])
+        failure = each.apply(logits[row]) if each.edits_beside_grammar else None
         if failure is None and each.grammar is not None:
             try:
                 masks[row] = each.allowed_by_grammar()
@@ -198,12 +196,12 @@ def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
                 failure = f"structured_outputs: the grammar cannot go on: {problem}."
         if failure is not None:
             failures[row] = failure
-    if len(masks) == len(edits):
-        forbid(logits.numpy(), list(masks.values()))
+    if len(masks) == len(logits):
+        forbid(logits, list(masks.values()))
     elif masks:
         rows = torch.tensor(list(masks))
         some = logits[rows]
-        forbid(some.numpy(), list(masks.values()))
+        forbid(some, list(masks.values()))
         logits[rows] = some
     return failures
 

@@ -180,8 +180,11 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
             edges = left.edges[0][cut], left.edges[1][cut]
             out.kept_mass[rows[cut]] = _mass_left(changed[cut], edges, tempered, rows[cut])
         out.fill_processed(rows, left)
-    for view in _views(batch, tempered, processed, list(edits)):
-        out.fill(view)
+    if batch.is_plain and not out.errors:
+        out.fill_tempered(tempered)
+    else:
+        for view in _views(batch, tempered, processed, list(edits)):
+            out.fill(view)
     return out.finish(rules is not None)
 
 
@@ -229,7 +232,7 @@ class _Columns:
         self._batch = batch
         self.tokens = tokens
         self.kept_mass = kept_mass
-        self._errors = errors
+        self.errors = errors
         self._logprobs = torch.zeros(len(tokens))
         self._num_top = torch.from_numpy(batch.num_top)
         self._wants_rank = torch.from_numpy(batch.wants_rank)
@@ -242,17 +245,21 @@ class _Columns:
         """Record edited `rows` that cannot be sampled: `failures` by index, and rows with nothing `left`."""
         dead = (~left.maximum.isfinite()).nonzero()[:, 0].tolist()
         found = dict.fromkeys(dead, NONE_LEFT) | failures
-        self._errors |= {int(rows[place]): message for place, message in found.items()}
+        self.errors |= {int(rows[place]): message for place, message in found.items()}
 
     def fill_processed(self, rows: Tensor, left: _Distribution) -> None:
         """Fill the edited `rows` whose log-probs are of the distribution they were drawn from."""
         places = torch.from_numpy(self._batch.is_processed)[rows].nonzero()[:, 0]
         self.fill(_View(rows[places], places, left))
 
+    def fill_tempered(self, whole: _Distribution) -> None:
+        """Fill tempered log-probs of the drawn tokens in all rows, which ask for nothing else."""
+        self._logprobs = whole.logprobs(torch.arange(len(self.tokens)), self.tokens[:, None])[:, 0]
+
     def fill(self, view: _View) -> None:
         """Fill log-probs and ranks of the drawn tokens, and log-probs of top and requested tokens, in the rows of
         `view` that can be sampled."""
-        sound = torch.tensor([row not in self._errors for row in view.rows.tolist()], dtype=torch.bool)
+        sound = torch.tensor([row not in self.errors for row in view.rows.tolist()], dtype=torch.bool)
         rows, inside = view.rows[sound], view.rows_inside[sound]
         self._logprobs[rows] = view.distribution.logprobs(inside, self.tokens[rows, None])[:, 0]
         self._fill_asked(rows, inside, view.distribution)
@@ -278,13 +285,13 @@ class _Columns:
 
     def finish(self, truncated: bool) -> ModelRunnerOutput:
         """The result, with the columns that any row asks for."""
-        self.tokens[list(self._errors)] = -1
+        self.tokens[list(self.errors)] = -1
         return ModelRunnerOutput(
             token_ids=self.tokens.tolist(),
             logprobs=self._logprobs.tolist() if self._batch.wants_logprobs else None,
             kept_logprob_mass=self.kept_mass.tolist() if truncated else None,
             top_logprobs=(self._top_ids.int().numpy(), self._top_logprobs.numpy()) if self._num_top.any() else None,
-            errors=self._errors,
+            errors=self.errors,
             sampled_ranks=self._ranks.numpy() if self._wants_rank.any() else None,
             id_logprobs=self._id_logprobs,
         )

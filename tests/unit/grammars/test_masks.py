@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import regex
+import torch
 
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.masks import GrammarState, begin_masks, forbid
@@ -132,9 +133,6 @@ def test_the_same_grammar_is_compiled_once(compiler):
 
 
 def test_forbidden_tokens_get_no_logit():
-    logits, masks = (
-        np.zeros((2, 40), np.float32),
-        [np.array([1 << 3, 1 << 7], np.uint32), np.array([0xFFFFFFFF, 0], np.uint32)],
-    )
-    forbid(logits, masks)
-    assert [(row > -np.inf).nonzero()[0].tolist() for row in logits] == [[3, 39], list(range(32))]
+    masks = [np.array([1 << 3, 1 << 7], np.uint32), np.array([0xFFFFFFFF, 0], np.uint32)]
+    forbid(logits := torch.zeros(2, 40), masks)
+    assert [(row > -torch.inf).nonzero()[:, 0].tolist() for row in logits] == [[3, 39], list(range(32))]
