@@ -13,7 +13,7 @@ from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.access import Guard
 from rollout_engine.serve.bodies import read_body
-from rollout_engine.serve.http_protocol import TRANSPORT, CycleTransport
+from rollout_engine.serve.http_exchange import EXCHANGE, HttpExchange
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
 from rollout_engine.serve.request_log import REQUEST_ID, logger
@@ -57,7 +57,7 @@ class App:
         if scope["type"] == "lifespan":
             await _follow_lifespan(receive, send)
         elif scope["type"] == "http":
-            await _Exchange(self, scope, receive, send).answer()
+            await _Answer(self, scope, receive, send).answer()
         else:  # a WebSocket
             await send({"type": "websocket.close", "code": 1003})
 
@@ -77,19 +77,19 @@ class App:
         self._guard.check(route.access, headers)
 
 
-class _Exchange:
+class _Answer:
     """One request and its response."""
 
     __slots__ = (
-        *("_app", "_dialect", "_has_begun", "_headers", "_is_gone", "_receive", "_request_id", "_scope", "_send"),
-        *("_served", "_transport"),
+        *("_app", "_dialect", "_exchange", "_has_begun", "_headers", "_is_gone", "_receive", "_request_id", "_scope"),
+        *("_send", "_served"),
     )
 
     def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
         self._served = app.served
-        self._transport: CycleTransport | None = scope.get("extensions", {}).get(TRANSPORT)
-        """The connection, where our own server runs the application; None under another server."""
+        self._exchange: HttpExchange | None = scope.get("extensions", {}).get(EXCHANGE)
+        """The request on its connection, where our own server runs the application; None under another server."""
         self._dialect: Dialect = "openai"
         self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = self._headers.get("x-request-id", "")
@@ -117,7 +117,7 @@ class _Exchange:
         """Have the handler answer; events are written here. None: the response is out, or nobody reads it."""
         route = self._app.route(self._scope["path"], self._scope["method"])
         self._dialect = route.dialect
-        if self._transport is not None and self._transport.is_surplus:
+        if self._exchange is not None and self._exchange.is_surplus:
             raise HttpProblem(503, _FULL % self._served.options.max_connections)
         self._app.check(route, self._headers)
         data = await self._read(route)
@@ -149,8 +149,8 @@ class _Exchange:
             self._is_gone = True
             task.cancel()
 
-        if self._transport is not None:
-            return self._transport.call_on_leave(leave)
+        if self._exchange is not None:
+            return self._exchange.call_on_leave(leave)
         return asyncio.ensure_future(self._follow(leave)).cancel
 
     async def _follow(self, leave: Callable[[], None]) -> None:
@@ -169,7 +169,7 @@ class _Exchange:
             return b""
         if self._headers.get("content-encoding", "identity") != "identity":
             raise HttpProblem(415, "Send the body without a content encoding.")
-        if self._transport is not None and self._transport.has_body:
+        if self._exchange is not None and self._exchange.has_body:
             return await self._read_parts(limit)
         try:
             async with asyncio.timeout(None if route.is_large else options.body_seconds):

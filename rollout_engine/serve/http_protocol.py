@@ -1,58 +1,82 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what comes before a request is known: size and time of its header.
+"""HTTP/1.1 on a connection, for uvicorn's server: requests are parsed by httptools, and answered one after the other.
 
-What is no request is refused in the shape of every other error. Once a client has left, all of its requests know it.
+Size and time of a header are bounded. What is no request is refused in the shape of every other error. Once a client
+has left, or has closed its side, all of its requests know it.
 """
 
 import asyncio
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
+import httptools
 import msgspec
 
+from rollout_engine.serve.http_exchange import HttpExchange, Message
 from rollout_engine.serve.problems import HttpProblem, problem_body
 
 _MAX_HEADER_BYTES = 64 << 10
+_MAX_WAITING_BYTES = 64 << 10
+"""Of a body that nobody has received yet: more is left in the socket."""
 _HEADER_SECONDS = 30.0
-_CONTINUE = b"HTTP/1.1 100 "
-TRANSPORT = "rollout_engine.transport"
-"""Name of the ASGI extension by which an application finds the `CycleTransport` of a request."""
-_Protocol: Any = object
-"""uvicorn's, which is optional: `limited_protocol` puts it there."""
+_KEEP_ALIVE_SECONDS = 75.0
+_VERSIONS = {"asgi": {"version": "3.0", "spec_version": "2.3"}}
 
 
-def limited_protocol(max_connections: int) -> type[Any]:
-    """The protocol's class. Raises `ImportError` without the extra `server`.
+def connections_of(max_connections: int) -> type["HttpConnection"]:
+    """The class of the connections of one server.
 
-    A connection that comes while `max_connections` are open gets one answer, by which the application refuses it.
+    One that comes while `max_connections` are open gets one answer, by which the application refuses it.
     """
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-    return type("LimitedProtocol", (_Limits, HttpToolsProtocol), {"_max_connections": max_connections})
+    return type("Connection", (HttpConnection,), {"__slots__": (), "max_connections": max_connections})
 
 
-class _Limits(_Protocol):  # type: ignore[misc]
-    """Closes connections whose header is too long, or does not come, and those beyond the most that may be open."""
+class HttpConnection(asyncio.Protocol):
+    """One connection, as uvicorn makes it."""
 
+    max_connections: int
     __slots__ = (
-        *("_answering", "_has_header", "_header_timer", "_is_in_header", "_is_surplus", "_num_bytes"),
-        "pipeline",  # of uvicorn's
+        *("_answering", "_app", "_arriving", "_expects_continue", "_has_header", "_headers", "_is_in_header"),
+        *("_is_paused", "_is_surplus", "_loop", "_num_bytes", "_parser", "_timer", "_url", "_waiting", "_written"),
+        *("connections", "tasks", "transport"),
     )
-    _max_connections: int
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.pipeline = _Pipeline()
-        self._is_surplus = len(self.connections) > self._max_connections
-        """Whether this connection came while the most were open."""
-        self._num_bytes = 0
-        """Received since the last header was complete, while none is."""
+    def __init__(
+        self, config: Any, server_state: Any, app_state: Any, _loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self._app, self._loop = config.loaded_app, _loop or asyncio.get_running_loop()
+        self.connections: set[HttpConnection] = server_state.connections
+        self.tasks: set[asyncio.Task[None]] = server_state.tasks
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._url, self._headers = b"", list[tuple[bytes, bytes]]()
+        self._expects_continue = self._is_paused = False
+        """Whether the client waits for leave to send its body; whether it is not read from."""
         self._has_header = self._is_in_header = False
         """Whether a request's header is complete and its body is not; whether a header has begun."""
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._answering: Any = None
-        """The request that is being answered: `cycle` is the last one that has come, behind which others may wait."""
+        self._num_bytes = 0
+        """Received since the last header was complete, while none is."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends a connection whose header does not come, or that nobody uses."""
+        self._arriving: HttpExchange | None = None
+        self._answering: HttpExchange | None = None
+        self._waiting: list[tuple[HttpExchange, Message]] = []
+        """The last request that has come; the one that is answered; those between them, in their order."""
+        self._written: asyncio.Future[None] | None = None
+        """Done once more can be written; None while it can."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+        self.connections.add(self)
+        self._is_surplus = len(self.connections) > self.max_connections
         self._wait_for_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connections.discard(self)
+        self._stop_timer()
+        self.resume_writing()
+        self._leave()
+        self._parser = self._arriving = self._answering = None  # each refers to this connection
 
     def data_received(self, data: bytes) -> None:
         if not self._has_header:
@@ -60,119 +84,149 @@ class _Limits(_Protocol):  # type: ignore[misc]
             if self._num_bytes > _MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
                 self._refuse(431, f"The header is longer than {_MAX_HEADER_BYTES} bytes.")
                 return
-        super().data_received(data)
-        if self._is_in_header and self._header_timer is None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # The client asked for another protocol, and what follows its request is not parsed: answer, and close.
+            assert self._arriving is not None, "its request is complete"
+            self._arriving.keep_alive = False
+        except httptools.HttpParserError:
+            self._refuse(400, "Invalid HTTP request received.")
+        if self._is_in_header and self._timer is None:
             self._wait_for_header()
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        """httptools: a request begins."""
+        self._url, self._headers, self._expects_continue = b"", [], False
         self._has_header, self._is_in_header = False, True
+        if self._arriving is not None:
+            self._stop_timer()  # of a connection that nobody uses; that of the first header goes on
+
+    def on_url(self, url: bytes) -> None:
+        """httptools: a part of the target of the request."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools: one field of the header."""
+        name = name.lower()
+        self._headers.append((name, value))
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
 
     def on_headers_complete(self) -> None:
+        """httptools: the header is complete. Has the request answered, or wait for its turn."""
         self._has_header, self._is_in_header, self._num_bytes = True, False, 0
-        self._stop_waiting()
-        super().on_headers_complete()
+        self._stop_timer()
+        parser, url = self._parser, httptools.parse_url(self._url)
+        method, version, path = parser.get_method().decode("ascii"), parser.get_http_version(), url.path.decode("ascii")
+        scope: Message = {
+            "type": "http",
+            **_VERSIONS,
+            "http_version": version,
+            "method": method,
+            "path": unquote(path) if "%" in path else path,
+            "query_string": url.query or b"",
+            "headers": self._headers,
+        }
+        self._arriving = exchange = HttpExchange(
+            self,
+            method,
+            version,
+            keep_alive=parser.should_keep_alive() and not self._is_surplus,
+            expects_continue=self._expects_continue,
+        )
+        exchange.is_surplus = self._is_surplus
+        if self._answering is None:
+            self._answering = exchange
+            exchange.start(self._app, scope)
+        else:
+            self._waiting.append((exchange, scope))
+            self._pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """httptools: a part of the body."""
+        assert self._arriving is not None, "its header is complete"
+        if self._arriving.add_body(body) > _MAX_WAITING_BYTES:
+            self._pause_reading()
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
+        """httptools: the request is complete."""
+        assert self._arriving is not None, "its header is complete"
         self._has_header = False
-        if self.cycle is self._answering:
-            self.cycle.transport.has_body = True
+        self._arriving.end_body()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._unset_keepalive_if_required()  # uvicorn's own timer, which would keep a connection that was reset
-        super().connection_lost(exc)
-        self._leave()
+    def answered(self) -> None:
+        """Answer the next request, or wait for it."""
+        self._answering = None
+        if self.transport.is_closing():
+            return
+        self.resume_reading()
+        if self._waiting:
+            self._answering, scope = self._waiting.pop(0)
+            self._answering.start(self._app, scope)
+        elif self._timer is None and not self._is_in_header:
+            self._timer = self._loop.call_later(_KEEP_ALIVE_SECONDS, self.transport.close)
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+    def shutdown(self) -> None:
+        """uvicorn: close once the requests that have come are answered."""
+        if self._answering is None:
+            self.transport.close()
+        else:
+            (self._waiting[-1][0] if self._waiting else self._answering).keep_alive = False
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._answering = cycle
-        cycle.transport = CycleTransport(self.transport, cycle.scope["method"], has_body=not cycle.more_body)
-        if self._is_surplus:
-            cycle.transport.is_surplus, cycle.keep_alive = True, False
-        cycle.scope["extensions"] = {TRANSPORT: cycle.transport}
-        super()._start_asgi_task(cycle, app)
+    @property
+    def is_full(self) -> bool:
+        """Whether the client reads too slowly for more to be written now."""
+        return self._written is not None
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """The client asked for another protocol, and what follows its request is not parsed: answer, and close."""
-        self.cycle.keep_alive = False
+    async def wait_until_written(self) -> None:
+        """Wait until more can be written, or the client has left."""
+        if self._written is not None:
+            await asyncio.shield(self._written)
+
+    def pause_writing(self) -> None:
+        """The transport holds much that the client has not read."""
+        self._written = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """It holds less."""
+        written, self._written = self._written, None
+        if written is not None and not written.done():
+            written.set_result(None)
+
+    def resume_reading(self) -> None:
+        """Let more of a request come."""
+        if self._is_paused:
+            self._is_paused = False
+            self.transport.resume_reading()
+
+    def _pause_reading(self) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            self.transport.pause_reading()
 
     def _leave(self) -> None:
-        self.pipeline.clear()
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
-            self._answering.transport.leave()
+        self._waiting.clear()
+        if self._answering is not None:
+            self._answering.disconnect()
 
     def _wait_for_header(self) -> None:
         message = f"The header did not come within {_HEADER_SECONDS:g} seconds."
-        self._header_timer = self.loop.call_later(_HEADER_SECONDS, self._refuse, 408, message)
+        self._timer = self._loop.call_later(_HEADER_SECONDS, self._refuse, 408, message)
 
-    def _stop_waiting(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _refuse(self, status: int, message: str) -> None:
         """Close the connection, with an error unless an answer is half written."""
-        self._stop_waiting()
-        current = self._answering
-        is_between = current is None or current.response_complete or not current.response_started
+        self._stop_timer()
         if not self.transport.is_closing():
-            if is_between:
+            if self._answering is None or not self._answering.has_begun:
                 self.transport.write(_refusal(status, message))
             self.transport.close()
         self._leave()
-
-
-class _Pipeline(list[Any]):
-    """Requests behind the one that is answered, the next one last: as much of a deque as uvicorn calls.
-
-    An empty deque takes 700 bytes of each connection.
-    """
-
-    def appendleft(self, item: Any) -> None:
-        self.insert(0, item)
-
-
-class CycleTransport:
-    """The transport of one request. It sends the head of a response together with the first part of its body."""
-
-    __slots__ = ("_has_head", "_head", "_transport", "close", "has_body", "is_closing", "is_surplus", "leave")
-
-    def __init__(self, transport: asyncio.Transport, method: str, *, has_body: bool) -> None:
-        self._transport, self._head = transport, b""
-        self._has_head = method == "HEAD"  # which has no body
-        self.close, self.is_closing = transport.close, transport.is_closing
-        self.has_body = has_body
-        """Whether all of the request's body has come, so that reading it waits for nothing."""
-        self.is_surplus = False
-        """Whether the request is to be refused: its connection came while the most were open."""
-        self.leave: Callable[[], object] = _ignore
-        """Called once the client has left before its answer was complete."""
-
-    def call_on_leave(self, leave: Callable[[], object]) -> Callable[[], None]:
-        """Have `leave` called once the client has left before its answer is complete. Returns what ends that."""
-        self.leave = leave
-        return self._forget_leave
-
-    def _forget_leave(self) -> None:
-        self.leave = _ignore
-
-    def write(self, data: bytes) -> None:
-        """Send, or keep what is a head."""
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif not self._has_head and not data.startswith(_CONTINUE):
-            self._head, self._has_head = data, True
-            return
-        self._transport.write(data)
-
-
-def _ignore() -> None: ...
 
 
 def _refusal(status: int, message: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The server on a socket: uvicorn with limits of ours around `App`."""
+"""The server on a socket: uvicorn's, with `App` behind connections of our own."""
 
 import socket
 import threading
@@ -8,12 +8,10 @@ from typing import Any
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.app import App
-from rollout_engine.serve.http_protocol import limited_protocol
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.threads import start_thread
 
 _BACKLOG = 2048
-_KEEP_ALIVE_SECONDS = 75
 _START_SECONDS = 60.0
 
 
@@ -88,7 +86,7 @@ def _uvicorn(app: App) -> Any:
     try:
         import uvicorn
 
-        protocol = limited_protocol(options.max_connections)
+        from rollout_engine.serve.http_protocol import connections_of
     except ImportError as problem:
         what = f"The HTTP server needs packages that are not installed ({problem})"
         raise ConfigError(f'{what}: pip install "rollout-engine[server]".') from problem
@@ -101,14 +99,13 @@ def _uvicorn(app: App) -> Any:
     return Server(
         uvicorn.Config(
             app,
-            http=protocol,
+            http=connections_of(options.max_connections),
             ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
         )
     )
