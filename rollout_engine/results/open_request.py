@@ -12,9 +12,17 @@ from rollout_engine.seeds import child_seed
 from rollout_engine.text.detokenizer import Detokenizer
 from rollout_engine.text.tokenizer import TextCodec
 
+_NOT_POOLED = PoolingOutput()
+
 
 class OpenRequest:
     """A prompt and its n samples while they grow."""
+
+    __slots__ = (
+        *("_kept", "_kind", "_num_kept", "_pooled", "_pools", "_prompt", "_prompt_token_ids", "changed", "metrics"),
+        *("num_cached_tokens", "num_live", "num_prompt_tokens", "params", "prompt_logprobs", "request_id", "samples"),
+        *("seed", "sequence_ids", "trace_headers"),
+    )
 
     def __init__(
         self,
@@ -43,7 +51,7 @@ class OpenRequest:
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         """Log-probs of the prompt that have not been returned yet, if asked for."""
-        self._pools, self._pooled = request.pooling is not None, PoolingOutput()
+        self._pools, self._pooled = request.pooling is not None, _NOT_POOLED
         self._kind = params.output_kind
         self._prompt = prompt
         self._prompt_token_ids = (

@@ -92,7 +92,7 @@ class OutputProcessor:
             request = self._requests.pop(request_id)
             if request.num_live:
                 self._on_closed(request, error)
-            self._timer.discarded(request.sequence_ids)
+                self._timer.discarded(request.sequence_ids)
             for sequence_id in request.sequence_ids:
                 del self._owners[sequence_id]
                 self._live.pop(sequence_id, None)

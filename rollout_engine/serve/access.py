@@ -7,15 +7,13 @@ from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Access
 
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-
 
 class Guard:
     """Refuses requests that may not be made."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._is_local = options.is_loopback
+        self._is_local, self._local_hosts = options.is_loopback, ("localhost", "127.0.0.1", "[::1]", options.host, "")
         keys = options.api_key, options.admin_key
         self._client_keys = [key.encode() for key in keys if key is not None]
         self._admin_keys = [] if options.admin_key is None else [options.admin_key.encode()]
@@ -44,9 +42,11 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin not in self._options.allowed_origins:
             raise HttpProblem(403, f"Pages of {origin!r:.200} may not call: start the server with --allowed-origins.")
+        if not self._is_local or self._client_keys:
+            return
         host = headers.get("host", "")
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._is_local and not self._client_keys and name not in (*_LOCAL_HOSTS, self._options.host, ""):
+        name, _, port = host.rpartition(":")
+        if (name if port.isdigit() else host) not in self._local_hosts:
             message = f"The header 'Host: {host:.200}' names another machine. Without keys it must be localhost."
             raise HttpProblem(403, message)
 

@@ -91,7 +91,7 @@ class _Answer:
         self._exchange: HttpExchange | None = scope.get("extensions", {}).get(EXCHANGE)
         """The request on its connection, where our own server runs the application; None under another server."""
         self._dialect: Dialect = "openai"
-        self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        self._headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = self._headers.get("x-request-id", "")
         is_usable = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_ID_CHARS
         self._request_id = given if is_usable else f"{_ID_ROOT}{next(_IDS):x}"
@@ -170,7 +170,10 @@ class _Answer:
         if self._headers.get("content-encoding", "identity") != "identity":
             raise HttpProblem(415, "Send the body without a content encoding.")
         if self._exchange is not None and self._exchange.has_body:
-            return await self._read_parts(limit)
+            data = self._exchange.take_body()
+            if len(data) > limit:
+                raise self._too_long(limit)
+            return data
         try:
             async with asyncio.timeout(None if route.is_large else options.body_seconds):
                 return await self._read_parts(limit)
@@ -202,7 +205,7 @@ class _Answer:
     async def _write(self, reply: Reply) -> None:
         body = reply.body
         data = b"" if body is None else body if isinstance(body, bytes) else _encoded(body)
-        await self._begin(reply.status, reply.content_type, {**reply.headers, "content-length": str(len(data))})
+        await self._begin(reply.status, reply.content_type, reply.headers, len(data))
         await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else data})
 
     async def _write_events(self, reply: Events) -> None:
@@ -224,15 +227,17 @@ class _Answer:
     async def _send_event(self, data: bytes, *, is_last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": not is_last})
 
-    async def _begin(self, status: int, content_type: str, headers: dict[str, str]) -> None:
+    async def _begin(self, status: int, content_type: str, headers: dict[str, str], length: int | None = None) -> None:
+        """Begin the response, whose body has `length` bytes; None: nobody knows yet."""
         self._has_begun = True
-        all_headers = {
-            "content-type": content_type,
-            "x-request-id": self._request_id,
-            "x-weight-version": str(self._served.weight_version),
-            **headers,
-        }
-        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()]
+        raw = [
+            (b"content-type", content_type.encode()),
+            (b"x-request-id", self._request_id.encode()),
+            (b"x-weight-version", b"%d" % self._served.weight_version),
+        ]
+        if length is not None:
+            raw.append((b"content-length", b"%d" % length))
+        raw += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 

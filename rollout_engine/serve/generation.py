@@ -1,9 +1,8 @@
 """Requests of one HTTP call, read on the event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any, TypeAlias
 
 from rollout_engine.faces.loop_waker import LoopWaker
@@ -28,10 +27,10 @@ _LONG_BYTES = 1 << 16
 class Generation:
     """Prompts of one call, all queued or none. Closing it aborts what has not ended.
 
-    Use it as a context manager, and read `outputs`.
+    Use it as a context manager, and ask for the `next` output until there is none.
     """
 
-    __slots__ = ("_asked", "_loop", "_name", "_open", "_ready", "_served", "_streams", "_waiter", "_waker")
+    __slots__ = ("_asked", "_called", "_loop", "_name", "_open", "_ready", "_served", "_waiter", "_waker")
 
     def __init__(self, served: Served, asked: Asked, name: str | Sequence[str] | None = None) -> None:
         """`name`: what the client calls the request, or each prompt's, by which it may abort it.
@@ -43,8 +42,10 @@ class Generation:
         self._waker = LoopWaker.of(self._loop)
         self._ready: list[Stream] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._streams: dict[Stream, int] = {}
-        self._open: set[Stream] = set()
+        self._open: dict[Stream, int] = {}
+        """Requests that have not ended, and the index of the prompt of each."""
+        self._called: list[tuple[str, str]] = []
+        """What the client calls each request, and its id."""
 
     async def start(
         self,
@@ -96,10 +97,11 @@ class Generation:
             streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:
             streams = self._add(prompts, params, seeds, options, check)
-        self._streams = {stream: index for index, stream in enumerate(streams)}
-        self._open = set(streams)
-        for called, stream in self._called():
-            self._served.begin(called, stream.request_id)
+        self._open = dict(zip(streams, range(len(streams)), strict=True))
+        names = [self._name] * len(streams) if isinstance(self._name, str) else self._name
+        self._called = [(name, stream.request_id) for name, stream in zip(names, streams, strict=False)]
+        for name, request_id in self._called:
+            self._served.begin(name, request_id)
 
     def _add(
         self,
@@ -114,28 +116,30 @@ class Generation:
             return [frontend.add_request(prompts[0], params[0], None, self._wake, seed=seeds[0], **options)]
         return frontend.add_requests(list(prompts), params, self._wake, seeds=seeds, check_all=check, **options)
 
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """The outputs as they come, each with the index of its prompt. Raises what ended a request."""
-        frontend = self._served.engine.frontend
+    async def next(self) -> tuple[int, RequestOutput] | None:
+        """The next output, with the index of its prompt; None once all have ended. Raises what ended a request."""
         while self._open:
             while self._ready:
                 stream = self._ready.pop(0)
-                output = frontend.take(stream) if stream in self._open else None
-                if output is None:
-                    continue
-                if output.finished:
-                    self._open.discard(stream)
-                yield self._streams[stream], output
-            if self._open:
-                self._waiter = self._loop.create_future()
-                if not self._ready:  # looked at again: `_wake` has woken nobody before there was a waiter
-                    await self._waiter
-                self._waiter = None
+                index = self._open.get(stream)
+                output = None if index is None else self._served.engine.frontend.take(stream)
+                if index is not None and output is not None:
+                    if output.finished:
+                        del self._open[stream]
+                    return index, output
+            self._waiter = self._loop.create_future()
+            if not self._ready:  # looked at again: `_wake` has woken nobody before there was a waiter
+                await self._waiter
+            self._waiter = None
+        return None
 
     async def results(self) -> list[RequestOutput]:
         """The finished outputs, in the order of the prompts."""
-        found = {index: output async for index, output in self.outputs() if output.finished}
-        return [found[index] for index in range(len(self._streams))]
+        found: dict[int, RequestOutput] = {}
+        while (told := await self.next()) is not None:
+            if told[1].finished:
+                found[told[0]] = told[1]
+        return [found[index] for index in range(len(found))]
 
     def set(self) -> None:
         """Go on reading: the loop's waker calls this where streams have become ready."""
@@ -144,8 +148,8 @@ class Generation:
 
     def close(self) -> None:
         """Abort what has not ended."""
-        for called, stream in self._called():
-            self._served.end(called, stream.request_id)
+        for name, request_id in self._called:
+            self._served.end(name, request_id)
         for stream in self._open:
             self._served.engine.frontend.close(stream)
         self._open.clear()
@@ -155,10 +159,6 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _called(self) -> Iterator[tuple[str, Stream]]:
-        names = repeat(self._name) if isinstance(self._name, str) else self._name
-        return zip(names, self._streams, strict=False)
 
     def _wake(self, stream: Stream) -> None:
         self._ready.append(stream)
@@ -177,7 +177,7 @@ def failed(output: RequestOutput) -> HttpProblem | None:
 def _num_characters(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    if isinstance(prompt, dict):
+    if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
         if isinstance(prompt.get("prompt"), str):
             return len(prompt["prompt"])
         return sum(len(str(message)) for message in prompt.get("messages", ()))

@@ -92,6 +92,11 @@ class HttpExchange:
             self._wake()
             self.leave()
 
+    def take_body(self) -> bytes:
+        """What has come of the body, all of it where `has_body`."""
+        body, self._body, self._is_read = self._body, b"", self.has_body
+        return body
+
     async def receive(self) -> Message:
         """ASGI: the next part of the body, or that the client has left or has its answer."""
         if self._expects_continue and not self.has_begun:
@@ -103,8 +108,7 @@ class HttpExchange:
             await self._waiter
         if self.is_gone or self.is_complete:
             return {"type": "http.disconnect"}
-        body, self._body, self._is_read = self._body, b"", self.has_body
-        return {"type": "http.request", "body": body, "more_body": not self.has_body}
+        return {"type": "http.request", "body": self.take_body(), "more_body": not self.has_body}
 
     async def send(self, message: Message) -> None:
         """ASGI: the head of the answer, which goes out with the first part of its body; or a part of that."""
@@ -131,21 +135,17 @@ class HttpExchange:
             connection.answered()
 
     def _head_of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
-        lines, has_length = [_STATUS_LINES[status]], False
-        for name, value in headers:
-            if name == b"connection":
-                self.keep_alive = False  # the application says nothing else about it
-                continue
-            has_length = has_length or name == b"content-length"
-            lines.append(b"%b: %b\r\n" % (name, value))
-        self._is_chunked = self._takes_chunks and not has_length
-        if self._is_chunked:
-            lines.append(b"transfer-encoding: chunked\r\n")
+        fields = dict(headers)
+        if fields.get(b"connection") == b"close":
+            self.keep_alive = False
         if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") != len(lines):
+            fields[b"connection"] = b"close"
+        self._is_chunked = self._takes_chunks and b"content-length" not in fields
+        if self._is_chunked:
+            fields[b"transfer-encoding"] = b"chunked"
+        lines = [b"%b: %b\r\n" % field for field in fields.items()]
+        head = b"%b%b\r\n" % (_STATUS_LINES[status], b"".join(lines))
+        if head.count(b"\n") != len(lines) + 2:
             raise ValueError(f"a header of the answer has a line break: {headers}")
         return head
 

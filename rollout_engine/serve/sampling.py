@@ -49,6 +49,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 _NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name != "seed" and name not in FORM_NAMES)
 _values = operator.attrgetter(*_NAMES)
+_key = msgspec.json.Encoder().encode
 _MAX_KEPT = 64
 
 
@@ -67,7 +68,7 @@ class SettingsReader:
     def __init__(self, logprobs_mode: LogprobsMode) -> None:
         """`logprobs_mode`: of bodies that give none."""
         self._defaults = {"logprobs_mode": logprobs_mode}
-        self._known: dict[str, SamplingParams] = {}
+        self._known: dict[bytes, SamplingParams] = {}
 
     def read(self, fields: SamplingFields, **more: Any) -> Settings:
         """The settings of a body, and `more` of them. Raises `RequestError`."""
@@ -75,7 +76,7 @@ class SettingsReader:
         if form is not None:
             more["structured_outputs"] = form
         values = _values(fields)
-        key = repr((values, more))
+        key = _key((values, more))
         params = self._known.get(key)
         if params is None:
             own = {name: value for name, value in zip(_NAMES, values, strict=True) if value is not None}

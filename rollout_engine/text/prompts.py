@@ -103,9 +103,9 @@ def as_fields(prompt: Any) -> dict[str, Any]:
     if "messages" in fields:
         check_chat_options(fields)
         return {**fields, "messages": as_messages(fields["messages"])}
-    for key in CHAT_KEYS:
-        if fields.get(key) is not None:
-            raise RequestError.for_field(key, fields[key], "given with a conversation (messages)")
+    for key, value in fields.items():
+        if key in CHAT_KEYS and value is not None:
+            raise RequestError.for_field(key, value, "given with a conversation (messages)")
     return fields
 
 

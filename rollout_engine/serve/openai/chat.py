@@ -86,7 +86,8 @@ class _Call:
         samples: dict[int, list[CompletionOutput]] = {}
         with Generation(self._served, self._asked, body.request_id) as generation:
             await self._start(generation)
-            async for _, output in generation.outputs():
+            while (found := await generation.next()) is not None:
+                _, output = found
                 problem = failed(output)
                 if problem is not None:
                     raise problem

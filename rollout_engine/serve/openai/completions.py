@@ -90,7 +90,8 @@ class _Call:
         asks = body.stream_options or StreamOptions()
         with Generation(self._served, self._asked, body.request_id) as generation:
             await self._start(generation)
-            async for index, output in generation.outputs():
+            while (found := await generation.next()) is not None:
+                index, output = found
                 problem = failed(output)
                 if problem is not None:
                     raise problem

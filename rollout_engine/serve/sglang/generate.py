@@ -109,7 +109,8 @@ class _Call:
     async def events(self) -> AsyncIterator[Any]:
         with Generation(self._served, self._asked, self._names) as generation:
             await self._start(generation)
-            async for index, output in generation.outputs():
+            while (found := await generation.next()) is not None:
+                index, output = found
                 for each in self._answers(index, output):
                     yield each
 

@@ -104,7 +104,8 @@ class _Call:
         num_sampled, last = 0, None
         with Generation(self._served, self._asked, self._body.request_id) as generation:
             await self._start(generation)
-            async for _, output in generation.outputs():
+            while (found := await generation.next()) is not None:
+                _, output = found
                 more = await self._first_more(output) if last is None else {}
                 num_sampled += sum(len(sample.token_ids) for sample in output.outputs)
                 usage = {"usage": total_usage([output], True, num_sampled)} if asks.continuous_usage_stats else {}

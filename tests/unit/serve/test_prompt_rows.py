@@ -78,7 +78,7 @@ def test_many_are_written_beside_the_event_loop(monkeypatch, count, beside):
     ],
 )
 def test_a_streams_first_event_has_those_of_the_whole_response(client, path, prompt):
-    settings = {"max_tokens": 3, "seed": 4, "n": 2, "prompt_logprobs": 3}
+    settings = {"max_tokens": 32, "seed": 4, "n": 2, "prompt_logprobs": 3}
     body = prompt | ({"sampling_params": settings} if path.startswith("/inference") else settings)
     whole = client.post(path, body)
     holders = whole["choices"] if path == "/v1/completions" else [whole]
