@@ -29,7 +29,8 @@ def form_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Raises `RequestError` for several at once, and for a form that is none.
     """
-    found = {name: form for name, value in given.items() if (form := _read(name, value)) is not None}
+    asked = {name: value for name, value in given.items() if value is not None}
+    found = {name: form for name, value in asked.items() if (form := _read(name, value)) is not None}
     if len(found) > 1:
         raise RequestError.for_field(" and ".join(found), sorted(found), "one of them alone")
     return next(iter(found.values()), None)

@@ -149,7 +149,7 @@ def as_token_ids(value: Any, field: str, vocab_size: int) -> list[int]:
     if not isinstance(value, list | tuple):
         raise RequestError.for_field(field, value, "a list of token ids")
     token_ids = list(value)
-    if set(map(type, token_ids)) - {int}:  # rare: numpy integers, or a mistake
+    if [*map(type, token_ids)].count(int) != len(token_ids):  # rare: numpy integers, or a mistake
         token_ids = [_as_int(token_id, f"{field}[{i}]") for i, token_id in enumerate(token_ids)]
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)

@@ -7,6 +7,7 @@ come. A failure has its log beside that file, and makes the exit status 1; the o
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import psutil
 from tests.benchmarks.results import save
 from tests.faults.parts import PARTS
 from tests.faults.watch import Figure, Limits, watch
+from tests.fuzz import http_fuzz
 
 HERE = Path(__file__).parent
 
@@ -49,7 +51,8 @@ def _run(name: str, options: argparse.Namespace) -> Figure:
     with tempfile.TemporaryDirectory() as directory:
         count, log = options.count or PARTS[name][1], Path(directory, "log")
         command = [sys.executable, "-m", "tests.faults.parts", name, str(options.seconds), str(count), directory]
-        figure = watch(command, log, Limits(options.hang_seconds, options.memory_gib), note)
+        environment = os.environ | (http_fuzz.ENVIRONMENT if name == "http" else {})
+        figure = watch(command, log, Limits(options.hang_seconds, options.memory_gib), note, environment)
         path = note(figure)
         if "failure" in figure:
             kept = path.with_name(f"{path.stem}-{name}.log")

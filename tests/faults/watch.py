@@ -12,7 +12,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,13 +39,19 @@ class Limits(NamedTuple):
     """Resident, with its children."""
 
 
-def watch(command: list[str], log: Path, limits: Limits, note: Callable[[Figure], object]) -> Figure:
+def watch(
+    command: list[str],
+    log: Path,
+    limits: Limits,
+    note: Callable[[Figure], object],
+    environment: Mapping[str, str] | None = None,
+) -> Figure:
     """Run a command, which gets the descriptor for its reports as the last argument; its output goes to `log`.
 
     Returns its figure, or one with "failure", the count reached and the most memory it held. `note` is called with what
     is known at the start, every minute, and when this process is interrupted or told to end.
     """
-    with log.open("wb") as output, _started(command, output) as (process, pipe):
+    with log.open("wb") as output, _started(command, output, environment) as (process, pipe):
         watched = _Watched(process, pipe, limits)
         note(watched.figure("it is running, or whoever watched it was killed"))
         try:
@@ -129,12 +135,18 @@ class _Watched:
 
 
 @contextmanager
-def _started(command: list[str], output: Any) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+def _started(
+    command: list[str], output: Any, environment: Mapping[str, str] | None
+) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     reading, writing = os.pipe()
     try:
         try:
             process = subprocess.Popen(
-                [*command, str(writing)], stdout=output, stderr=subprocess.STDOUT, pass_fds=[writing]
+                [*command, str(writing)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[writing],
+                env=environment,
             )
         finally:
             os.close(writing)
