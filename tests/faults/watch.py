@@ -48,8 +48,9 @@ def watch(
 ) -> Figure:
     """Run a command, which gets the descriptor for its reports as the last argument; its output goes to `log`.
 
-    Returns its figure, or one with "failure", the count reached and the most memory it held. `note` is called with what
-    is known at the start, every minute, and when this process is interrupted or told to end.
+    `environment`: its variables; None: this process's. Returns its figure, or one with "failure", the count reached and
+    the most memory it held. `note` is called with what is known at the start, every minute, and when this process is
+    interrupted or told to end.
     """
     with log.open("wb") as output, _started(command, output, environment) as (process, pipe):
         watched = _Watched(process, pipe, limits)

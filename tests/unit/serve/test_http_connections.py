@@ -1,0 +1,118 @@
+"""HTTP/1.1 as clients speak it on a connection."""
+
+import asyncio
+import json
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from rollout_engine.serve import http_protocol
+from rollout_engine.serve.http_exchange import HttpExchange
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.server import HttpServer
+
+LAST = b"connection: close"
+
+
+@pytest.fixture(scope="module")
+def server(policy):
+    with HttpServer(policy, ServeOptions(port=0)) as made:
+        made._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # connections have it from there
+        yield made
+
+
+@pytest.fixture
+def connection(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as made:
+        yield made
+
+
+def request(method, path, body=None, *lines, version=b"1.1"):
+    data = b"" if body is None else json.dumps(body).encode()
+    head = [b"%b %b HTTP/%b" % (method, path, version), b"host: localhost", b"content-length: %d" % len(data), *lines]
+    return b"\r\n".join([*head, b"", data])
+
+
+def until_closed(connection):
+    parts = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_pipelined_requests_are_answered_in_their_order(connection):
+    named = [request(b"GET", b"/health", None, b"x-request-id: n%d" % i) for i in range(5)]
+    slow = request(b"POST", b"/v1/completions", {"prompt": "x", "max_tokens": 20}, b"x-request-id: slow")
+    connection.sendall(slow + b"".join(named) + request(b"GET", b"/nowhere", None, LAST))
+    answers = until_closed(connection).split(b"HTTP/1.1 ")[1:]
+    ids = [answer.partition(b"x-request-id: ")[2].partition(b"\r\n")[0] for answer in answers]
+    assert ids[:-1] == [b"slow", *(b"n%d" % i for i in range(5))] and answers[-1].startswith(b"404 ")
+
+
+def test_a_client_that_waits_for_leave_gets_it_before_it_sends_its_body(connection):
+    whole = request(b"POST", b"/v1/completions", {"prompt": "x", "max_tokens": 2}, b"expect: 100-continue", LAST)
+    head, _, body = whole.partition(b"\r\n\r\n")
+    connection.sendall(head + b"\r\n\r\n")
+    assert connection.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    connection.sendall(body)
+    assert until_closed(connection).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_client_that_waits_for_leave_is_refused_without_it(connection):
+    connection.sendall(request(b"POST", b"/nowhere", {}, b"expect: 100-continue", LAST).partition(b"{}")[0])
+    assert until_closed(connection).startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_head_has_the_length_of_the_answer_and_no_body(connection):
+    connection.sendall(request(b"GET", b"/health") + request(b"HEAD", b"/health", None, LAST))
+    whole, head = until_closed(connection).split(b"HTTP/1.1 ")[1:]
+    assert head.endswith(b"\r\n\r\n") and head.count(b"\r\n\r\n") == 1
+    length = [line for line in whole.split(b"\r\n") if line.startswith(b"content-length")]
+    assert length and length[0] in head
+
+
+def test_a_body_that_nobody_reads_does_not_end_the_connection(connection):
+    connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000\r\n\r\n" + bytes(100_000))
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+    connection.sendall(bytes(200_000) + request(b"GET", b"/health", None, LAST))
+    assert until_closed(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_stream_of_http_1_0_has_no_chunks_and_ends_with_the_connection(connection):
+    body = {"prompt": "x", "max_tokens": 3, "stream": True}
+    connection.sendall(request(b"POST", b"/v1/completions", body, version=b"1.0"))
+    head, _, events = until_closed(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_stream_waits_for_a_client_that_reads_slowly_and_loses_nothing(connection, monkeypatch):
+    waits, wait = [], http_protocol.HttpConnection.wait_until_written
+
+    async def counted(self):
+        waits.append(self)
+        await wait(self)
+
+    monkeypatch.setattr(http_protocol.HttpConnection, "wait_until_written", counted)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    body = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "n": 4, "stream": True, "logprobs": 5}
+    connection.sendall(request(b"POST", b"/v1/completions", body, LAST))
+    while not waits:
+        time.sleep(0.01)
+    answer = until_closed(connection)
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and answer.count(b'"finish_reason":"length"') == 4
+
+
+def test_a_target_that_is_no_path_is_refused(connection):
+    connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert until_closed(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_no_header_of_an_answer_can_begin_another_line():
+    exchange = HttpExchange(SimpleNamespace(is_full=False), "GET", "1.1", keep_alive=True, expects_continue=False)
+    start = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b\r\nset-cookie: c")]}
+    with pytest.raises(ValueError, match="line break"):
+        asyncio.run(exchange.send(start))
