@@ -114,7 +114,8 @@ class Generation:
         frontend = self._served.engine.frontend
         if len(prompts) == 1 and check is None:
             return [frontend.add_request(prompts[0], params[0], None, self._wake, seed=seeds[0], **options)]
-        return frontend.add_requests(list(prompts), params, self._wake, seeds=seeds, check_all=check, **options)
+        given = prompts[0] if len(prompts) == 1 else list(prompts)  # a lone prompt's errors have no index
+        return frontend.add_requests(given, params, self._wake, seeds=seeds, check_all=check, **options)
 
     async def next(self) -> tuple[int, RequestOutput] | None:
         """The next output, with the index of its prompt; None once all have ended. Raises what ended a request."""

@@ -42,5 +42,6 @@ def test_the_bound_is_the_sum_over_prompts_choices_and_likely_tokens(client, mon
     one = {**body, "prompt": [5, 6, 7]}
     client.post("/v1/completions", {**one, "n": 4})
     assert "The tokens of the prompt" in client.problem("/v1/completions", {**one, "n": 5})["message"]
+    assert client.problem("/v1/completions", {**one, "prompt": [-1]})["message"].startswith("prompt_token_ids[0]")
     message = {"messages": [{"role": "user", "content": "hi"}], "prompt_logprobs": 9, "n": 4, "max_tokens": 1}
     assert len(client.post("/v1/chat/completions", message)["prompt_logprobs"]) > 36 // 9, "there they are written once"
