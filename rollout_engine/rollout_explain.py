@@ -181,7 +181,8 @@ def _text(sample: Sample, place: int, origin: Origin, names: Mapping[int, str]) 
     mates = Counter(names.get(row.id, "no line of this file") for row in rows if row.id != sequence.id)
     told = ", ".join(f"{times} of {name}" for name, times in mates.most_common(8))
     lines.append(
-        f"  batch: {len(rows)} rows, {origin.num_computed_tokens} tokens" + (f"; besides it {told}" if told else "")
+        f"  batch: {len(rows)} {'row' if len(rows) == 1 else 'rows'}, {origin.num_computed_tokens} tokens"
+        + (f"; besides it {told}" if told else "")
     )
     for i, each in enumerate(origin.computed):
         lines.append("  " + _told(each, sequence, i, origin.computed[i - 1] if i else None))

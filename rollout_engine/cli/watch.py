@@ -38,8 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise RequestError.for_field("--every", arguments.every, "from 0.05 to 3600 seconds")
     watch = RunWatch(arguments.directory)
     if arguments.once:
-        while watch.read():
-            pass
+        watch.read()
+        while watch.is_behind:
+            watch.read()
         print("\n".join(lines_of(watch, _COLUMNS)))
         return
     if Dashboard is None:
@@ -56,7 +57,9 @@ def run(arguments: argparse.Namespace) -> None:
 def lines_of(watch: RunWatch, columns: int) -> list[str]:
     """A run as lines of text. What rollouts say in it is on one line each, with pictures of control characters."""
     series = watch.series()
-    head = f"{watch.num_samples} samples, {watch.num_tokens} sampled tokens, {watch.tokens_per_second:,.0f} tokens/s"
+    head = f"{watch.num_samples} samples, {watch.num_tokens} sampled tokens"
+    if watch.tokens_per_second is not None:
+        head += f", {watch.tokens_per_second:,.0f} tokens/s come in"
     if watch.last_step is not None:
         head = f"step {watch.last_step}: {head}"
     lines = [visible(str(watch.directory)), head]

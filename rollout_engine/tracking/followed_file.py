@@ -15,6 +15,8 @@ class FollowedFile:
         self.path = Path(path)
         self.num_skipped = 0
         """Lines left out for being longer than 256 MiB."""
+        self.is_behind = False
+        """Whether the last call of `read` has left more to read."""
         self._offset, self._inode = 0, -1
         self._parts: list[bytes] = []
         """Pieces of the line that is not whole yet."""
@@ -37,6 +39,7 @@ class FollowedFile:
         except OSError:
             return []
         self._offset += len(content)
+        self.is_behind = len(content) == _MOST_READ
         *whole, rest = content.split(b"\n")
         lines = [line for line in map(self._ended, whole) if line.strip()]
         self._keep(rest)

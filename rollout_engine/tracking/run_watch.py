@@ -69,7 +69,7 @@ class RunWatch:
 
     def read(self) -> bool:
         """Read what is new. Returns whether there was anything."""
-        num_lines = 0
+        num_lines, was_behind = 0, self.is_behind
         for path in self._found():
             file = self._files.setdefault(path, FollowedFile(path))
             for line in file.read():
@@ -78,16 +78,23 @@ class RunWatch:
                     self._add_step(line)
                 else:
                     self._add_sample(line)
+        if was_behind or self.is_behind:
+            self._reads.clear()  # what is caught up with does not come in now
         self._reads.append((self._clock(), self.num_tokens))
         return num_lines > 0
 
     @property
-    def tokens_per_second(self) -> float:
-        """Sampled tokens that came into the files a second, over the latest calls of `read`."""
+    def tokens_per_second(self) -> float | None:
+        """Sampled tokens that came into the files a second, over the latest calls of `read`; None at first."""
         if len(self._reads) < 2:
-            return 0.0
+            return None
         (start, before), (end, now) = self._reads[0], self._reads[-1]
         return (now - before) / max(end - start, 1e-9)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last call of `read` has left more to read."""
+        return any(file.is_behind for file in self._files.values())
 
     @property
     def is_estimated(self) -> bool:

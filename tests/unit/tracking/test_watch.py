@@ -98,6 +98,21 @@ def test_tokens_per_second_are_those_that_came_between_looks(tmp_path):
     assert watch.tokens_per_second == pytest.approx(sum(len(s["log_probs"]) for s in samples) / 10)
 
 
+def test_what_is_caught_up_with_at_first_does_not_count_as_coming_in(tmp_path, monkeypatch):
+    times = iter(range(10))
+    write_lines(tmp_path / "rollouts.jsonl", rollouts(1, 4))
+    monkeypatch.setattr("rollout_engine.tracking.followed_file._MOST_READ", 1_000)
+    watch = RunWatch(tmp_path, lambda: float(next(times)))
+    watch.read()
+    assert watch.is_behind and watch.tokens_per_second is None
+    assert "come in" not in lines_of(watch, 100)[1]
+    while watch.is_behind:
+        watch.read()
+    watch.read()
+    assert watch.num_samples == 4 and watch.tokens_per_second == 0
+    assert lines_of(watch, 100)[1].endswith("0 tokens/s come in")
+
+
 def test_lines_that_are_no_rollouts_or_steps_are_counted_and_left_out(tmp_path):
     good = rollouts(1, 1)[0]
     bad = [good | {"log_probs": ["x"] * len(good["log_probs"])}, good | {"schema": 99}, {"a": 1}, []]
