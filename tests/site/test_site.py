@@ -11,6 +11,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import rollout_engine
+from rollout_engine import EngineConfig, SamplingParams
+
 SITE = Path(__file__).parents[2] / "build" / "site"
 PAGES = sorted(SITE.rglob("*.html"))
 LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"), ("object", "data")}
@@ -88,9 +91,6 @@ def loads(path, reference):
 
 
 def test_every_public_name_and_every_option_is_on_the_site(pages):
-    import rollout_engine
-    from rollout_engine import EngineConfig, SamplingParams
-
     reference = (SITE / "api.html").read_text(encoding="utf-8")
     assert not [name for name in rollout_engine._HOMES if f"rollout_engine.{name}" not in reference]
     assert "driver" not in re.findall(r"<code>(\w+)</code>", reference)

@@ -1,5 +1,6 @@
 """What the pages make from the code, and what they say of it, agrees with it."""
 
+import importlib
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from rollout_engine.serve.options import ServeOptions
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
+TOOLS = ("api", "dashboard", "drawings", "figures", "metric_tables", "options")
 RESULTS = ROOT / "tests/benchmarks/results"
 
 
@@ -22,14 +24,7 @@ def tools():
     """The modules of docs/tools that make text or files."""
     sys.path.insert(0, str(DOCS / "tools"))
     try:
-        import api
-        import dashboard
-        import drawings
-        import figures
-        import metric_tables
-        import options
-
-        yield {module.__name__: module for module in (api, dashboard, drawings, figures, metric_tables, options)}
+        yield {name: importlib.import_module(name) for name in TOOLS}
     finally:
         sys.path.remove(str(DOCS / "tools"))
 
