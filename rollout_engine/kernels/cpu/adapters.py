@@ -94,7 +94,8 @@ class AdapterTable:
         self.in_features, self.sizes, self.dtype = in_features, list(sizes), dtype
         self.pairs: list[list[AdapterPair | None]] = [[None] * len(self.sizes) for _ in range(num_slots)]
         self._parts = (_Part * (num_slots * len(self.sizes)))()
-        self._max_rank = 0
+        self._ranks = [0] * num_slots
+        """The largest of each adapter's pairs."""
 
     def set(self, slot: int, pairs: Sequence[AdapterPair | None]) -> None:
         """Give an adapter its pairs, one for each linear; None where it leaves one alone.
@@ -108,19 +109,20 @@ class AdapterTable:
         self.pairs[slot] = list(pairs)
         for index, part in enumerate(parts):
             self._parts[slot * len(parts) + index] = part
-        self._max_rank = max((_rank(p) for each in self.pairs for p in each if p is not None), default=0)
+        self._ranks[slot] = max((part.rank for part in parts), default=0)
 
     def add(self, x: Tensor, out: Tensor, plan: AdapterRows) -> None:
         """Add the adapters' products of x [R, in_features] to out [R, sum of sizes], in place.
 
         Rows of both may be apart in memory. Raises `ValueError` for unreadable tensors and rows beyond R.
         """
-        if not self._max_rank:
+        max_rank = max(self._ranks)
+        if not max_rank:
             return
         x = x if x.stride(-1) == 1 else x.contiguous()
         if len(plan.rows) and int(plan.rows.max()) >= len(x):
             raise argument_error("x", x, f"a tensor of more than {int(plan.rows.max())} rows")
-        low = torch.empty(len(plan.rows) * len(self.sizes) * self._max_rank)
+        low = torch.empty(len(plan.rows) * len(self.sizes) * max_rank)
         table, rows = self.call, plan.call
         call = _Call(
             address("x", x, self.dtype, (len(x), self.in_features), strided_rows=True),
@@ -140,15 +142,16 @@ class AdapterTable:
     @property
     def call(self) -> "TableCall":
         """The table as kernels read it, good until an adapter is set; it keeps nothing alive."""
-        parts = ctypes.addressof(self._parts) if self._max_rank else None
-        return TableCall(parts, len(self.sizes), self._max_rank, self.in_features, sum(self.sizes))
+        max_rank = max(self._ranks)
+        parts = ctypes.addressof(self._parts) if max_rank else None
+        return TableCall(parts, len(self.sizes), max_rank, self.in_features, sum(self.sizes))
 
     def _num_threads(self, num_rows: int) -> int:
-        products = num_rows * self._max_rank * (self.in_features * len(self.sizes) + sum(self.sizes))
+        products = num_rows * max(self._ranks) * (self.in_features * len(self.sizes) + sum(self.sizes))
         return max(1, min(torch.get_num_threads(), products // _PRODUCTS_A_THREAD))
 
     def _part(self, pair: AdapterPair, column: int, size: int) -> "_Part":
-        rank = _rank(pair)
+        rank = len(pair.a) * _LANES
         return _Part(
             address("a", pair.a, self.dtype, (rank // _LANES, self.in_features, _LANES)),
             address("b", pair.b, self.dtype, (-(-size // _PANEL), rank, _PANEL)),
@@ -162,10 +165,6 @@ class AdapterTable:
 def supports(dtype: torch.dtype) -> bool:
     """Whether the kernel computes this dtype on this machine."""
     return dtype in DTYPES and build.load_kernels() is not None
-
-
-def _rank(pair: AdapterPair) -> int:
-    return len(pair.a) * _LANES
 
 
 class _Part(ctypes.Structure):

@@ -4,7 +4,8 @@ prepare(request) ──> install(slot, prepared) ──> inside `active(rows)` e
 files, checks        between two steps
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -65,7 +66,7 @@ class AdapterPool:
             group, slot = self._target(name)
             self._check(name, linear, group.children[slot])
             pair = AdapterPair.packed(linear.a, linear.b, linear.scale, self._dtype)
-            if not all(bool(tensor.isfinite().all()) for tensor in pair[:2]):
+            if not all(math.isfinite(bound) for tensor in pair[:2] for bound in tensor.aminmax()):  # NaN is both bounds
                 raise RequestError.for_field(f"tensors of '{name}'", "NaN or infinite values", "finite")
             pairs.setdefault(id(group), [None] * len(group.children))[slot] = pair
             digest.update(f"{name} {float(linear.scale).hex()} {len(linear.a)}\n".encode())
@@ -77,21 +78,14 @@ class AdapterPool:
 
     def install(self, slot: int, prepared: PreparedAdapter) -> None:
         """Have an adapter in a slot, in place of what is there. No step may be running."""
-        self.remove(slot)
+        self._clear(slot, keep=prepared.pairs)
         for key, pairs in prepared.pairs.items():
             self._table(key).set(slot, pairs)
         self._installed[slot] = prepared
 
     def remove(self, slot: int) -> None:
         """Free a slot. No step may be running."""
-        self.num_changes += 1
-        before = self._installed.pop(slot, None)
-        for key in before.pairs if before else ():
-            table = self._tables[key]
-            table.set(slot, [None] * len(table.sizes))
-            if not any(key in other.pairs for other in self._installed.values()):
-                del self._tables[key]
-                self._groups[key].add_to = None
+        self._clear(slot, keep=())
 
     def table_of(self, group: LinearGroup) -> AdapterTable | None:
         """The adapters of a group of linears, until an adapter is installed or removed; None: none changes it."""
@@ -143,6 +137,19 @@ class AdapterPool:
         if came != wanted:
             hint = f"They are the inputs and outputs of '{name}': the adapter is of another base model."
             raise RequestError.for_field(f"shape of '{name}'", came, str(wanted), hint)
+
+    def _clear(self, slot: int, keep: Collection[int]) -> None:
+        """Empty a slot, but for the tables of the groups `keep`, which are set next."""
+        self.num_changes += 1
+        before = self._installed.pop(slot, None)
+        for key in before.pairs if before else ():
+            if key in keep:
+                continue
+            table = self._tables[key]
+            table.set(slot, [None] * len(table.sizes))
+            if not any(key in other.pairs for other in self._installed.values()):
+                del self._tables[key]
+                self._groups[key].add_to = None
 
     def _table(self, key: int) -> AdapterTable:
         if key not in self._tables:
