@@ -84,7 +84,8 @@ class RolloutLM(TemplateLM):  # type: ignore[misc]
         """Answers, each up to the first of its stop strings; greedy unless a task samples."""
         if not requests:
             return []
-        contexts, params = [], []
+        contexts: list[Any] = []
+        params = []
         for context, settings in (request.args for request in requests):
             params.append(self._params(settings))
             room = self.max_length - (params[-1].max_tokens or 1)
@@ -105,19 +106,20 @@ class RolloutLM(TemplateLM):  # type: ignore[misc]
         return SamplingParams(**given, max_tokens=most, stop=stop or None)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
     ) -> list[tuple[float, bool]]:
         if not requests:
             return []
-        sequences = [[*context, *continuation][-(self.max_length - 1) :] for _, context, continuation in requests]
+        sequences: list[list[int]] = [
+            [*context, *continuation][-(self.max_length - 1) :] for _, context, continuation in requests
+        ]
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs_mode="raw", detokenize=False)
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": sequence} for sequence in sequences], params, use_tqdm=not disable_tqdm
-        )
+        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in sequences]
+        outputs = self._llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         results = []
         for (_, _, continuation), output in zip(requests, outputs, strict=True):
             assert output.prompt_logprobs is not None and output.prompt_ranks is not None
-            last = min(len(continuation), len(output.prompt_token_ids) - 1)
-            values, ranks = output.prompt_logprobs[-last:] if last else [], output.prompt_ranks[-last:] if last else []
-            results.append((float(sum(map(float, values))), all(rank == 1 for rank in ranks)))
+            first = len(output.prompt_token_ids) - min(len(continuation), len(output.prompt_token_ids) - 1)
+            values, ranks = output.prompt_logprobs[first:].tolist(), output.prompt_ranks[first:].tolist()
+            results.append((float(sum(values)), all(rank == 1 for rank in ranks)))
         return results

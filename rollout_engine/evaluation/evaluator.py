@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from rollout_engine._version import VERSION
 from rollout_engine.engine.interrupts import allowed, deliver, held
@@ -154,7 +155,7 @@ class Evaluator:
             sample["group_id"] = group.index
             sample["evaluation"] = {
                 **missing.cell._asdict(),
-                "correct": bool(sample["reward"] >= missing.task.task.correct_from),
+                "correct": bool(np.float32(sample["reward"]) >= np.float32(missing.task.task.correct_from)),
                 "answer": _answer(missing.task, sample["response"], info),
             }
         return list(found.values())

@@ -99,6 +99,12 @@ def test_estimates_are_means_over_prompts(policy):
     assert "pass@3" in str(report)
 
 
+def test_a_reward_that_is_the_bound_is_correct(policy):
+    """Rewards are float32, in which 0.7 is less than 0.7."""
+    task = TASK.clone(reward_fn=lambda completions, letter: [0.7] * len(completions), correct_from=0.7)
+    assert row_of(evaluated(policy, task), "pass@1", setting="hot")["value"] == 1.0
+
+
 def test_answers_vote(policy):
     task = TASK.clone(answer=lambda text: text[:1] or None, name="first letter")
     report = evaluated(policy, task, k=3)
