@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import regex
@@ -18,6 +19,7 @@ from rollout_engine import (
     read_jsonl,
     replay,
 )
+from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.testing import tiny_checkpoint
 
 PERSON = {
@@ -143,6 +145,28 @@ def test_a_core_in_its_own_process_gives_the_same(checkpoint, expected):
         return found
 
     assert all_columns(asyncio.run(main())) == all_columns(expected)
+
+
+def test_a_sample_goes_on_behind_the_tokens_that_a_lost_engine_drew(checkpoint, llm, expected):
+    """As a fleet hands over what a crashed replica had."""
+    params, whole = MIXED[0].clone(n=1), expected[0].outputs[0]
+    request = llm.frontend.inputs.admit(llm.frontend.inputs.check(PROMPT, params), seed=whole.seed)
+    request = msgspec.structs.replace(request, output_token_ids=whole.token_ids[:9])
+    found = []
+
+    class Listener:
+        def deliver(self, outputs):
+            found.extend(outputs.token_ids)
+
+    client = LocalClient.start(EngineConfig(model=str(checkpoint), num_kv_blocks=64, log_stats=False))
+    try:
+        client.listen(Listener())
+        client.add_request(request)
+        while client.driver.core.has_unfinished_requests():
+            client.turn(lambda: False)
+    finally:
+        client.shutdown()
+    assert len(whole.token_ids) > 12 and found == whole.token_ids[9:]
 
 
 def test_tempered_log_probs_are_those_without_a_mask_and_processed_ones_those_with_it(llm):
