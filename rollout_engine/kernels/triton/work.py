@@ -115,7 +115,11 @@ class WorkList:
         )
 
 
-@triton.jit(do_not_specialize=["num_sequences", "first_sequence", "sliding_window"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "first_sequence", "sliding_window"],
+    # Chunks come after the decodes, anywhere in the batch's columns: live steps would wait for the compiler.
+    do_not_specialize_on_alignment=["token_starts", "context_lens", "prefix_units"],
+)
 def _list_items(
     items,
     num_items,

@@ -36,3 +36,10 @@ def test_every_kernel_compiles_without_spills_and_reads_wide(tmp_path):
     products = [kernel for kernel in made if kernel["kernel"] == "_matmul_kernel"]
     assert all(kernel["cp.async.cg"] and not kernel["mma.sync"] for kernel in products)
     assert len([kernel for kernel in products if kernel["wgmma.mma"]]) >= 3  # those in bfloat16
+
+
+def test_chunks_behind_any_number_of_decodes_are_planned_by_one_kernel(tmp_path):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.unit.kernels.triton.list_on_hopper"]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[4], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
