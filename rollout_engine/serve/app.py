@@ -28,6 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _MAX_ID_CHARS = 200
 _FULL = "The server has max_connections=%d open: send the request again later, or elsewhere."
+_DEEP = "The body is nested too deeply: send it with fewer lists and objects within each other."
 _STOPPED = "The server has stopped before this request had ended: send it elsewhere."
 _ID_ROOT, _IDS = uuid.uuid4().hex[:16], itertools.count(1)
 _encode = msgspec.json.Encoder().encode
@@ -106,6 +107,8 @@ class _Answer:
             if not self._is_gone and not self._served.is_ending:
                 raise
             reply = None if self._is_gone or self._has_begun else self._problem(HttpProblem(503, _STOPPED))
+        except RecursionError:  # a body may be decoded, and yet be too deep for what is done with it
+            reply = self._problem(HttpProblem(400, _DEEP))
         except Exception as problem:
             reply = self._problem(problem)
         finally:
@@ -170,6 +173,8 @@ class _Answer:
         if self._headers.get("content-encoding", "identity") != "identity":
             raise HttpProblem(415, "Send the body without a content encoding.")
         if self._exchange is not None and self._exchange.has_body:
+            if self._exchange.is_gone:
+                return None
             data = self._exchange.take_body()
             if len(data) > limit:
                 raise self._too_long(limit)

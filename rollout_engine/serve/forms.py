@@ -37,7 +37,7 @@ def form_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(name: str, value: Any) -> dict[str, Any] | None:
-    if value is None or (value == "" and name != "guided_choice"):
+    if value == "" and name != "guided_choice":
         return None
     if name in _KINDS:
         return {_KINDS[name]: value}

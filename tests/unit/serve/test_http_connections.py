@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_engine.serve import http_protocol
-from rollout_engine.serve.http_exchange import HttpExchange
+from rollout_engine.serve.http_exchange import EXCHANGE, HttpExchange
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer
 
@@ -116,3 +116,23 @@ def test_no_header_of_an_answer_can_begin_another_line():
     start = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b\r\nset-cookie: c")]}
     with pytest.raises(ValueError, match="line break"):
         asyncio.run(exchange.send(start))
+
+
+@pytest.mark.parametrize("field", ["extra_args", "stop", "prompt"])
+def test_a_body_that_is_nested_to_any_depth_is_refused(client, field):
+    for depth in range(900, 1010):  # from some depth on it cannot be decoded, and just below it nothing else be done
+        data = b'{"prompt": "x", "%b": %b%b}' % (field.encode(), b"[" * depth, b"]" * depth)
+        response = client.send("POST", "/v1/completions", content=data)
+        assert response.status_code == 400 and response.json()["error"]["message"], (depth, response.text)
+
+
+def test_a_request_whose_client_left_before_its_task_began_is_not_queued(server, policy):
+    exchange = HttpExchange(SimpleNamespace(is_full=False), "POST", "1.1", keep_alive=True, expects_continue=False)
+    exchange.add_body(b'{"prompt": "x", "max_tokens": 250, "ignore_eos": true}')
+    exchange.end_body()
+    exchange.disconnect()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope |= {"headers": [(b"content-length", b"54")], "extensions": {EXCHANGE: exchange}}
+    sampled = policy.get_metrics().core.counters.num_tokens_sampled
+    asyncio.run(server.app(scope, exchange.receive, exchange.send))
+    assert policy.get_metrics().core.counters.num_tokens_sampled == sampled and not exchange.has_begun
