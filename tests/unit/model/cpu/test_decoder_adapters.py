@@ -105,6 +105,7 @@ def test_adapters_are_seen_when_they_change():
         lambda: None,
         lambda: pool.install(0, pool.prepare(random_adapter(module, seed=5, rank=3))),
         lambda: pool.install(3, pool.prepare(random_adapter(module, seed=6, rank=60, targets=["o_proj"]))),
+        lambda: pool.install(0, pool.prepare(random_adapter(module, seed=7, targets=["up_proj"]))),  # fewer linears
         lambda: pool.remove(0),
         lambda: [pool.remove(slot) for slot in range(4)],
     ):
