@@ -22,7 +22,7 @@ from rollout_engine.engine.client import EngineInfo
 from rollout_engine.errors import RequestError, RolloutEngineError, RPCError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of the messages; both ends must have the same."""
 MAX_STRUCT_BYTES = 1 << 20
 """Bytes of a message without its arrays, at most: decoding them holds the interpreter."""

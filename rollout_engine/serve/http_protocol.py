@@ -9,7 +9,6 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
-import httptools
 import msgspec
 
 from rollout_engine.serve.http_exchange import HttpExchange, Message
@@ -26,15 +25,21 @@ _VERSIONS = {"asgi": {"version": "3.0", "spec_version": "2.3"}}
 def connections_of(max_connections: int) -> type["HttpConnection"]:
     """The class of the connections of one server.
 
-    One that comes while `max_connections` are open gets one answer, by which the application refuses it.
+    One that comes while `max_connections` are open gets one answer, by which the application refuses it. Raises
+    `ImportError` where the package httptools, of the extra `server`, is not installed.
     """
-    return type("Connection", (HttpConnection,), {"__slots__": (), "max_connections": max_connections})
+    import httptools
+
+    attributes = {"__slots__": (), "max_connections": max_connections, "httptools": httptools}
+    return type("Connection", (HttpConnection,), attributes)
 
 
 class HttpConnection(asyncio.Protocol):
     """One connection, as uvicorn makes it."""
 
     max_connections: int
+    httptools: Any
+    """The package that parses requests."""
     __slots__ = (
         *("_answering", "_app", "_arriving", "_expects_continue", "_has_header", "_headers", "_is_in_header"),
         *("_is_paused", "_is_surplus", "_loop", "_num_bytes", "_parser", "_timer", "_url", "_waiting", "_written"),
@@ -47,7 +52,7 @@ class HttpConnection(asyncio.Protocol):
         self._app, self._loop = config.loaded_app, _loop or asyncio.get_running_loop()
         self.connections: set[HttpConnection] = server_state.connections
         self.tasks: set[asyncio.Task[None]] = server_state.tasks
-        self._parser: Any = httptools.HttpRequestParser(self)
+        self._parser: Any = self.httptools.HttpRequestParser(self)
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url, self._headers = b"", list[tuple[bytes, bytes]]()
         self._expects_continue = self._is_paused = False
@@ -86,11 +91,11 @@ class HttpConnection(asyncio.Protocol):
                 return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
+        except self.httptools.HttpParserUpgrade:
             # The client asked for another protocol, and what follows its request is not parsed: answer, and close.
             assert self._arriving is not None, "its request is complete"
             self._arriving.keep_alive = False
-        except httptools.HttpParserError:
+        except self.httptools.HttpParserError:
             self._refuse(400, "Invalid HTTP request received.")
         if self._is_in_header and self._timer is None:
             self._wait_for_header()
@@ -117,7 +122,7 @@ class HttpConnection(asyncio.Protocol):
         """httptools: the header is complete. Has the request answered, or wait for its turn."""
         self._has_header, self._is_in_header, self._num_bytes = True, False, 0
         self._stop_timer()
-        parser, url = self._parser, httptools.parse_url(self._url)
+        parser, url = self._parser, self.httptools.parse_url(self._url)
         method, version, path = parser.get_method().decode("ascii"), parser.get_http_version(), url.path.decode("ascii")
         scope: Message = {
             "type": "http",

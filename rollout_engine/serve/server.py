@@ -8,6 +8,7 @@ from typing import Any
 from rollout_engine.errors import ConfigError
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.app import App
+from rollout_engine.serve.http_protocol import connections_of
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.threads import start_thread
 
@@ -86,7 +87,7 @@ def _uvicorn(app: App) -> Any:
     try:
         import uvicorn
 
-        from rollout_engine.serve.http_protocol import connections_of
+        connections = connections_of(options.max_connections)
     except ImportError as problem:
         what = f"The HTTP server needs packages that are not installed ({problem})"
         raise ConfigError(f'{what}: pip install "rollout-engine[server]".') from problem
@@ -99,7 +100,7 @@ def _uvicorn(app: App) -> Any:
     return Server(
         uvicorn.Config(
             app,
-            http=connections_of(options.max_connections),
+            http=connections,
             ws="none",
             lifespan="off",
             log_level="warning",
