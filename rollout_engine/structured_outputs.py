@@ -1,4 +1,4 @@
-"""What a request may ask its output to be, `SamplingParams.structured_outputs`, and the bounds of that.
+"""The forms that a request may ask its output to have, `SamplingParams.structured_outputs`, and the bounds of that.
 
 {"json": schema} | {"regex": text} | {"grammar": Lark text} | {"choice": [text, ...]} | {"structural_tag": {...}}
 """

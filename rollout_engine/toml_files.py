@@ -16,7 +16,7 @@ Key = tuple[str | int, ...]
 
 
 class TomlFile(NamedTuple):
-    """What a file says, and its text."""
+    """The content of a file, and its text."""
 
     path: str
     content: dict[str, Any]

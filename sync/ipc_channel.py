@@ -27,7 +27,7 @@ _CLOSED = "This end of the weight transport was closed."
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """What every message carries."""
+    """A message, with what every one carries."""
 
     transfer: int
     """Number of this transfer, drawn anew by each Request."""

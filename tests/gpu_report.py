@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 _SHOWN_LINES = 400
-"""Of one part, the last ones."""
+"""Lines of one part that are kept, the last ones."""
 _PREFIXES = ("CUDA_", "NCCL_", "PYTORCH_", "TORCH_", "TRITON_")
 _TESTS = (PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-rs", "--tb=short")
 _SANITIZER = ("compute-sanitizer", "--target-processes=all", "--error-exitcode=9")
@@ -65,7 +65,7 @@ PARTS = {
 
 
 class Result(NamedTuple):
-    """What became of a part."""
+    """The outcome of a part."""
 
     status: str
     """Such as "passed", "failed (exit status 1)", "timed out after 60 s", "not run: no nvidia-smi"."""

@@ -1,4 +1,4 @@
-"""What griffe, which reads the API for the site, does with our docstrings and verbs.
+"""An extension of griffe, which reads the API for the site, for our docstrings and verbs.
 
 Examples (`>>> ...`) become blocks of code, and verbs lose their first parameter, the driver, which callers do not give.
 """

@@ -1,4 +1,4 @@
-"""What mkdocs asks for while it builds the site: generated parts of pages, and pages from outside of docs/."""
+"""Hooks that mkdocs calls while it builds the site: generated parts of pages, and pages from outside of docs/."""
 
 import re
 import sys

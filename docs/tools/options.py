@@ -73,7 +73,7 @@ def _described(cls: type) -> Iterator[tuple[str, str, str]]:
 
 
 def words(kind: kinds.Type) -> str:
-    """What an option takes, in words."""
+    """The values that an option takes, in words."""
     match kind:
         case kinds.IntType() | kinds.FloatType():
             name = "int" if isinstance(kind, kinds.IntType) else "number"
@@ -146,7 +146,7 @@ def _is_whole(cls: type) -> bool:
 
 
 def _help(name: str) -> str:
-    """What `--help` of a command prints."""
+    """The text that `--help` of a command prints."""
     command = importlib.import_module(f"rollout_engine.cli.{name}")
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {name}",

@@ -73,7 +73,7 @@ def record(command: Sequence[str], path: Path) -> None:
 
 
 def chunks(terminal: int) -> Iterator[bytes]:
-    """What is written to a terminal until its other end is closed, which Linux reports as an error."""
+    """All that is written to a terminal until its other end is closed, which Linux reports as an error."""
     while True:
         try:
             chunk = os.read(terminal, 65536)

@@ -43,7 +43,7 @@ class RolloutLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: the tokenizer's first token, else its end token."""
+        """The token before a text without a context: the tokenizer's first token, else its end token."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 

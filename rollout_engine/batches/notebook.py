@@ -26,7 +26,7 @@ LISTED_KEYS = {
 
 
 class ShownBatch:
-    """What `show` returns: notebooks draw it by `_repr_html_`, and elsewhere it prints as the batch does."""
+    """The result of `show`: notebooks draw it by `_repr_html_`, and elsewhere it prints as the batch does."""
 
     def __init__(self, html: str, text: str) -> None:
         self._html, self._text = html, text
@@ -55,7 +55,7 @@ def show(batch: TensorDictBase, tokenizer: Any = None) -> ShownBatch:
 
 
 def html(batch: TensorDictBase, tokenizer: Any = None) -> str:
-    """What a notebook shows of a batch with the keys `LISTED_KEYS`; see `show`."""
+    """The HTML that a notebook shows of a batch with the keys `LISTED_KEYS`; see `show`."""
     num_all, text = num_sequences(batch), repr(batch)
     first = batch if is_packed(batch) or num_all == num_shown(num_all) else batch[: num_shown(num_all)]
     texts = None if tokenizer is None else TokenTexts(tokenizer)

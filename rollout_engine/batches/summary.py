@@ -43,7 +43,7 @@ class RolloutBatch(TensorDict):  # type: ignore[misc]
         return text.replace("\n", "\n  ")
 
     def _repr_html_(self) -> str:
-        """What notebooks show: as `show(batch)` does, or the `repr` where the batch is no list of samples any more."""
+        """HTML for notebooks, as of `show(batch)`; the `repr` where the batch is no list of samples any more."""
         return html(self) if _is_listed(self) else f"<pre>{escape(repr(self))}</pre>"
 
     def memmap(self, *args: Any, **kwargs: Any) -> Any:

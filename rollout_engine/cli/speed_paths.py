@@ -1,4 +1,4 @@
-"""What of the engine runs fast on this machine, what falls back to something slower, and what would change that."""
+"""Paths of the engine that are fast on this machine, those that fall back to slower ones, and how to change that."""
 
 import logging
 import os

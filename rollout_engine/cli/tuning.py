@@ -27,7 +27,7 @@ class Trial(NamedTuple):
     option: str
     values: Sequence[Any]
     default: Any
-    """What the default amounts to here, for the report."""
+    """The value that the default amounts to here, for the report."""
     left_out: str = ""
     """Why other values are not tried; empty: they are."""
 
@@ -43,7 +43,7 @@ class Comparison(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
-        """Of each pair, this / the default."""
+        """Ratio of each pair, this / the default."""
         return [rate / default for rate, default in zip(self.rates, self.default_rates, strict=True)]
 
     @property
@@ -69,7 +69,7 @@ class Proposal(NamedTuple):
     together: Comparison | None
     """All winners together beside the default, in rounds of their own; None where no value won."""
     options: dict[str, Any]
-    """What to set; empty where the defaults are as good as anything measured."""
+    """Options to set; empty where the defaults are as good as anything measured."""
 
 
 def propose(

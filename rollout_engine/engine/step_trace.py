@@ -36,7 +36,7 @@ class TracedSequence(msgspec.Struct, array_like=True, frozen=True):
 
     id: int
     seed: int
-    """Of itself, in [0, 2**64)."""
+    """Its own seed, in [0, 2**64)."""
     num_prompt_tokens: int
     checksum: int
     """`prompt_checksum` of the prompt."""
@@ -83,7 +83,7 @@ class TracedStep(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
     drawn: list[int] = []
     """Tokens that each sample drew, behind drafts that were right; empty: one each."""
     problem: str = ""
-    """What it raised; it drew nothing then."""
+    """The error that it raised; it drew nothing then."""
 
 
 Line = TraceHeader | TracedStep
@@ -222,7 +222,7 @@ def _step_of(work: SchedulerOutput) -> TracedStep:
 
 
 class Trace(NamedTuple):
-    """What the files of one engine hold."""
+    """The steps that the files of one engine hold."""
 
     name: str
     live: list[TracedSequence]

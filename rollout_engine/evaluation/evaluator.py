@@ -29,7 +29,7 @@ AnyRun = RolloutRun | EpisodeRun
 
 
 class _Missing(NamedTuple):
-    """What one checkpoint has yet to sample of a task under a setting."""
+    """Prompts that one checkpoint has yet to sample, of a task under a setting."""
 
     task: PreparedTask
     setting: Setting
@@ -61,7 +61,7 @@ class Evaluator:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What is evaluated, for the ledger."""
+        """Tasks, settings and checkpoints, for the ledger."""
         return {
             "rollout_engine": VERSION,
             "seed": self._seed,
@@ -162,7 +162,7 @@ class Evaluator:
 
 
 def _turns(runs: Sequence[tuple[_Missing, AnyRun]]) -> Iterator[tuple[_Missing, AnyRun]]:
-    """Whose turn it is: those that have news, else one that samples, so that the engine always steps."""
+    """The runs whose turn it is: those that have news, else one that samples, so that the engine always steps."""
     turn = 0
     while unfinished := [each for each in runs if each[1].unfinished]:
         ready = [each for each in unfinished if each[1].has_news]
@@ -183,7 +183,7 @@ def _advance(run: AnyRun) -> Sequence[AnyGroup]:
 
 
 def _answer(task: PreparedTask, text: str, info: Mapping[str, Any]) -> str | None:
-    """What a sample votes for."""
+    """The answer that a sample votes for."""
     if task.answer is None:
         given = info.get("answer", text.strip())
         return None if given is None else str(given)

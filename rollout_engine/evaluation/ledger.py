@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, sample: Mapping[str, Any]) -> "Cell":
-        """Whose sample it is."""
+        """The cell of a sample."""
         return cls(*(sample["evaluation"][name] for name in cls._fields))
 
 

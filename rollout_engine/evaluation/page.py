@@ -8,7 +8,7 @@ from rollout_engine.viewing.samples import TokenText
 
 
 class Report(Protocol):
-    """What the page shows of an `EvalReport`."""
+    """The part of an `EvalReport` that the page shows."""
 
     samples: list[dict[str, Any]]
     table: list[dict[str, Any]]

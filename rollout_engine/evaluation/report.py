@@ -1,4 +1,4 @@
-"""What an evaluation found: estimates with intervals, differences with p-values, and every sample."""
+"""Results of an evaluation: estimates with intervals, differences with p-values, and every sample."""
 
 import json
 import os

@@ -33,7 +33,7 @@ class Checkpoint(NamedTuple):
 
     name: str
     source: Any
-    """What `update_weights` takes; None: the live weights."""
+    """A source that `update_weights` takes; None: the live weights."""
 
     @property
     def path(self) -> str | None:

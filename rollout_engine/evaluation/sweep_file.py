@@ -19,13 +19,13 @@ _ARGUMENTS = ("num_samples", "k", "seed", "out", "tasks")
 
 
 class SweepFile(NamedTuple):
-    """What a sweep file says."""
+    """The content of a sweep file."""
 
     model: str
     engine: dict[str, Any]
     """Options of `RolloutPolicy.from_pretrained`."""
     arguments: dict[str, Any]
-    """Of `RolloutPolicy.evaluate`."""
+    """Arguments of `RolloutPolicy.evaluate`."""
 
 
 def read_sweep_file(path: Path, overrides: Sequence[str] = ()) -> SweepFile:

@@ -1,4 +1,4 @@
-"""What is evaluated: prompts with reward functions, or environments."""
+"""Tasks of an evaluation: prompts with reward functions, or environments."""
 
 import json
 import os
@@ -31,14 +31,14 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
     readings = {"rows": lambda rows: str(rows) if isinstance(rows, os.PathLike) else rows}
 
     name: str = ""
-    """Of the results. "" where the environment or the file gives it one."""
+    """Name in the results. "" where the environment or the file gives it one."""
     rows: Any = None
     """Prompts, or dicts with a prompt and columns for the reward function; a dict of columns; a `datasets.Dataset`; or
     the path of a JSONL file."""
     prompt_column: str = "prompt"
     """Key of the prompt in a row; rows with "messages" or "prompt_token_ids" need none."""
     reward_fn: Any = None
-    """As in `rollout`: a function, "module:function", or a list of them; for rows."""
+    """The reward, as in `rollout`: a function, "module:function", or a list of them; for rows."""
     reward_weights: list[float] | None = None
     env: Any = None
     """In place of rows: as in `rollout(env=...)`, such as "reasoning_gym:spell_backward". Prompt i is the start that
@@ -88,7 +88,7 @@ class PreparedTask(NamedTuple):
     spec: EnvSpec | None
     answer: Callable[[str], Any] | None
     digest: str
-    """Of prompts and columns, or of the environment and its options."""
+    """Digest of prompts and columns, or of the environment and its options."""
 
 
 def prepare_tasks(tasks: Any) -> list[PreparedTask]:

@@ -15,7 +15,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """The first message to the process."""
 
     tokenizer: str
-    """As `tokenizer.json` has it."""
+    """The content of `tokenizer.json`."""
     vocab_size: int
     eos_token_ids: list[int]
     seconds: float

@@ -11,7 +11,7 @@ from rollout_engine.errors import RequestError
 from rollout_engine.grammars.sources import AddedToken, source_of
 
 _LIMITS = {"max_lexer_states": 1 << 15, "step_max_items": 20_000, "verbose_errors": False}
-"""Of a grammar's automata, whose states take about 2 KiB each, and of the work of one mask."""
+"""Bounds of a grammar's automata, whose states take about 2 KiB each, and of the work of one mask."""
 
 
 class GrammarError(Exception):

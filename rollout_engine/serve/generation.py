@@ -45,7 +45,7 @@ class Generation:
         self._open: dict[Stream, int] = {}
         """Requests that have not ended, and the index of the prompt of each."""
         self._called: list[tuple[str, str]] = []
-        """What the client calls each request, and its id."""
+        """The client's name of each request, and its id."""
 
     async def start(
         self,

@@ -15,7 +15,7 @@ logger = logging.getLogger("rollout_engine.serve")
 
 
 class Connection(Protocol):
-    """What an exchange needs of its connection."""
+    """The part of a connection that an exchange needs."""
 
     transport: asyncio.Transport
     tasks: set["asyncio.Task[None]"]
@@ -51,7 +51,7 @@ class HttpExchange:
         self.keep_alive = keep_alive and self._takes_chunks
         """Whether the connection stays open behind the answer."""
         self._body, self._head = b"", b""
-        """What has come of the body and was not received; the head of the answer until it goes out."""
+        """The part of the body that has come and was not received; the head of the answer until it goes out."""
         self._is_chunked = self._is_read = False
         """Whether the answer is in chunks; whether the end of the body was received."""
         self._waiter: asyncio.Future[None] | None = None
@@ -93,7 +93,7 @@ class HttpExchange:
             self.leave()
 
     def take_body(self) -> bytes:
-        """What has come of the body, all of it where `has_body`."""
+        """The part of the body that has come, all of it where `has_body`."""
         body, self._body, self._is_read = self._body, b"", self.has_body
         return body
 

@@ -16,7 +16,7 @@ from rollout_engine.serve.problems import HttpProblem, problem_body
 
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_WAITING_BYTES = 64 << 10
-"""Of a body that nobody has received yet: more is left in the socket."""
+"""Bytes of a body that nobody has received yet: more is left in the socket."""
 _HEADER_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 75.0
 _VERSIONS = {"asgi": {"version": "3.0", "spec_version": "2.3"}}

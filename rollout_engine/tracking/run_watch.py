@@ -1,4 +1,4 @@
-"""What is known of a run from its directory: files of rollouts, and files of steps where the trainer writes them."""
+"""The state of a run, from its directory: files of rollouts, and files of steps where the trainer writes them."""
 
 import math
 import os
@@ -33,7 +33,7 @@ _FIRST = (
 
 
 class WatchedSample(NamedTuple):
-    """What is kept of a sample."""
+    """The numbers that are kept of a sample."""
 
     where: str
     reward: float | None

@@ -72,7 +72,7 @@ def batch_statistics(
 
 
 class EngineRates:
-    """What an engine did between two calls, from its counters."""
+    """The work of an engine between two calls, from its counters."""
 
     def __init__(self, read: Callable[[], EngineMetrics], clock: Callable[[], float] = time.perf_counter) -> None:
         """`read` returns the metrics of now, as `get_metrics` of a policy does."""

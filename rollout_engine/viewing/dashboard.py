@@ -24,7 +24,7 @@ class Dashboard(App[None]):
         self.title = title
         self._read, self._seconds = read, seconds
         self.shown = Text()
-        """What is drawn."""
+        """The picture as it is drawn."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():

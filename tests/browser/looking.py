@@ -1,4 +1,4 @@
-"""What tests of pages ask of a browser. Where selenium is not installed, who imports this is skipped."""
+"""Questions that tests of pages ask of a browser. Where selenium is not installed, who imports this is skipped."""
 
 import time
 from pathlib import Path

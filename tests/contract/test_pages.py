@@ -1,4 +1,4 @@
-"""What the pages for readers say of the repository is so, and their links lead somewhere."""
+"""The pages for readers say of the repository what is so, and their links lead somewhere."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def anchors(text):
-    """What GitHub and the site make of a page's headings: the same, numbered where it comes again."""
+    """The anchors that GitHub and the site make of a page's headings: the same, numbered where it comes again."""
     seen, found = Counter(), set()
     for heading in HEADING.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
         name = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")

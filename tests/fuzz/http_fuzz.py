@@ -36,7 +36,7 @@ MOST_GROWN_MIB = 16
 """Most memory that the second half of any number of requests may leave behind: caches of the allocator, not requests.
 The first half fills those: what they hold ends growing."""
 ENVIRONMENT = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-"""Of a process that does this for long. Without it, where products are torch's, torch and oneDNN keep up to 1,024
+"""For a process that does this for long. Without it, where products are torch's, torch and oneDNN keep up to 1,024
 primitives for each thread, one for each shape of a product: 50 MiB that come slowly, and belong to no request."""
 
 

@@ -50,7 +50,7 @@ def evaluated(policy, tasks=TASK, **options):
 
 
 def essence(samples):
-    """What has to be the same in an evaluation that was resumed."""
+    """The values that have to be the same in an evaluation that was resumed."""
     return [
         (
             s["evaluation"],

@@ -148,7 +148,7 @@ def test_a_core_in_its_own_process_gives_the_same(checkpoint, expected):
 
 
 def test_a_sample_goes_on_behind_the_tokens_that_a_lost_engine_drew(checkpoint, llm, expected):
-    """As a fleet hands over what a crashed replica had."""
+    """Continues as a fleet does what a crashed replica had."""
     params, whole = MIXED[0].clone(n=1), expected[0].outputs[0]
     request = llm.frontend.inputs.admit(llm.frontend.inputs.check(PROMPT, params), seed=whole.seed)
     request = msgspec.structs.replace(request, output_token_ids=whole.token_ids[:9])
@@ -184,7 +184,7 @@ def test_tempered_log_probs_are_those_without_a_mask_and_processed_ones_those_wi
 
 
 def test_processed_log_probs_follow_from_the_tokens_that_were_allowed(llm):
-    """What a trainer does: the log-prob within the allowed tokens is the tempered one less their log mass."""
+    """A trainer does the same: the log-prob within the allowed tokens is the tempered one less their log mass."""
     (output,) = llm.generate([PROMPT], params_of("regex", logprobs=-1, logprobs_mode="tempered"), use_tqdm=False)
     (masked,) = llm.generate([PROMPT], params_of("regex", logprobs_mode="processed"), use_tqdm=False)
     digits, dash = llm.get_tokenizer().encode("0123456789"), llm.get_tokenizer().encode("-")

@@ -28,7 +28,7 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 
 def _compiler_missing() -> str | None:
-    """What Triton lacks to compile the C code by which it launches a kernel; it would fail at the first launch.
+    """A tool that Triton lacks to compile the C code by which it launches a kernel; it would fail at the first launch.
 
     A complete cache of Triton's would do without, but no setting that is not in it.
     """

@@ -53,7 +53,7 @@ class GraphPool:
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self._num_bytes = 0
-        """What the largest graph so far took; it serves smaller ones too."""
+        """Bytes that the largest graph so far took; they serve smaller ones too."""
 
     def capture(self, compute: Callable[[], None]) -> CudaGraph:
         """Run `compute` once, so that its kernels are compiled, and capture it. Raises `NoRoomForGraph`."""

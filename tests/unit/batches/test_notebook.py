@@ -1,4 +1,4 @@
-"""What a notebook shows of a rollout: its samples, as text alone, and never more than fits."""
+"""A rollout in a notebook: its samples, as text alone, and never more than fits."""
 
 import re
 from html.parser import HTMLParser

@@ -1,4 +1,4 @@
-"""What the pages make from the code, and what they say of it, agrees with it."""
+"""Pages that are made from the code, or speak of it, agree with it."""
 
 import importlib
 import json

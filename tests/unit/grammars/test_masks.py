@@ -48,7 +48,7 @@ ASCII = [token_id for token_id in range(3, 259) if token_id != STOP and text_of(
 
 
 def expected(pattern, output):
-    """What the `regex` package says of each next character; an end where the output matches."""
+    """The verdict of the `regex` package on each next character; an end where the output matches."""
     text = text_of(output)
     next_ones = {t for t in ASCII if regex.fullmatch(pattern, text + text_of([t]), partial=True)}
     return next_ones | ({END, STOP} if regex.fullmatch(pattern, text) else set())
@@ -90,7 +90,7 @@ def test_masks_behind_a_draft_are_those_of_its_tokens_and_change_no_later_one(co
 
 
 def test_a_state_made_anew_from_the_tokens_is_the_same(compiler):
-    """As behind preemption, or at another replica behind a crash."""
+    """The state is rebuilt as behind preemption, or at another replica behind a crash."""
     rng, state, tokens = random.Random(2), state_of(compiler, PATTERNS[1]), list(PROMPT)
     for _ in range(10):
         mask = state.mask(tokens)

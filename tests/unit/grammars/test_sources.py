@@ -1,4 +1,4 @@
-"""What structured outputs mean: choices, patterns, Lark, schemas and tags, as texts that are or are not let pass."""
+"""Structured outputs: choices, patterns, Lark, schemas and tags, as texts that are or are not let pass."""
 
 import pytest
 from tokenizers import AddedToken

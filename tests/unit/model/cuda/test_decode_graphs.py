@@ -51,7 +51,7 @@ class Graph:
 
 @pytest.fixture(autouse=True)
 def inference_mode():
-    """As in a runner's steps."""
+    """Ends as in a runner's steps."""
     with torch.inference_mode():
         yield
 
