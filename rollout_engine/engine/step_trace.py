@@ -119,7 +119,7 @@ class StepTrace:
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self._append(self._header())
-        except OSError as problem:
+        except (OSError, ValueError) as problem:  # a name with a zero byte is a ValueError
             raise ConfigError(refused("step_trace", directory, "a directory to write to", f"{problem}.")) from None
 
     def write(self, step: TracedStep) -> None:

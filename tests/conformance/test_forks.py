@@ -27,6 +27,7 @@ ARGUMENTS = {
     "collect": (["hello"],),
     "chat": ([{"role": "user", "content": "hello"}],),
     "encode": ("hello",),
+    "evaluate": ({"rows": ["hello"], "reward_fn": len},),
     "generate": ("hello",),
     "get_sequence_ids": ("endless",),
     "is_unfinished": ("endless",),

@@ -49,6 +49,7 @@ REQUEST_EXTREMES = {
     "extra_args": [{}, {"a": [1, None]}, {"a": object()}],
     "speculation": [True, False, "auto"],
     "return_routed_experts": [True, False, 1],
+    "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}, {"regex": "("}, {"json": {"type": "none"}}, {"none": 1}],
     "output_kind": ["cumulative", "delta", "final_only", "all"],
 }
 CONFIG_EXTREMES = {
@@ -84,6 +85,8 @@ CONFIG_EXTREMES = {
     "otlp_traces_endpoint": ["", "grpc://nowhere", 7],
     "profiler_dir": ["", "/nowhere", 7],
     "log_interval": [1e-9, 1e9, 0.0, math.nan],
+    "step_trace": ["", "\0", 7],
+    "step_trace_bytes": [2**16, 2**50, 0],
     "step_deadline": [None, 600.0, 1e12, math.inf, 0.0, math.nan],
     "tokenizer": ["/nowhere", ""],
 }
@@ -185,6 +188,8 @@ def _check_answer(output, setting):
     assert indices == sorted(set(indices)), setting
     assert kind == "delta" or len(indices) == setting.get("n", 1), setting
     for sample in output.outputs:
+        if "structured_outputs" in setting and "no token is left" in (sample.error or ""):
+            continue  # what its form and other settings allow together ends here
         assert sample.finish_reason in REASONS, f"{setting}: {sample.finish_reason}, {sample.error}"
         assert all(0 <= token < VOCAB_SIZE for token in sample.token_ids), setting
         assert len(sample.token_ids) <= setting["max_tokens"], setting

@@ -164,6 +164,7 @@ class SpellingWorker:
         self.updater = WeightUpdater(self.live, [], PackedWeights(_EMPTY), memory, prepare=self._take_back)
         self.update = UpdateSession(self.updater)
         self.extensions = Extensions(TABLE, self)
+        self.grammars = SimpleNamespace(close=lambda: None)
         self.max_model_len = max_model_len
         self.info = EngineInfo(
             config=EngineConfig(model="formula", skip_tokenizer_init=True),
