@@ -46,6 +46,7 @@ async def all_dead(engine, tasks):
     return str(engine.dead_error)
 
 
+@pytest.mark.slow
 def test_a_killed_core_and_a_stopped_one_fail_their_own_requests_and_no_others(checkpoint):
     config = EngineConfig(model=str(checkpoint), **OPTIONS)
     with (

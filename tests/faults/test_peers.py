@@ -93,6 +93,7 @@ def test_no_pickle_sent_to_a_core_is_unpickled(engine, canary):
     assert lives(engine).num_rejected == rejected + bad
 
 
+@pytest.mark.slow
 def test_no_pickle_sent_to_a_client_is_unpickled(raw_core, canary):
     choose = random.Random(2)
     planted = [planted for frames in client_messages() for planted in canary.planted(frames)]

@@ -171,6 +171,7 @@ def test_an_engine_that_keeps_no_samples_says_so(checkpoint, saved, speculation,
                 call(saved)
 
 
+@pytest.mark.slow
 def test_engines_in_processes_of_their_own_and_fleets_save_and_load(checkpoint, saved, tmp_path):
     config = EngineConfig(model=checkpoint, speculation=ALWAYS, log_stats=False, num_kv_blocks=64, num_threads=1)
     for kind in ("own process", "fleet of two"):

@@ -78,6 +78,7 @@ def test_rollout_agrees_with_the_trainer_before_and_after_an_update(capsys):
     assert "policy 1: largest |log-prob difference| 0.0\n" in printed
 
 
+@pytest.mark.slow
 def test_grpo_learns_within_six_steps(short_run):
     accuracy = [row["accuracy"] for row in short_run[1]]
     assert accuracy[-1] > accuracy[0] + 0.15
@@ -114,6 +115,7 @@ def test_grpo_trains_a_given_checkpoint_and_learns_nothing_from_shuffled_advanta
     assert max(row["max_logprob_diff"] for row in rows) == 0.0
 
 
+@pytest.mark.slow
 def test_grpo_samples_the_same_with_drafted_tokens_over_words_that_come_again(short_run, tmp_path):
     options = ["--model", str(short_run[0] / "policy"), "--steps", "2", "--words", "40"]
     for speculation in ("off", "auto"):
@@ -129,6 +131,7 @@ def two_steps(short_run, tmp_path_factory):
     return out, load("ppo").main(["--model", str(short_run[0] / "policy"), "--steps", "2", "--out", str(out)])
 
 
+@pytest.mark.slow
 def test_ppo_starts_on_policy_at_every_step(two_steps):
     assert [row["max_logprob_diff"] for row in two_steps[1]] == [0.0] * 3
     assert all(row["kl"] > 0 and row["entropy"] > 0 for row in two_steps[1])  # and then leaves it
@@ -163,6 +166,7 @@ def two_async_steps(short_run, tmp_path_factory):
     return out, load("async_grpo").main(["--model", model, "--steps", "2", "--verify", "--out", str(out)])
 
 
+@pytest.mark.slow
 def test_async_grpo_has_the_log_probs_of_each_tokens_own_version(two_async_steps):
     assert [row["max_logprob_diff"] for row in two_async_steps[1]] == [0.0] * 3
     assert two_async_steps[1][0]["mean_weight"] == 1.0  # all of version 0

@@ -14,6 +14,7 @@ _CHEAP = 2
 """Faults that are looked for every time: the first ones of the table."""
 
 
+@pytest.mark.slow
 def test_no_storm_of_events_breaks_a_promise():
     ends, faults = Counter(), Counter()
     for seed in range(NUM_SEEDS):

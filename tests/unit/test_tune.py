@@ -151,6 +151,7 @@ def test_mistakes_of_tune_are_answered_in_one_line(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_doctor_tells_what_falls_back_and_how_to_fix_it(monkeypatch, capsys):
     monkeypatch.setattr("rollout_engine.cli.machine.usable_cpus", lambda: 1)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)

@@ -39,6 +39,7 @@ def fleet(checkpoint):
     leftovers.assert_none()
 
 
+@pytest.mark.slow
 def test_requests_of_a_killed_replica_go_on_to_the_same_tokens_and_bits(fleet, expected):
     async def run():
         deaths = ReplicaDeaths(fleet, seed=0)

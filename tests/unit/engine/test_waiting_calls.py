@@ -34,6 +34,7 @@ class Looks:
         return verb.name in self.over
 
 
+@pytest.mark.slow
 def test_a_step_looks_once_at_each_verb_however_many_calls_wait(clock):
     waiting, looks = WaitingCalls(), Looks()
     for verb, _ in itertools.product((DRAIN, PAUSE), range(10_000)):

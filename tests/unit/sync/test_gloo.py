@@ -174,6 +174,7 @@ def test_closing_a_receiver_does_not_wait_for_its_step(ends):
     assert isinstance(receiving.problem, SyncError)
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_groups_form(tmp_path):
     script = """
 import sync, sync.groups, sys

@@ -110,6 +110,7 @@ def test_layers_that_break_at_a_loop_over_experts_keep_their_numbers(device):
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [((0.1, 0.2), "compiled"), ((0.2, 0.1), "modules")])
+@pytest.mark.slow
 def test_the_faster_way_is_kept_and_both_times_are_told(chosen, seconds, kept):
     found, said = chosen(seconds)
     assert (found is not None) == (kept == "compiled")

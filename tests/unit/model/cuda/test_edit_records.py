@@ -1,6 +1,7 @@
 """Edits of logits on a device beside the definition: every bit, while tokens that the host does not know come in."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ any_sequence = st.tuples(
     bad_words=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
+@pytest.mark.slow
 def test_any_mix_of_rows_has_the_bits_of_the_definition_as_tokens_are_drawn(device, seed, sequences, bad_words, dtype):
     records = EditRecords(VOCAB_SIZE, CONTEXT, torch.device(device))
     generator = torch.Generator().manual_seed(seed)

@@ -239,6 +239,7 @@ def test_a_step_is_launched_before_the_one_behind_it_is_known(engine_on):
     assert_alike(run(engine_on("device"), DRAWN), run(engine_on("device", async_scheduling=False), DRAWN))
 
 
+@pytest.mark.slow
 def test_new_weights_are_written_where_the_kernels_read_them(engine_on):
     engines = [engine_on(place) for place in ("device", "cpu")]
     weights = engines[1].llm_engine.apply_model(lambda module: module.state_dict())[0]
