@@ -85,7 +85,7 @@ CONFIG_EXTREMES = {
     "otlp_traces_endpoint": ["", "grpc://nowhere", 7],
     "profiler_dir": ["", "/nowhere", 7],
     "log_interval": [1e-9, 1e9, 0.0, math.nan],
-    "step_trace": ["", "\0", 7],
+    "step_trace": ["/dev/null/here", "\0", 7],
     "step_trace_bytes": [2**16, 2**50, 0],
     "step_deadline": [None, 600.0, 1e12, math.inf, 0.0, math.nan],
     "tokenizer": ["/nowhere", ""],
