@@ -52,7 +52,7 @@ class PoolingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields
     }
 
     kind: PoolingKind = "last"
-    """What is returned: the hidden state of the last token, of the first, the mean, that of every token, or what the
+    """The result: the hidden state of the last token, of the first, the mean, that of every token, or what the
     checkpoint's head computes."""
     normalize: bool = False
     """Divide each hidden state, or the mean, by its length (L2). Not of what a head computes."""

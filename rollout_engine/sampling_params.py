@@ -137,7 +137,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether tokens may be drafted for this request, where the engine does so (`EngineConfig.speculation`). Results
     are the same to the bit either way."""
     structured_outputs: dict[str, Any] | None = None
-    """What the output has to be, to the end token: {"json": schema}, {"regex": pattern}, {"grammar": Lark text},
+    """The form of the output, to the end token: {"json": schema}, {"regex": pattern}, {"grammar": Lark text},
     {"choice": [text, ...]} or {"structural_tag": {...}}, which binds the output inside of tags alone. Tokens that would
     break it cannot be sampled; an end id or one of `stop_token_ids` can where it is complete, and only there. An output
     that `max_tokens` or a stop string cuts off is as far as it came. Needs the package llguidance."""

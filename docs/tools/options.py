@@ -5,7 +5,6 @@ python docs/tools/options.py        prints the page's generated part
 
 import argparse
 import ast
-import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import msgspec
 from msgspec import inspect as kinds
 
 from rollout_engine.capacity import options as capacity
-from rollout_engine.cli.main import COMMANDS, PROGRAM
+from rollout_engine.cli.main import COMMANDS, PROGRAM, load_command
 from rollout_engine.config import EngineConfig
 from rollout_engine.episodes.plan import EpisodeOptions
 from rollout_engine.evaluation.sweep import Sweep
@@ -147,7 +146,7 @@ def _is_whole(cls: type) -> bool:
 
 def _help(name: str) -> str:
     """The text that `--help` of a command prints."""
-    command = importlib.import_module(f"rollout_engine.cli.{name}")
+    command = load_command(name)
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {name}",
         description=command.__doc__,

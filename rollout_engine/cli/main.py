@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rollout_engine import __version__
 from rollout_engine.errors import RolloutEngineError, unknown_name
@@ -27,6 +28,11 @@ COMMANDS = {
 """Name -> help. A command is a module `rollout_engine.cli.<name>` with `add_arguments(parser)` and `run(arguments)`."""
 
 
+def load_command(name: str) -> Any:
+    """The module of a command, with `add_arguments(parser)` and `run(arguments)`."""
+    return importlib.import_module(f"rollout_engine.cli.{name}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without any.
 
@@ -35,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     chosen, rest = _choose(given or ["--help"])
-    command = importlib.import_module(f"rollout_engine.cli.{chosen}")
+    command = load_command(chosen)
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {chosen}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
