@@ -50,7 +50,7 @@ class Rig:
         self.adapters = FleetAdapters(2, self.brain, self.members, lock, lambda: self.is_over, self.note)
 
     def note(self, members, reports, in_doubt):
-        self.ended.append((sorted(reports), in_doubt))
+        self.ended.append((sorted(reports), sorted(in_doubt)))
         if reports:
             self.brain.policy_version = next(iter(reports.values())).version
 
