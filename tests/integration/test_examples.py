@@ -29,6 +29,14 @@ def short_run(tmp_path_factory):
     return out, load("grpo").main([*SHORT, "--warm-up-steps", "150", "--out", str(out)])
 
 
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory):
+    """One step of examples/grpo.py on a policy that knows next to nothing: its folder and its metrics."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("first_step")
+    return out, load("grpo").main(["--steps", "1", "--warm-up-steps", "10", "--out", str(out)])
+
+
 @pytest.mark.parametrize("name", ["generate", "rollout", "update_weights", "worker_extension"])
 def test_short_examples_are_short(name):
     assert (EXAMPLES / f"{name}.py").read_text().count("\n") < 55
@@ -82,27 +90,28 @@ def test_rollout_agrees_with_the_trainer_before_and_after_an_update(capsys):
 def test_grpo_learns_within_six_steps(short_run):
     accuracy = [row["accuracy"] for row in short_run[1]]
     assert accuracy[-1] > accuracy[0] + 0.15
-
-
-def test_grpo_agrees_with_the_trainer_at_every_step(short_run):
     assert [row["max_logprob_diff"] for row in short_run[1]] == [0.0] * 7
 
 
-def test_grpo_says_what_rollouts_and_training_took(short_run):
-    rows = short_run[1]
+def test_grpo_agrees_with_the_trainer_at_every_step(first_step):
+    assert [row["max_logprob_diff"] for row in first_step[1]] == [0.0] * 2
+
+
+def test_grpo_says_what_rollouts_and_training_took(first_step):
+    rows = first_step[1]
     assert all(row["rollout_seconds"] > 0 and row["training_seconds"] > 0 for row in rows)
     given = [{"rollout_seconds": 3.0, "training_seconds": 1.0}, {"rollout_seconds": 1.0, "training_seconds": 2.0}]
     assert load("grpo").time_shares(given, 10.0) == "10 s: rollouts 40%, training 30%, evaluation and the rest 30%"
 
 
-def test_grpo_writes_its_record(short_run):
-    out, rows = short_run
+def test_grpo_writes_its_record(first_step):
+    out, rows = first_step
     written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert written == rows
     figures = "reward accuracy tokens_per_second update_ms rollout_seconds training_seconds max_logprob_diff"
     assert set(rows[0]) == {"step", *figures.split()}
     samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
-    assert {sample["policy_version"] for sample in samples} == set(range(7))
+    assert {sample["policy_version"] for sample in samples} == {0, 1}
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -125,20 +134,26 @@ def test_grpo_samples_the_same_with_drafted_tokens_over_words_that_come_again(sh
 
 
 @pytest.fixture(scope="module")
-def two_steps(short_run, tmp_path_factory):
-    """Two steps of examples/ppo.py on the policy of `short_run`: its folder and its metrics."""
+def ppo_step(first_step, tmp_path_factory):
+    """One step of examples/ppo.py on the policy of `first_step`: its folder and its metrics."""
     out = tmp_path_factory.mktemp("ppo")
-    return out, load("ppo").main(["--model", str(short_run[0] / "policy"), "--steps", "2", "--out", str(out)])
+    return out, load("ppo").main(["--model", str(first_step[0] / "policy"), "--steps", "1", "--out", str(out)])
+
+
+def test_ppo_starts_on_policy_at_every_step(ppo_step):
+    assert [row["max_logprob_diff"] for row in ppo_step[1]] == [0.0] * 2
+    assert all(row["entropy"] > 0 for row in ppo_step[1])
 
 
 @pytest.mark.slow
-def test_ppo_starts_on_policy_at_every_step(two_steps):
-    assert [row["max_logprob_diff"] for row in two_steps[1]] == [0.0] * 3
-    assert all(row["kl"] > 0 and row["entropy"] > 0 for row in two_steps[1])  # and then leaves it
+def test_ppo_leaves_the_policy_that_sampled(short_run, tmp_path):
+    rows = load("ppo").main(["--model", str(short_run[0] / "policy"), "--steps", "2", "--out", str(tmp_path)])
+    assert [row["max_logprob_diff"] for row in rows] == [0.0] * 3
+    assert all(row["kl"] > 0 and row["entropy"] > 0 for row in rows)
 
 
-def test_ppo_writes_its_record(two_steps):
-    out, rows = two_steps
+def test_ppo_writes_its_record(ppo_step):
+    out, rows = ppo_step
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -160,26 +175,29 @@ def group_maker(example):
 
 
 @pytest.fixture(scope="module")
-def two_async_steps(short_run, tmp_path_factory):
-    """Two steps of examples/async_grpo.py on the policy of `short_run`: its folder and its metrics."""
-    out, model = tmp_path_factory.mktemp("async_grpo"), str(short_run[0] / "policy")
-    return out, load("async_grpo").main(["--model", model, "--steps", "2", "--verify", "--out", str(out)])
+def async_step(first_step, tmp_path_factory):
+    """One step of examples/async_grpo.py on the policy of `first_step`: its folder and its metrics."""
+    out, model = tmp_path_factory.mktemp("async_grpo"), str(first_step[0] / "policy")
+    return out, load("async_grpo").main(["--model", model, "--steps", "1", "--verify", "--out", str(out)])
+
+
+def test_async_grpo_has_the_log_probs_of_each_tokens_own_version(async_step):
+    assert [row["max_logprob_diff"] for row in async_step[1]] == [0.0] * 2
+    assert async_step[1][0]["mean_weight"] == 1.0  # all of version 0
 
 
 @pytest.mark.slow
-def test_async_grpo_has_the_log_probs_of_each_tokens_own_version(two_async_steps):
-    assert [row["max_logprob_diff"] for row in two_async_steps[1]] == [0.0] * 3
-    assert two_async_steps[1][0]["mean_weight"] == 1.0  # all of version 0
+def test_async_grpo_trains_on_answers_of_earlier_versions(short_run, tmp_path):
+    options = ["--model", str(short_run[0] / "policy"), "--steps", "2", "--verify"]
+    rows = load("async_grpo").main([*options, "--out", str(tmp_path)])
+    assert [row["max_logprob_diff"] for row in rows] == [0.0] * 3
+    assert set(rows[0]["staleness"]) == {"0"}
+    assert max(int(age) for age in rows[-1]["staleness"]) in range(1, 5)
+    assert rows[-1]["mean_weight"] != 1.0
 
 
-def test_async_grpo_trains_on_answers_of_earlier_versions(two_async_steps):
-    assert set(two_async_steps[1][0]["staleness"]) == {"0"}
-    assert max(int(age) for age in two_async_steps[1][-1]["staleness"]) in range(1, 5)
-    assert two_async_steps[1][-1]["mean_weight"] != 1.0
-
-
-def test_async_grpo_writes_its_record(two_async_steps):
-    out, rows = two_async_steps
+def test_async_grpo_writes_its_record(async_step):
+    out, rows = async_step
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
 
 
