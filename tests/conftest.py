@@ -1,5 +1,6 @@
 """Shared by all tests: fixed seeds, one thread unless a test asks for more, nothing left behind."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from rollout_engine.kernels.cpu.gemm import supports
 from rollout_engine.kernels.linear import _plan
+from tests.warm_cores import WarmCores
 
 # An example may take as long as a busy machine makes it take.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,6 +34,15 @@ def quick_starts():
     with pytest.MonkeyPatch.context() as patch:
         quick = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
         patch.setattr("rollout_engine.engine.local_client.gc", quick)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_cores():
+    """Cores' processes are forked from one that has imported everything: a hundred of them start here, and each would
+    import for seconds. Those of tests/faults are started as users' are."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(WarmCores()) as cores:
+        patch.setattr("rollout_engine.process.core_launcher._start", cores.start)
         yield
 
 

@@ -3,7 +3,17 @@
 import pytest
 
 from rollout_engine.kernels.cpu import build
+from rollout_engine.process import core_launcher
 from rollout_engine.testing import tiny_checkpoint
+
+
+_start = core_launcher._start
+
+
+@pytest.fixture(autouse=True)
+def cold_cores(monkeypatch):
+    """Cores' processes are new interpreters, as users have them."""
+    monkeypatch.setattr(core_launcher, "_start", _start)
 
 
 @pytest.fixture(scope="session")
