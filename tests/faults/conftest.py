@@ -6,7 +6,6 @@ from rollout_engine.kernels.cpu import build
 from rollout_engine.process import core_launcher
 from rollout_engine.testing import tiny_checkpoint
 
-
 _start = core_launcher._start
 
 
