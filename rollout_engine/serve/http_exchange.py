@@ -92,6 +92,14 @@ class HttpExchange:
             self._wake()
             self.leave()
 
+    def probe(self) -> bool:
+        """Write an interim response, which fails once the client has left. Returns False where none may be written:
+        the answer itself has begun, or the client speaks HTTP/1.0."""
+        may_write = self._takes_chunks and not self.has_begun
+        if may_write:
+            self._connection.transport.write(_CONTINUE)
+        return may_write
+
     def take_body(self) -> bytes:
         """The part of the body that has come, all of it where `has_body`."""
         body, self._body, self._is_read = self._body, b"", self.has_body

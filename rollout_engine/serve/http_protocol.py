@@ -1,7 +1,7 @@
 """HTTP/1.1 on a connection, for uvicorn's server: requests are parsed by httptools, and answered one after the other.
 
 Size and time of a header are bounded. What is no request is refused in the shape of every other error. Once a client
-has left, or has closed its side, all of its requests know it.
+has left, all of its requests know it. A client that has only closed its sending side is answered.
 """
 
 import asyncio
@@ -17,8 +17,12 @@ from rollout_engine.serve.problems import HttpProblem, problem_body
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_WAITING_BYTES = 64 << 10
 """Bytes of a body that nobody has received yet: more is left in the socket."""
+_MAX_WAITING_REQUESTS = 16
+"""Requests behind the one that is answered. With room for more, it is noticed that their client leaves."""
 _HEADER_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 75.0
+_PROBE_SECONDS = 0.05
+"""From the end of what a client sends to the second look whether it still reads; each later one waits twice as long."""
 _VERSIONS = {"asgi": {"version": "3.0", "spec_version": "2.3"}}
 
 
@@ -100,6 +104,17 @@ class HttpConnection(asyncio.Protocol):
         if self._is_in_header and self._timer is None:
             self._wait_for_header()
 
+    def eof_received(self) -> bool:
+        """asyncio: the client sends nothing more. Returns whether it is answered, since it may still read.
+
+        The end of a connection looks the same until something is written: then the client's machine resets it.
+        """
+        self.shutdown()
+        if self._answering is None or self._has_header or self._is_in_header:
+            return False
+        self._probe(_PROBE_SECONDS)
+        return True
+
     def on_message_begin(self) -> None:
         """httptools: a request begins."""
         self._url, self._headers, self._expects_continue = b"", [], False
@@ -146,7 +161,8 @@ class HttpConnection(asyncio.Protocol):
             exchange.start(self._app, scope)
         else:
             self._waiting.append((exchange, scope))
-            self._pause_reading()
+            if len(self._waiting) >= _MAX_WAITING_REQUESTS:
+                self._pause_reading()
 
     def on_body(self, body: bytes) -> None:
         """httptools: a part of the body."""
@@ -209,6 +225,10 @@ class HttpConnection(asyncio.Protocol):
         if not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
+
+    def _probe(self, seconds: float) -> None:
+        if self._answering is not None and self._answering.probe():
+            self._timer = self._loop.call_later(seconds, self._probe, 2 * seconds)
 
     def _leave(self) -> None:
         self._waiting.clear()

@@ -106,6 +106,66 @@ def test_a_stream_waits_for_a_client_that_reads_slowly_and_loses_nothing(connect
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and answer.count(b'"finish_reason":"length"') == 4
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_only_its_sending_side_is_answered(connection, policy, version, stream):
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    policy.pause_generation(mode="keep")
+    connection.sendall(request(b"POST", b"/v1/completions", body, version=version))
+    connection.shutdown(socket.SHUT_WR)
+    interim = connection.recv(1 << 16) if version == b"1.1" else b""
+    policy.resume_generation()
+    answer = until_closed(connection)
+    head, _, rest = (interim + answer).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").partition(b"\r\n\r\n")
+    assert interim.startswith(b"HTTP/1.1 100 ") == (version == b"1.1") and b" 100 " not in head
+    assert head.startswith(b"HTTP/1.1 200 ") and b'"finish_reason":"length"' in rest
+
+
+def test_a_client_that_closes_only_its_sending_side_has_all_its_answers(connection):
+    connection.sendall(request(b"POST", b"/v1/completions", {"prompt": "x"}) + request(b"GET", b"/nowhere"))
+    connection.shutdown(socket.SHUT_WR)
+    answers = [part[:3] for part in until_closed(connection).split(b"HTTP/1.1 ")[1:]]
+    assert [status for status in answers if status != b"100"] == [b"200", b"404"]
+
+
+def test_a_client_that_closes_its_sending_side_within_a_request_is_left(connection):
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
+    connection.shutdown(socket.SHUT_WR)
+    assert until_closed(connection) == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("behind", [b"", request(b"GET", b"/health")])
+@pytest.mark.parametrize("half_first", [False, True])
+def test_a_client_that_leaves_aborts_its_requests(server, connection, policy, stream, behind, half_first):
+    policy.pause_generation(mode="keep")
+    connection.sendall(request(b"POST", b"/v1/completions", {"prompt": "x", "stream": stream}) + behind)
+    if half_first:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+    while not policy.get_num_unfinished_requests():
+        time.sleep(0.001)
+    connection.close()
+    while policy.get_num_unfinished_requests() or server.app.served.num_open:
+        time.sleep(0.001)
+    policy.resume_generation()
+
+
+def test_a_client_that_leaves_a_stream_that_has_begun_aborts_it(server, connection, policy):
+    body = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "n": 64, "stream": True}
+    connection.sendall(request(b"POST", b"/v1/completions", body))
+    assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+    connection.shutdown(socket.SHUT_WR)
+    policy.pause_generation(mode="keep")
+    connection.close()
+    assert policy.get_num_unfinished_requests()
+    sampled = policy.get_metrics().core.counters.num_tokens_sampled
+    policy.resume_generation()
+    while policy.get_num_unfinished_requests() or server.app.served.num_open:
+        time.sleep(0.001)
+    assert policy.get_metrics().core.counters.num_tokens_sampled < sampled + 64 * 200
+
+
 def test_a_target_that_is_no_path_is_refused(connection):
     connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert until_closed(connection).startswith(b"HTTP/1.1 400 ")

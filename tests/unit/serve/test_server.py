@@ -87,21 +87,6 @@ def test_a_client_that_asks_for_another_protocol_is_answered_and_left(server):
     assert say(server, request * 2, then_closes=False).count(b"HTTP/1.1 200") == 1
 
 
-@pytest.mark.parametrize("behind", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
-def test_a_client_that_leaves_aborts_its_request(server, policy, behind):
-    body = b'{"prompt": "x", "max_tokens": 250, "ignore_eos": true, "n": 64}'
-    say(server, head(len(body), b"connection: close") + body)
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head(len(body)) + body + behind)
-    httpx2.get(f"{server.url}/health")
-    deadline = 1000
-    while policy.get_num_unfinished_requests() and deadline:
-        deadline -= 1
-        httpx2.get(f"{server.url}/health")
-    assert deadline and server.app.served.num_open == 0
-
-
 def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing(server, policy, monkeypatch):
     frontend = server.app.served.engine.frontend
     add, has_come, may_add, added = frontend.add_request, *(threading.Event() for _ in range(3))
