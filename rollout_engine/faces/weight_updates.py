@@ -71,7 +71,7 @@ def update_weights(
         merge: False sends the active LoRA of a `PeftModel` alone, for requests that name it (`docs/adapters.md`).
         delta: leave tensors, and pieces of 512 KiB, as they are whose digest says that they are live, where that
             saves most of the bytes; the report says how many were staged. False: send and stage all again.
-        draft: they are of `SpeculationConfig.draft_model`, with versions of its own. A fleet refuses them.
+        draft: they are of `SpeculationConfig.draft_model`, with versions of its own.
 
     Raises the weight errors of `rollout_engine.errors`; then the old weights serve on (after `DirtyWeightsError`
     nothing does). `LifecycleError` while another update is open or the weights are released; `DrainTimeoutError`

@@ -140,15 +140,16 @@ class FleetClient:
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:
         """Give all replicas new weights: published once, staged by each, committed by each between two of its steps.
 
-        A replica that fails where another one commits serves nothing before it has caught up. Raises where all fail.
-        Blocks.
+        A replica that fails where another one commits serves nothing before it has caught up; with weights of the draft
+        model, which change no result, it serves on. Raises where all fail. Blocks.
         """
         self.require_usable()
         with self._updates.one_at_a_time(), self._adapters.unchanged(options.timeout):
             with self._lock:
                 members = dict(self._members)
             with drained(self, options) as options:
-                live, ended = self.policy_version, partial(self._update_ended, members)
+                ended = partial(self._draft_ended if options.draft else self._update_ended, members)
+                live = self.policy_version
                 return self._updates.push(members, source, version, options, live, ended)
 
     def turn(self, has_news: Callable[[], bool]) -> bool:
@@ -224,6 +225,7 @@ class FleetClient:
             self._dispatcher.do(self._brain.started(member.index, version, time.monotonic()))
             if (problem := member.client.ending) is not None:  # since before it was joined: it has not said so here
                 self.lost(member, problem)
+            self._bring_drafts()
             return True
 
     def not_started(self, index: int, problem: Exception) -> None:
@@ -290,6 +292,22 @@ class FleetClient:
                 strayed = sorted(same.intersection(in_doubt))
                 actions = self._brain.strayed(strayed, now, can_catch_up=self._updates.has_any)
             self._dispatcher.do(actions)
+
+    def _draft_ended(
+        self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
+    ) -> None:
+        """Note who has the draft model's new weights."""
+        with self._lock:
+            if (newest := self._updates.draft.newest) is not None:
+                for index in reports:
+                    members[index].draft_digest = newest.digest
+            self._bring_drafts()
+
+    def _bring_drafts(self) -> None:
+        """Have replicas that lack the draft model's newest weights get them, while they serve."""
+        for member in self._members.values():
+            if self._updates.lacks_draft(member):
+                self._supervisor.bring_draft(member)
 
     def _is_over(self) -> bool:
         return self._supervisor.is_closed or self.dead_error is not None

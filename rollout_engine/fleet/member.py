@@ -40,6 +40,8 @@ class Member:
         """Held by whoever changes its weights: an update, or its catching up."""
         self.num_adapter_changes = 0
         """How many of the fleet's changes of adapters it has, of which it may have missed none."""
+        self.draft_digest = ""
+        """Of the draft model's weights that an update of the fleet gave it last."""
         self._first = first_sequence_of(self.client.index)
         self._owner: Owner | None = None
 

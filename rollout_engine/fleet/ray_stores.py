@@ -38,8 +38,8 @@ class NodeStores:
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._copies: dict[str, _Copy] = {}
-        """By Ray's id of the node."""
+        self._copies: dict[tuple[str, str], _Copy] = {}
+        """By Ray's id of the node, and the directory here."""
         self._shared: dict[_Publication, _Shared] = {}
         """Publications that are copied at the moment."""
 
@@ -52,7 +52,7 @@ class NodeStores:
             lease = lease_current(Path(directory))
         publication = directory, lease.pointer
         with self._lock:
-            copy = self._copies.setdefault(node_id, _Copy(self._cluster, node_id))
+            copy = self._copies.setdefault((node_id, directory), _Copy(self._cluster, node_id))
         with copy.lock:  # the other replicas of that node wait for the first one's copy
             if copy.publication != publication:
                 with self._sharing(publication) as shared:

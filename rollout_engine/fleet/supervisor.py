@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from rollout_engine.config import EngineConfig
@@ -96,6 +96,11 @@ class Supervisor:
             self._run(f"update-replica-{member.index}", at, lambda: self._catch_up(member, fleet))
         except RetryableError as problem:
             fleet.not_caught_up(member, problem)
+
+    def bring_draft(self, member: Member) -> None:
+        """Give a replica the draft model's newest weights, beside what it serves; at the next update if not now."""
+        with suppress(RetryableError):  # no thread
+            self._run(f"draft-replica-{member.index}", 0.0, lambda: self._updates.give_draft(member))
 
     def retire(self, member: Member) -> None:
         """End a replica's engine."""

@@ -65,9 +65,9 @@ def service(config, **options):
 def published(engine):
     """Directories in which the newest weights are published: here, and on each other node."""
     client = engine.frontend.client
-    directory = client._updates._directory
+    directory = client._updates.policy.directory
     copies = [copy.directory for copy in client._supervisor._provider._stores._copies.values() if copy.directory]
-    return ([] if directory is None else [str(directory.path)]) + copies
+    return ([] if directory is None else [str(directory)]) + copies
 
 
 @contextlib.contextmanager

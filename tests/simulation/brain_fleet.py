@@ -11,8 +11,9 @@ from rollout_engine.errors import EngineDeadError, TransferTimeoutError, WeightU
 from rollout_engine.fleet import client as fleet_client
 from rollout_engine.fleet.balancer import STRATEGIES, Balancer
 from rollout_engine.fleet.client import FleetClient
-from rollout_engine.fleet.fleet_updates import FleetUpdates, Published
+from rollout_engine.fleet.fleet_updates import FleetUpdates
 from rollout_engine.fleet.member import Member
+from rollout_engine.fleet.publication import Published
 from rollout_engine.fleet.update_round import check_same, drop
 from tests.simulation.brain_core import CALL_SECONDS, BrainCore, Weights
 from tests.simulation.brain_world import World
@@ -101,8 +102,8 @@ class _CatchUp:
         if not self._fleet.lags(self._member):
             self._member.updating.release()
             return
-        assert self._updates._newest is not None, "a replica lags only behind an update"
-        self._newest = self._updates._newest
+        assert self._updates.policy.newest is not None, "a replica lags only behind an update"
+        self._newest = self._updates.policy.newest
         weights = Weights(self._newest.version, int(self._newest.digest))
         self._core.call(partial(self._core.stage, weights), self._staged)
 
@@ -210,7 +211,7 @@ class UpdateRound:
         missing = {index: member for index, member in self._held.items() if index not in self._reports}
         in_doubt = drop(missing, self._staged, self._reports, self._errors)
         if self._reports:
-            self._updates._newest = Published("the store", *next(iter(self._staged.values())))
+            self._updates.policy.newest = Published("the store", *next(iter(self._staged.values())))
         self._client._update_ended(self._members, self._reports, in_doubt)
         self._world.note(f"version {self._weights.version}: {sorted(self._reports)}, in doubt: {in_doubt}")
         self._give_back()
@@ -290,5 +291,5 @@ def restart_all(world: World, client: FleetClient, indexes: list[int]) -> None:
 
 def newest(client: FleetClient) -> Weights:
     """The weights that every replica which serves has to have."""
-    published = client._updates._newest
+    published = client._updates.policy.newest
     return Weights(0, 0) if published is None else Weights(published.version, int(published.digest))

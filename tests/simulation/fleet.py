@@ -10,7 +10,7 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.engine.client import Route
 from rollout_engine.errors import ConfigError, EngineDeadError
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.fleet import fleet_updates
+from rollout_engine.fleet import publication
 from rollout_engine.fleet.actions import Action, Send
 from rollout_engine.fleet.balancer import STRATEGIES, Balancer
 from rollout_engine.fleet.client import FleetClient
@@ -222,7 +222,7 @@ class Published:
 
     def patches(self, faults: RandomFaults) -> list[tuple[Any, str, Any]]:
         """(object, name, what stands there): directories are noted, and reading them takes time and may fail."""
-        make, receive = fleet_updates.StoreDirectory, StoreReceiver.receive_into
+        make, receive = publication.StoreDirectory, StoreReceiver.receive_into
 
         def make_noted() -> Any:
             faults.reach("offer")
@@ -236,7 +236,7 @@ class Published:
             faults.reach("read")
             return found
 
-        return [(fleet_updates, "StoreDirectory", make_noted), (StoreReceiver, "receive_into", receive_slowly)]
+        return [(publication, "StoreDirectory", make_noted), (StoreReceiver, "receive_into", receive_slowly)]
 
     def check_gone(self) -> None:
         """AssertionError where one is left."""

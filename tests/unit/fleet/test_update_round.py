@@ -1,16 +1,10 @@
 """Parts of an update of a fleet that need no replica."""
 
-import threading
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import sync
-from rollout_engine.errors import LifecycleError
-from rollout_engine.fleet.fleet_updates import FleetUpdates
 from rollout_engine.fleet.update_round import overlaid
-from rollout_engine.messages import UpdateOptions
 from sync.errors import ManifestMismatch
 
 
@@ -21,13 +15,6 @@ def test_a_part_replaces_what_is_tied_to_it(tmp_path, name):
     found = overlaid(str(tmp_path), {name: new})
     assert [each for each, _ in found] == ["norm", name]
     assert found[0][1].materialize().equal(other) and found[1][1].equal(new)
-
-
-def test_a_fleet_refuses_weights_of_a_draft_model():
-    updates = FleetUpdates("a digest", SimpleNamespace(), threading.RLock())
-    with pytest.raises(LifecycleError, match=r"draft=True\): the replicas .* keep the draft model.*Use one engine"):
-        updates.push({}, {}, None, UpdateOptions(draft=True), 0, lambda reports, in_doubt: None)
-    updates.close()
 
 
 def test_a_part_has_tensors(tmp_path):
