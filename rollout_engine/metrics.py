@@ -86,14 +86,19 @@ class UpdateStats(msgspec.Struct):
 
 
 class DraftStats(msgspec.Struct):
-    """Drafted tokens since start, by their place in the draft: the first is entry 0."""
+    """Drafted tokens since start, by their place in the draft, where the first is entry 0, and by their source."""
 
     num_drafted: list[int] = []
     num_accepted: list[int] = []
     """Of these, those that were the tokens drawn. Each saved its sequence a step."""
+    drafted_by_source: dict[str, int] = {}
+    """Tokens from "rollouts" and "ngram", the sources of `SpeculationConfig`, and from the "draft_model"."""
+    accepted_by_source: dict[str, int] = {}
 
-    def count(self, num_drafted: int, num_accepted: int) -> None:
+    def count(self, source: str, num_drafted: int, num_accepted: int) -> None:
         """Count one draft of so many tokens, of which the first so many were right."""
+        for counts, num in ((self.drafted_by_source, num_drafted), (self.accepted_by_source, num_accepted)):
+            counts[source] = counts.get(source, 0) + num
         missing = [0] * (num_drafted - len(self.num_drafted))
         self.num_drafted += missing
         self.num_accepted += missing

@@ -23,6 +23,8 @@ class Proposal:
     token_ids: list[int]
     chances: list[float]
     """Probability, for each token, that it is right and so are all before it."""
+    source: str
+    """One of those that `DraftStats` tells apart."""
 
 
 class StepCosts:

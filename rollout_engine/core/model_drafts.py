@@ -136,7 +136,9 @@ class ModelDrafts:
         saved = (1 - 1 / gain) * self._costs.of(num_rows) / len(rows)
         sequences = [s for _, s in rows.values() if self._is_worth_beginning(s, saved)]
         sequences = self._model.begin(sequences[: self._max_num_tokens - num_rows]) if sequences else []
-        mine = self._extend([Proposal(*rows[s.sequence_id], [], []) for s in sequences], num_rows, tokens)
+        mine = self._extend(
+            [Proposal(*rows[s.sequence_id], [], [], "draft_model") for s in sequences], num_rows, tokens
+        )
         drafted = {each.sequence.sequence_id for each in mine}
         return mine + [each for each in proposals if each.sequence.sequence_id not in drafted]
 

@@ -117,7 +117,8 @@ class Scheduler:
             if start < sequence.num_lost_tokens:
                 stats.num_recomputed_tokens += min(num_tokens, sequence.num_lost_tokens - start)
             if row.draft_token_ids:
-                self.stats.drafts.count(len(row.draft_token_ids), sequence.num_computed_tokens - start - 1)
+                source = step.draft_sources[row.sequence_id]
+                self.stats.drafts.count(source, len(row.draft_token_ids), sequence.num_computed_tokens - start - 1)
                 num_tokens = sequence.num_computed_tokens - start
             if num_tokens > 1 or (start + 1) % block_size == 0:  # else no block became full
                 self.tables.publish(sequence, start + num_tokens)

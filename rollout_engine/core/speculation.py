@@ -88,6 +88,7 @@ class Speculator:
         if self.model is not None:
             proposals = self.model.improve(proposals, step)
         for proposal, count in zip(proposals, self._choose(proposals, num_rows, num_samples), strict=True):
+            step.draft_sources[proposal.sequence.sequence_id] = proposal.source
             self._extend(proposal.row, proposal.sequence, proposal.token_ids[:count])
 
     def _follow_rows(self, step: Step) -> list[Proposal]:
@@ -95,7 +96,8 @@ class Speculator:
         proposals = []
         for row, sequence in step.decode_rows(self._every):
             if draft := self._draft(sequence):
-                proposals.append(Proposal(row, sequence, draft, self._chances(sequence, draft)))
+                chances, source = self._chances(sequence, draft), source_of(sequence)
+                proposals.append(Proposal(row, sequence, draft, chances, source))
         return proposals
 
     def end(self, sequence: Sequence) -> None:
@@ -211,6 +213,12 @@ class Speculator:
             sequence.num_sent_blocks = len(sequence.block_ids)
         row.draft_token_ids = draft
         row.num_scheduled_tokens += len(draft)
+
+
+def source_of(sequence: Sequence) -> str:
+    """Where the run that a sequence follows comes from: its prompt and its own tokens are the n-grams."""
+    draft = sequence.draft
+    return "ngram" if draft is not None and draft.run in (0, draft.own_run) else "rollouts"
 
 
 def speculator_of(config: CoreConfig, tables: BlockTables, executor: Executor) -> Speculator | None:

@@ -14,7 +14,7 @@ class Step:
     It holds sequences, not their ids: the id of one that ends meanwhile may be used again.
     """
 
-    __slots__ = ("_wait", "num_cached_tokens", "rows", "sampled", "work")
+    __slots__ = ("_wait", "draft_sources", "num_cached_tokens", "rows", "sampled", "work")
 
     def __init__(self, work: SchedulerOutput) -> None:
         self.work = work
@@ -24,6 +24,8 @@ class Step:
         """The sequence of each task in `work.samples`."""
         self.num_cached_tokens: dict[int, int] = {}
         """`EngineCoreOutputs.num_cached_tokens` of the requests that are new in this step."""
+        self.draft_sources: dict[int, str] = {}
+        """Where the draft of each sequence comes from, by its id; see `DraftStats`."""
         self._wait: Callable[[], ModelRunnerOutput] = _refuse
 
     @property

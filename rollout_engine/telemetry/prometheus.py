@@ -49,6 +49,11 @@ def own_families(metrics: EngineMetrics, labels: Labels) -> Iterator[Metric]:
         ("tokens_accepted", "Those of them that were the tokens drawn: each saved a step.", drafts.num_accepted),
     ):
         yield positions(f"rollout_engine_{name}", text, by_place, labels)
+    for name, text, by_source in (
+        ("draft_tokens", "Tokens drafted, by where they came from.", drafts.drafted_by_source),
+        ("draft_tokens_accepted", "Those of them that were the tokens drawn.", drafts.accepted_by_source),
+    ):
+        yield counters(f"rollout_engine_{name}", text, "source", by_source.items(), labels)
     for name, text, values in _histograms(metrics):
         yield histogram(f"rollout_engine_{name}", text, values, labels)
     failures = metrics.core.counters.updates.failures.items()

@@ -4,8 +4,9 @@ import pytest
 
 from rollout_engine.core.draft_choice import RightRates, StepCosts
 from rollout_engine.core.draft_index import DraftIndex, prompt_key
-from rollout_engine.core.drafts import MAX_MATCH, PromptDrafts
+from rollout_engine.core.drafts import MAX_MATCH, Draft, PromptDrafts
 from rollout_engine.core.request import Request
+from rollout_engine.core.speculation import source_of
 from rollout_engine.messages import EngineCoreRequest
 from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.speculation_config import SpeculationConfig
@@ -159,6 +160,16 @@ def test_drafts_are_added_where_rows_are_cheap(draft_by_costs):
     drafts = draft_by_costs(((1, 1.0), (64, 1.2)))
     assert sum(drafts.num_accepted) > 25
     assert len(drafts.num_drafted) == SpeculationConfig().max_draft_tokens
+
+    assert drafts.drafted_by_source == {"rollouts": sum(drafts.num_drafted)}
+    assert drafts.accepted_by_source == {"rollouts": sum(drafts.num_accepted)}
+
+
+@pytest.mark.parametrize(("run", "source"), [(0, "ngram"), (2, "ngram"), (1, "rollouts"), (3, "rollouts")])
+def test_a_draft_from_the_prompt_or_the_sample_itself_counts_as_ngram(run, source):
+    sequence = ended([1, 2, 3, 4])
+    sequence.draft = Draft(PromptDrafts(b"", PROMPT), own_run=2, num_seen=4, run=run)
+    assert source_of(sequence) == source
 
 
 def test_nothing_is_drafted_where_rows_cost_what_they_bring(draft_by_costs):

@@ -75,6 +75,9 @@ def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, sh
     rig.assert_clean()
     drafts = rig.core.stats.drafts
     assert not rig.model.is_off
+    assert set(drafts.drafted_by_source) <= {"draft_model", *sources}
+    assert sum(drafts.drafted_by_source.values()) == sum(drafts.num_drafted)
+    assert sum(drafts.accepted_by_source.values()) == sum(drafts.num_accepted)
     if num_draft_blocks == 200 and shape != "small budget":
         assert sum(drafts.num_drafted) > sum(drafts.num_accepted) > 0
     assert rig.model._model._free == [] or len(rig.model._model._free) == num_draft_blocks
@@ -89,6 +92,7 @@ def test_a_model_that_agrees_saves_steps(make_drafting_rig, make_rig):
     fast, slow = (rig.core.stats for rig in rigs)
     assert fast.num_steps < slow.num_steps / 3
     assert fast.drafts.num_drafted == fast.drafts.num_accepted
+    assert fast.drafts.accepted_by_source == {"draft_model": sum(fast.drafts.num_accepted)}
     assert slow.num_steps - fast.num_steps == sum(fast.drafts.num_accepted)
 
 
