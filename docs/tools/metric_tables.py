@@ -14,7 +14,7 @@ from rollout_engine.telemetry.prometheus import own_families
 def families() -> list[Metric]:
     """Every family of a fleet with one replica, under each name that a scrape may show."""
     counters = CoreStats()
-    counters.drafts.count(1, 1)
+    counters.drafts.count("ngram", 1, 1)
     counters.updates.add_failure("ChecksumError")
     core = CoreMetrics(0, 0, 0, 0.0, 0, "RUNNING", counters)
     replica = ReplicaMetrics("SYNCED", True, 0, 0, core)

@@ -9,10 +9,12 @@ from rollout_engine.testing import tiny_checkpoint
 _start = core_launcher._start
 
 
-@pytest.fixture(autouse=True)
-def cold_cores(monkeypatch):
+@pytest.fixture(autouse=True, scope="package")
+def cold_cores():
     """Cores' processes are new interpreters, as users have them."""
-    monkeypatch.setattr(core_launcher, "_start", _start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_launcher, "_start", _start)
+        yield
 
 
 @pytest.fixture(scope="session")

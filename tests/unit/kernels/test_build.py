@@ -11,6 +11,8 @@ import torch
 from rollout_engine.kernels.cpu import build, gemm
 
 SOURCES = Path(build.__file__).parent
+MATMUL = [SOURCES / name for name in ("adapters.cpp", "gemm.cpp", "panels.cpp")]
+"""Our matrix product and what it calls."""
 FOLDER = Path("torch")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -104,7 +106,7 @@ def test_bits_do_not_depend_on_openmp(tmp_path, monkeypatch):
     calls = [operands, [operand.bfloat16() for operand in operands]]
     expected = [gemm.matmul(x, gemm.pack(weight), bias) for x, weight, bias in calls]
     (way,) = build.recipes("darwin", "x86_64", tmp_path)
-    build._compile([str(SOURCES / name) for name in ("gemm.cpp", "panels.cpp")], way.flags, tmp_path / "alone.so")
+    build._compile([str(path) for path in MATMUL], way.flags, tmp_path / "alone.so")
     monkeypatch.setattr(build, "load_kernels", lambda: ctypes.CDLL(str(tmp_path / "alone.so")))
     gemm._library.cache_clear()
     try:
@@ -132,7 +134,7 @@ def test_rows_are_the_same_bits_alone_and_in_a_batch_by_every_compiler(tmp_path,
     for program in (compiler[0], *start):
         if shutil.which(program) is None:
             pytest.skip(f"no {program}")
-    files = [SOURCES / "gemm.cpp", SOURCES / "panels.cpp", Path(__file__).with_name("lone_rows.cpp")]
+    files = [*MATMUL, Path(__file__).with_name("lone_rows.cpp")]
     flags = ["-O3", "-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas"]
     subprocess.run([*compiler, *flags, *files, "-o", tmp_path / "lone_rows"], check=True, capture_output=True)
     done = subprocess.run([*start, tmp_path / "lone_rows"], capture_output=True, text=True)
