@@ -4,6 +4,7 @@ import pytest
 
 from rollout_engine import RequestError, RolloutPolicy, SamplingParams, read_jsonl
 from rollout_engine.cli.main import main
+from rollout_engine.core.draft_choice import StepCosts
 from rollout_engine.rollout_explain import explain
 from rollout_engine.testing import tiny_checkpoint
 
@@ -69,7 +70,8 @@ def test_the_text_names_the_batch_and_what_happened(made, run):
     assert any("it lost its KV (preempted" in text for text in texts)
 
 
-def test_a_drafted_token_is_told_from_a_drawn_one(checkpoint, tmp_path):
+def test_a_drafted_token_is_told_from_a_drawn_one(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(StepCosts, "of", lambda costs, num_rows: 1.0)  # every draft pays, on however busy a machine
     greedy = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
     options = {"max_draft_tokens": 4}
     samples, counters = rolled(checkpoint, tmp_path, greedy, num_kv_blocks=256, speculation=options)
