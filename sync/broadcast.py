@@ -3,6 +3,7 @@
     every rank                 rank 0                                      ranks 1 ..
     header      ────────────>  version, digest, bucket size
     agreed?     <───────────>  if one rank objects, all stop; nothing has moved
+    pieces      <───────────>  which ones any rank lacks; no others travel
     bucket k    ────────────>  packed while k - 1 is under way             unpacked while k + 1 is under way
     done?       <───────────>  all have everything
 
@@ -10,8 +11,8 @@ Two buckets are in flight, so two buffers are enough on each side. Any error on 
 collective that was broken off cannot be resumed.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sync.base import GroupReceiver
-from sync.buckets import NUM_BUFFERS, Bucket, check_bucket_bytes, largest_bucket, plan_buckets
+from sync.buckets import (
+    NUM_BUFFERS,
+    Bucket,
+    check_bucket_bytes,
+    largest_bucket,
+    piece_reader,
+    plan_buckets,
+    view_of,
+)
 from sync.errors import ManifestMismatch, SyncError, TransferTimeout
 from sync.groups import NEW_ENDS, WeightGroup
-from sync.manifest import WeightManifest
+from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import HeldOfferSender
+from sync.pieces import Lacking, flagged, piece_flags
 from sync.source import NamedTensor
+from sync.tensor_check import CheckResult
+from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
 
 class BroadcastEnd:
@@ -63,9 +75,14 @@ class BroadcastEnd:
     def count(self, flag: bool) -> int:
         """The number of ranks on which `flag` is set. Waits for every rank."""
         total = torch.tensor([int(flag)], dtype=torch.int64, device=self.device)
-        self.finish(self._started(lambda group: group.allreduce([total], dist.AllreduceOptions())))
-        self._wait_for_device()
+        self._reduce(total, dist.ReduceOp.SUM)
         return int(total.item())
+
+    def gather_lacking(self, lacking: Lacking | None, specs: Sequence[TensorSpec]) -> Lacking:
+        """What any rank lacks; `lacking` is what this one does, None: all. Waits for every rank."""
+        flags = torch.frombuffer(piece_flags(lacking, specs) or bytearray(1), dtype=torch.uint8).to(self.device)
+        self._reduce(flags, dist.ReduceOp.MAX)
+        return flagged(flags.tolist(), specs)
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Start the broadcast of rank 0's `tensor` into that of every other rank; returns the work to `finish`."""
@@ -95,6 +112,12 @@ class BroadcastEnd:
         """Leave the group and free the buffers."""
         self.group.leave()
         self._buffers = []
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self.finish(self._started(lambda group: group.allreduce([tensor], options)))
+        self._wait_for_device()
 
     def _wait_for_device(self) -> None:
         """Wait with a deadline; reading a value on the host would wait without one."""
@@ -132,9 +155,11 @@ class BroadcastSender(HeldOfferSender):
 
     def send(self) -> None:
         offer, manifest = self._offered()
-        end, buckets = self._end, plan_buckets(manifest.tensors, self._bucket_bytes)
+        end = self._end
         with end.stream():
             end.agree(manifest, self._bucket_bytes)
+            travelling = end.gather_lacking({}, manifest.tensors)
+            buckets = plan_buckets(manifest.tensors, self._bucket_bytes, travelling)
             end.reserve(largest_bucket(buckets))
             works: list[Any] = []
             for k, bucket in enumerate(buckets):
@@ -162,10 +187,39 @@ class BroadcastReceiver(GroupReceiver):
 
     def groups(self, manifest: WeightManifest) -> Generator[list[NamedTensor]]:
         """Yield the tensors of each bucket while the sender sends. Not exhausted, it ends the process group."""
+        for bucket, buffer in self._buckets(manifest, None):
+            yield bucket.views(buffer)
+
+    def receive_into(
+        self,
+        shadow: Mapping[str, Tensor],
+        manifest: WeightManifest,
+        writer: TensorWriter = HOST_WRITER,
+        lacking: Lacking | None = None,
+    ) -> dict[str, CheckResult]:
+        batch = WriteBatch(writer)
+        with closing(self._buckets(manifest, lacking)) as buckets:
+            for bucket, buffer in buckets:
+                whole: list[tuple[str, Tensor, Tensor]] = []
+                for slot in bucket.slots:
+                    name = slot.spec.name
+                    if lacking is not None and name not in lacking:
+                        continue
+                    if (part := lacking[name] if lacking else None) is None:
+                        whole.append((name, shadow[name], view_of(buffer, slot)))
+                    else:
+                        batch.read(name, shadow[name], piece_reader(buffer, slot), part)
+                batch.write_group(whole)
+        return batch.results()
+
+    def _buckets(self, manifest: WeightManifest, lacking: Lacking | None) -> Generator[tuple[Bucket, Tensor]]:
+        """Yield each bucket with its bytes, valid until the next one is asked for."""
         manifest.check()
-        end, buckets = self._end, plan_buckets(manifest.tensors, self._bucket_bytes)
+        end = self._end
         with end.stream():
             end.agree(manifest, self._bucket_bytes)
+            travelling = end.gather_lacking(lacking, manifest.tensors)
+            buckets = plan_buckets(manifest.tensors, self._bucket_bytes, travelling)
             end.reserve(largest_bucket(buckets))
         try:
             under_way: list[Any] = []
@@ -174,7 +228,7 @@ class BroadcastReceiver(GroupReceiver):
                     for ahead in range(len(under_way), min(k + NUM_BUFFERS, len(buckets))):
                         under_way.append(end.broadcast(end.buffer(ahead, buckets[ahead])))
                     end.finish(under_way[k])
-                yield bucket.views(end.buffer(k, bucket))
+                yield bucket, end.buffer(k, bucket)
             with end.stream():
                 end.count(False)
         except GeneratorExit:

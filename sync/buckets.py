@@ -2,16 +2,20 @@
 
 bucket 0: [ tensor | pad | tensor | pad | tensor ]   bucket 1: [ tensor larger than a bucket ]   ...
            ^ every start is a multiple of 64 bytes
+
+Where only some pieces of a tensor travel, they stand one after the other in its place.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from sync.digests import PIECE_BYTES, tensor_bytes
 from sync.errors import SyncError
 from sync.manifest import TensorSpec, torch_dtype
+from sync.pieces import Lacking, Part
 
 ALIGNMENT = 64
 """Bytes. A cache line, and more than any dtype asks for."""
@@ -21,10 +25,17 @@ _MAX_BUCKET_BYTES = 2**40
 
 
 class Slot(NamedTuple):
-    """One tensor's place: byte `start` of its bucket."""
+    """The place of a tensor, or of pieces of it: byte `start` of its bucket."""
 
     spec: TensorSpec
     start: int
+    part: Part | None = None
+    """The pieces that travel; None: all of it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel."""
+        return (self.spec if self.part is None else self.part).num_bytes
 
 
 class Bucket(NamedTuple):
@@ -34,22 +45,25 @@ class Bucket(NamedTuple):
     num_bytes: int
 
     def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """The name of each tensor, and the tensor as a view of the bucket's bytes (uint8 [num_bytes])."""
+        """The name of each tensor, and its `view_of` the bucket's bytes (uint8 [num_bytes])."""
         return [(slot.spec.name, view_of(buffer, slot)) for slot in self.slots]
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """`specs` in order, into buckets of at most `bucket_bytes`; a larger tensor has a bucket to itself."""
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, lacking: Lacking | None = None) -> list[Bucket]:
+    """`specs` in order, into buckets of at most `bucket_bytes`; a larger tensor has a bucket to itself.
+
+    `lacking`: only these tensors, or these pieces of them.
+    """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     end = 0
-    for spec in specs:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if slots and start + spec.num_bytes > bucket_bytes:
+    for spec in specs if lacking is None else [spec for spec in specs if spec.name in lacking]:
+        slot = Slot(spec, -(-end // ALIGNMENT) * ALIGNMENT, lacking[spec.name] if lacking else None)
+        if slots and slot.start + slot.num_bytes > bucket_bytes:
             buckets.append(Bucket(tuple(slots), end))
-            slots, start = [], 0
-        slots.append(Slot(spec, start))
-        end = start + spec.num_bytes
+            slots, slot = [], slot._replace(start=0)
+        slots.append(slot)
+        end = slot.start + slot.num_bytes
     return [*buckets, Bucket(tuple(slots), end)] if slots else buckets
 
 
@@ -65,9 +79,24 @@ def largest_bucket(buckets: Sequence[Bucket]) -> int:
 
 
 def view_of(buffer: Tensor, slot: Slot) -> Tensor:
-    """The tensor of `slot` as a view of its bucket's bytes (uint8 [num_bytes])."""
-    spec = slot.spec
-    return buffer[slot.start : slot.start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+    """The tensor of `slot` as a view of its bucket's bytes (uint8 [num_bytes]); its pieces alone as one flat tensor."""
+    values = buffer[slot.start : slot.start + slot.num_bytes].view(torch_dtype(slot.spec.dtype))
+    return values.view(slot.spec.shape) if slot.part is None else values
+
+
+def piece_reader(buffer: Tensor, slot: Slot) -> Callable[[memoryview, int], None]:
+    """A function `read(piece, start)` that fills `piece` with the piece of the tensor which begins at byte `start`.
+
+    The bucket's bytes (uint8 [num_bytes], the host's) hold all of the tensor, or at least that piece.
+    """
+    memory = tensor_bytes(buffer)[slot.start : slot.start + slot.num_bytes]
+    ranks = None if slot.part is None else {index: i for i, index in enumerate(slot.part.indices)}
+
+    def read(piece: memoryview, start: int) -> None:
+        first = start if ranks is None else ranks[start // PIECE_BYTES] * PIECE_BYTES
+        piece[:] = memory[first : first + len(piece)]
+
+    return read
 
 
 def check_bucket_bytes(bucket_bytes: int) -> None:

@@ -33,6 +33,8 @@ class GlooSender(BroadcastSender):
 class GlooReceiver(BroadcastReceiver):
     """A worker's end: rank 1 to `world_size` - 1. Arguments as for `GlooSender`."""
 
+    takes_part = True
+
     def __init__(
         self, rendezvous: str, rank: int, world_size: int, *, timeout: float = 300.0, bucket_bytes: int = BUCKET_BYTES
     ) -> None:

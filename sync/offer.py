@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from sync.base import Metadata, WeightSender, WeightSource
-from sync.buckets import Bucket
+from sync.buckets import Bucket, view_of
+from sync.digests import tensor_bytes
 from sync.errors import SyncError
 from sync.lazy_tensor import FileTensor, LazyTensor, materialized
 from sync.manifest import (
@@ -70,9 +71,27 @@ class Offer:
         out.copy_(materialized(self.tensors[i][1]))
 
     def pack(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Copy the tensors of `bucket` into its bytes."""
-        for name, out in bucket.views(buffer):
-            self.copy(self.index[name], out)
+        """Copy the tensors of `bucket`, or their pieces, into its bytes."""
+        for slot in bucket.slots:
+            i, out = self.index[slot.spec.name], view_of(buffer, slot)
+            if slot.part is None:
+                self.copy(i, out)
+            else:
+                self._copy_part(i, slot.part, out)
+
+    def _copy_part(self, i: int, part: Part, out: Tensor) -> None:
+        """Write these pieces of tensor `i`, cast, one after the other into `out`, which is flat."""
+        tensor = self.tensors[i][1]
+        if isinstance(tensor, FileTensor) and not self._is_cast(i):
+            memory = tensor_bytes(out)
+            for start, end in part.runs:
+                tensor.fetch(memory[: end - start], start)
+                memory = memory[end - start :]
+            return
+        values, first = materialized(tensor).detach().reshape(-1), 0
+        for start, end in part.elements:
+            out[first : first + end - start].copy_(values[start:end])
+            first += end - start
 
     def write_batched(self, i: int, out: Tensor, batch: WriteBatch, part: Part | None = None) -> None:
         """Write tensor `i`, cast, into `out`, as part of `batch`; only pieces of it, if `part` says so."""

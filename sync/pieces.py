@@ -72,6 +72,40 @@ def changed_part(known: TensorSpec | None, spec: TensorSpec) -> Part | None:
     return Part(spec, indices) if len(indices) < len(now) else None
 
 
+def piece_flags(lacking: Lacking | None, specs: Sequence[TensorSpec]) -> bytearray:
+    """One byte for each piece of each tensor, in order: 1 where it is lacking. `lacking=None`: all are."""
+    flags = bytearray()
+    for spec in specs:
+        count = _num_pieces(spec)
+        part = None if lacking is None else lacking.get(spec.name, Part(spec, ()))
+        if part is None:
+            flags += b"\1" * count
+            continue
+        here = bytearray(count)
+        for i in part.indices:
+            here[i] = 1
+        flags += here
+    return flags
+
+
+def flagged(flags: Sequence[int], specs: Sequence[TensorSpec]) -> Lacking:
+    """What is lacking where `piece_flags` are these."""
+    lacking: dict[str, Part | None] = {}
+    first = 0
+    for spec in specs:
+        count = _num_pieces(spec)
+        indices = [i for i in range(count) if flags[first + i]]
+        first += count
+        if indices:
+            lacking[spec.name] = Part(spec, indices) if len(indices) < count else None
+    return lacking
+
+
+def _num_pieces(spec: TensorSpec) -> int:
+    """At least one, so that a tensor without elements can be lacking too."""
+    return max(1, -(-spec.num_bytes // PIECE_BYTES))
+
+
 class PartCheck:
     """Checks pieces of a tensor as they arrive. The digest is the manifest's if each piece has its own."""
 

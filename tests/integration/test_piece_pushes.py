@@ -1,4 +1,4 @@
-"""Engines in processes of their own take the pieces of 512 KiB that changed, from shared memory and from stores."""
+"""Engines in processes of their own take the pieces of 512 KiB that changed, from shared memory, stores and gloo."""
 
 import asyncio
 
@@ -46,9 +46,9 @@ def push_changes(engine, transport):
     asyncio.run(run())
 
 
-def test_an_engine_of_its_own_takes_pieces_from_shared_memory_and_from_a_store(checkpoint):
+def test_an_engine_of_its_own_takes_pieces_from_shared_memory_a_store_and_gloo(checkpoint):
     with AsyncLLM(checkpoint, **OPTIONS) as engine:
-        for transport in ("shm", "store"):
+        for transport in ("shm", "store", "gloo"):
             push_changes(engine, transport)
 
 
