@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_engine.kernels.triton.launches import Launcher
 from rollout_engine.kernels.triton.rounding import narrow, rounded
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -25,9 +26,9 @@ def gated(gate: Tensor, up: Tensor, out: Tensor, activation: Activation = "silu"
     if not gate.stride(1) == up.stride(1) == out.stride(1) == 1:
         raise ValueError(f"Rows should be contiguous, got strides {gate.stride()}, {up.stride()}, {out.stride()}.")
     if rows:
-        grid = (rows, triton.cdiv(size, _COLUMNS))
+        grid = (rows, -(-size // _COLUMNS))
         strides = gate.stride(0), up.stride(0), out.stride(0)
-        _gated_kernel[grid](gate, up, out, *strides, size, IS_SILU=activation == "silu", COLUMNS=_COLUMNS)
+        _gated.launch(grid, (gate, up, out), (), (*strides, size, activation == "silu", _COLUMNS))
     return out
 
 
@@ -44,3 +45,6 @@ def _gated_kernel(
     dtype = out_ptr.dtype.element_ty
     activated = rounded(gate / (1.0 + tl.exp(power)), dtype)
     tl.store(out_ptr + row * out_stride + column, narrow(activated * up, dtype), mask=inside)
+
+
+_gated = Launcher(_gated_kernel)

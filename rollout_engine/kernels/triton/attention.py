@@ -13,19 +13,21 @@ split then changes nothing. Otherwise a program's share of an item is one softma
 Twin: `kernels.paged_attention.attend`.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.triton.attention_kernel import attention_kernel
 from rollout_engine.kernels.triton.attention_shape import Lists, Output, Parts, Pool, Queries, ScoreFactors, Shape
+from rollout_engine.kernels.triton.launches import Launcher
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.merge_kernel import merge_kernel
 from rollout_engine.kernels.triton.softmax import LOG2_E
-from rollout_engine.kernels.triton.tiling import Tiling
+from rollout_engine.kernels.triton.tiling import Tiling, next_power_of_2
 from rollout_engine.kernels.triton.work import WorkList
 
 
@@ -66,30 +68,49 @@ def attend(
     [programs, `Tiling.slots`, at least the rows of an item]; calls that share one must run one after the other.
     """
     shape = _shape(q, layer, work, tiling, params, result, workspace, sinks, initial)
-    lists = Lists(work.items, work.shares, work.line)
     parts = workspace if result.parts is None else result.parts
     lse = workspace.tops if result.lse is None else result.lse
-    output = Output(result.out, result.out.stride(0), result.out.stride(1), lse, parts)
-    tables, keys, values = block_tables, layer.keys, layer.values
-    attention_kernel[(work.num_programs,)](
-        Queries(q, q.stride(0), q.stride(1)),
-        Pool(keys, values, keys.stride()[:3], values.stride()[:3], tables, tables.stride(0)),
-        lists,
-        workspace,
-        output,
-        workspace.tops if sinks is None else sinks,
-        workspace if initial is None else initial,
-        _score_factors(params),
-        shape,
+    first_scores = workspace.tops if sinks is None else sinks
+    keys, values, out = layer.keys, layer.values, result.out
+    reads = q, keys, values, block_tables, first_scores, *(workspace if initial is None else initial)
+    lists, writes = (work.items, work.shares, work.line, *workspace), (out, lse, *parts)
+    out_strides = out.stride()[:2]
+    read_strides = q.stride()[:2], keys.stride()[:3], values.stride()[:3], block_tables.stride(0)
+    is_fused = not tiling.deterministic
+    _attention.launch(
+        (work.num_programs,),
+        (*reads, *lists, *writes),
+        (),
+        (read_strides, out_strides, _score_factors(params), shape),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        enable_fp_fusion=not tiling.deterministic,
+        enable_fp_fusion=is_fused,
     )
     if not work.is_whole:
         rows = work.tokens_per_item * shape.group
-        merge_kernel[(work.num_programs, rows)](
-            lists, workspace, output, shape, num_warps=1, enable_fp_fusion=not tiling.deterministic
-        )
+        _merge.launch((work.num_programs, rows), (*lists, *writes), (), (out_strides, shape), enable_fp_fusion=is_fused)
+
+
+def _attention_arguments(pointers: Sequence[Any], free: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    q, keys, values, tables, sinks, accs, tops, totals = pointers[:8]
+    (q_strides, key_strides, value_strides, table_stride), out_strides, factors, shape = rest
+    lists, workspace, output = _lists_and_output(pointers[8:], out_strides)
+    pool = Pool(keys, values, key_strides, value_strides, tables, table_stride)
+    return Queries(q, *q_strides), pool, lists, workspace, output, sinks, Parts(accs, tops, totals), factors, shape
+
+
+def _merge_arguments(pointers: Sequence[Any], free: tuple[int, ...], rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    out_strides, shape = rest
+    return *_lists_and_output(pointers, out_strides), shape
+
+
+def _lists_and_output(pointers: Sequence[Any], out_strides: tuple[int, ...]) -> tuple[Lists, Parts, Output]:
+    output = Output(pointers[6], *out_strides, pointers[7], Parts(*pointers[8:]))
+    return Lists(*pointers[:3]), Parts(*pointers[3:6]), output
+
+
+_attention = Launcher(attention_kernel, _attention_arguments)
+_merge = Launcher(merge_kernel, _merge_arguments, num_warps=1)
 
 
 def _score_factors(params: AttentionParams) -> ScoreFactors:
@@ -109,31 +130,51 @@ def _shape(
     sinks: Tensor | None,
     initial: Parts | None,
 ) -> Shape:
-    dim_k, dim_v = layer.keys.shape[3], layer.values.shape[3]
-    group = q.shape[1] // layer.num_kv_heads
-    _, slots, rows, _ = workspace.accs.shape
+    heads, keys = q.shape[1], layer.keys.shape
+    _, slots, rows, dim_v = workspace.accs.shape
+    group = heads // keys[1]
     assert work.tokens_per_item * group <= tiling.block_m, "an item has more rows than a product"
     assert work.is_whole or work.tokens_per_item * group <= rows, "an item has more rows than the workspace"
     assert work.unit == tiling.unit, "the work list uses another unit"
+    has = params.sliding_window > 0, params.softcap > 0, sinks is not None, initial is not None
+    return _make_shape(
+        group, keys[1:], dim_v, tiling, (rows, slots), has, result.parts is not None, result.lse is not None
+    )
+
+
+@functools.cache
+def _make_shape(
+    group: int,
+    keys: tuple[int, int, int],
+    dim_v: int,
+    tiling: Tiling,
+    workspace: tuple[int, int],
+    has: tuple[bool, bool, bool, bool],
+    writes_parts: bool,
+    writes_lse: bool,
+) -> Shape:
+    """`keys`: KV heads, positions of a block, channels. `workspace`: rows and slots."""
+    num_kv_heads, block_size, dim_k = keys
+    has_window, has_softcap, has_sinks, has_initial = has
     return Shape(
         group=group,
-        num_kv_heads=layer.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         dim_k=dim_k,
         dim_v=dim_v,
-        block_k=triton.next_power_of_2(max(dim_k, 16)),
-        block_v=triton.next_power_of_2(max(dim_v, 16)),
-        block_size=layer.block_size,
+        block_k=next_power_of_2(max(dim_k, 16)),
+        block_v=next_power_of_2(max(dim_v, 16)),
+        block_size=block_size,
         block_m=tiling.block_m,
         tile=tiling.tile,
         tiles_per_unit=tiling.unit // tiling.tile,
-        rows=rows,
-        slots=slots,
+        rows=workspace[0],
+        slots=workspace[1],
         deterministic=tiling.deterministic,
         skips_masks=tiling.skips_masks,
-        has_window=params.sliding_window > 0,
-        has_softcap=params.softcap > 0,
-        has_sinks=sinks is not None,
-        has_initial=initial is not None,
-        writes_parts=result.parts is not None,
-        writes_lse=result.lse is not None,
+        has_window=has_window,
+        has_softcap=has_softcap,
+        has_sinks=has_sinks,
+        has_initial=has_initial,
+        writes_parts=writes_parts,
+        writes_lse=writes_lse,
     )

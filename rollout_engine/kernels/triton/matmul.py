@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_engine.kernels.triton.launches import Launcher
 from rollout_engine.kernels.triton.rounding import INTERPRETED, narrow
 
 _GROUP = 8
@@ -55,16 +56,16 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Ti
     if rows == 0:
         return out
     tile = tile or tile_for(out_features, in_features, weight.dtype)
-    _matmul_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(out_features, tile.block_n),)](
-        *(x, weight, weight if bias is None else bias, out),
-        *(x.stride(0), weight.stride(0), out.stride(0)),
-        *(rows, out_features, in_features),
-        HAS_BIAS=bias is not None,
-        IS_EVEN=in_features % tile.block_k == 0,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP=_GROUP,
+    tiles = -(-rows // tile.block_m) * -(-out_features // tile.block_n)
+    has_bias, is_even = bias is not None, in_features % tile.block_k == 0
+    _matmul.launch(
+        (tiles,),
+        (x, weight, weight if bias is None else bias, out),
+        (rows,),
+        (
+            *(x.stride(0), weight.stride(0), out.stride(0), out_features, in_features),
+            *(has_bias, is_even, *tile[:3], _GROUP),
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -77,10 +78,10 @@ def _matmul_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    num_rows,
     x_stride,
     weight_stride,
     out_stride,
-    num_rows,
     out_features,
     in_features,
     HAS_BIAS: tl.constexpr,
@@ -125,3 +126,6 @@ def _tile_of(program, num_rows, out_features, BLOCK_M: tl.constexpr, BLOCK_N: tl
     height = tl.minimum(tiles_m - first, GROUP)
     inside = program % (GROUP * tiles_n)
     return first + inside % height, inside // height
+
+
+_matmul = Launcher(_matmul_kernel)

@@ -1,10 +1,14 @@
 """RMSNorm, alone or after a residual addition; a row has the same bits in any batch. Twin: `kernels.norm.rms_norm`."""
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_engine.kernels.triton.launches import Launcher
 from rollout_engine.kernels.triton.rounding import narrow, rounded
+from rollout_engine.kernels.triton.tiling import next_power_of_2
 
 _TILE = 2048
 """Elements per program, for rows shorter than this."""
@@ -24,47 +28,40 @@ def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, epsilon: float
 
 
 def _run(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    rows = _as_rows(x), _as_rows(x if delta is None else delta), _as_rows(out)
-    outer, inner, size = rows[0].shape
-    block = triton.next_power_of_2(size)
+    (*outer, size), strides = x.shape, tuple(_strides(one) for one in (x, x if delta is None else delta, out))
+    num_rows, inner = math.prod(outer), outer[-1] if outer else 1
+    block = next_power_of_2(size)
     rows_at_once = max(1, _TILE // block)  # of the row's size alone: another tile could sum in another order
-    if outer * inner:
-        _norm_kernel[(triton.cdiv(outer * inner, rows_at_once),)](
-            *rows,
-            weight,
-            *(one.stride()[:2] for one in rows),
-            outer * inner,
-            inner,
-            epsilon,
-            SIZE=size,
-            HAS_DELTA=delta is not None,
-            ROWS=rows_at_once,
-            BLOCK=block,
+    if num_rows:
+        _norm.launch(
+            (-(-num_rows // rows_at_once),),
+            (x, x if delta is None else delta, out, weight),
+            (num_rows, inner),
+            (*strides, epsilon, size, delta is not None, rows_at_once, block),
             num_warps=4 if block <= 4096 else 8,
-            enable_fp_fusion=False,  # with and without a sum before it, a row has the same bits
         )
     return out
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    """View as [A, B, D]."""
-    x = x[None] if x.dim() == 2 else x[None, None] if x.dim() == 1 else x
-    if x.dim() != 3 or x.stride(2) != 1:
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Strides of the last dimensions but one, 0 where there are fewer."""
+    *outer, one = x.stride()
+    if len(outer) > 2 or one != 1:
         raise ValueError(f"Expected contiguous rows, at most 3 dimensions, got {list(x.shape)}, strides {x.stride()}.")
-    return x
+    return (0, 0, *outer)[-2:]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "inner"])
 def _norm_kernel(
     x_ptr,
     delta_ptr,
     out_ptr,
     weight_ptr,
+    num_rows,
+    inner,
     x_strides,
     delta_strides,
     out_strides,
-    num_rows,
-    inner,
     epsilon,
     SIZE: tl.constexpr,
     HAS_DELTA: tl.constexpr,
@@ -86,3 +83,6 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
     result = weight[None, :] * rounded(x * scale[:, None], dtype)
     tl.store(out_ptr + i * out_strides[0] + j * out_strides[1] + column[None, :], narrow(result, dtype), mask=mask)
+
+
+_norm = Launcher(_norm_kernel, enable_fp_fusion=False)  # with and without a sum before it, a row has the same bits

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_engine.kernels.triton.launches import Launcher
 from rollout_engine.kernels.triton.layout import KVLayer
 from rollout_engine.kernels.triton.rounding import narrow, rounded
+from rollout_engine.kernels.triton.tiling import next_power_of_2
 
 _HEADS = 8
 """Maximum of heads per program."""
@@ -55,28 +57,27 @@ def rotate_and_write(
     """
     tokens, heads, size = q.shape
     kv_heads = layer.num_kv_heads
-    if any(x.stride(-1) != 1 for x in (q, k, v, q_out, *layer, rotary.cos, rotary.sin)):
+    tensors = q, k, v, q_out, *layer
+    tables = rotary.cos, rotary.sin
+    strides = [x.stride() for x in (*tensors, *tables)]
+    if any(stride[-1] != 1 for stride in strides):
         raise ValueError("The last dimension of q, k, v, q_out, the KV pool, cos and sin should be contiguous.")
     if tokens == 0:
         return
-    at_once = min(_HEADS, triton.next_power_of_2(min(heads, kv_heads)))
-    rotated = rotary.cos.shape[1]
-    _rotary_kernel[(tokens, triton.cdiv(heads, at_once) + triton.cdiv(kv_heads, at_once))](
-        *(q, k, v, q_out, *layer, positions, slots, rotary.cos, rotary.sin),
-        *((q, q) if norms is None else norms[:2]),
-        *(x.stride()[:-1] for x in (q, k, v, q_out, *layer, rotary.cos, rotary.sin)),
-        0.0 if norms is None else norms.epsilon,
-        NUM_HEADS=heads,
-        NUM_KV_HEADS=kv_heads,
-        BLOCK_SIZE=layer.block_size,
-        HEAD=(size, rotated, rotary.is_interleaved, norms is not None),
-        VALUE_SIZE=v.shape[2],
-        HEADS=at_once,
-        HALF=triton.next_power_of_2(rotated // 2),
-        REST=triton.next_power_of_2(max(1, size - rotated)),
-        VALUES=triton.next_power_of_2(v.shape[2]),
-        num_warps=4,
-        enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of a product
+    at_once = min(_HEADS, next_power_of_2(min(heads, kv_heads)))
+    rotated, value_size = rotary.cos.shape[1], v.shape[2]
+    _rotary.launch(
+        (tokens, -(-heads // at_once) - (-kv_heads // at_once)),
+        (*tensors, positions, slots, *tables, *((q, q) if norms is None else norms[:2])),
+        (),
+        (
+            *(stride[:-1] for stride in strides),
+            0.0 if norms is None else norms.epsilon,
+            *(heads, kv_heads, layer.block_size),
+            (size, rotated, rotary.is_interleaved, norms is not None),
+            *(value_size, at_once),
+            *map(next_power_of_2, (rotated // 2, max(1, size - rotated), value_size)),
+        ),
     )
 
 
@@ -182,3 +183,7 @@ def _weighted(normalised, weight_ptr, inside, dtype: tl.constexpr):
 @triton.jit
 def _factors(ptr, inside):
     return tl.load(ptr, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+# A fused multiply-add would skip the rounding of a product.
+_rotary = Launcher(_rotary_kernel, num_warps=4, enable_fp_fusion=False)

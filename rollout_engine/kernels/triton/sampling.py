@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.row_stats import CHUNK, RowStats
 from rollout_engine.kernels.triton.philox import uniform
+from rollout_engine.kernels.triton.tiling import next_power_of_2
 
 _CHUNKS = 32
 """Chunks per program. It is fixed, as another tile could sum in another order."""
@@ -105,7 +106,7 @@ def sample(logits: Tensor, rows: SamplingRows, workspace: SamplingWorkspace, sta
     _row_kernel[(num_rows,)](
         *(logits, *rows, workspace.tops, workspace.masses, *stats),
         *(logits.stride(0), workspace.tops.stride(0), vocab_size, num_chunks),
-        BLOCK=triton.next_power_of_2(num_chunks),
+        BLOCK=next_power_of_2(num_chunks),
         num_warps=8,
     )
 

@@ -62,8 +62,13 @@ def deterministic(group: int, dim_k: int, dim_v: int, element_bytes: int) -> Til
     )
 
 
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less. (Triton's own takes 5 us.)"""
+    return 1 << (number - 1).bit_length()
+
+
 def _rows(group: int, at_least: int) -> int:
-    return max(at_least, 1 << (group - 1).bit_length())
+    return max(at_least, next_power_of_2(group))
 
 
 def _tile(dims: int, element_bytes: int) -> int:

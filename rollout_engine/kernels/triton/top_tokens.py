@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats
 from rollout_engine.kernels.triton.sampling import SamplingWorkspace, load_chunk, logprob_of, num_chunks_of
+from rollout_engine.kernels.triton.tiling import next_power_of_2
 
 _CHUNK = tl.constexpr(CHUNK)
 
@@ -43,7 +44,7 @@ def top_tokens(
         *(logits, temperatures, workspace.tops, stats.maximum, log_totals, *edges, ids, logprobs),
         *(logits.stride(0), workspace.tops.stride(0), ids.stride(0), logprobs.stride(0), vocab_size, num_chunks, width),
         HAS_EDGES=kept is not None,
-        BLOCK=triton.next_power_of_2(num_chunks),
+        BLOCK=next_power_of_2(num_chunks),
         num_warps=4,
     )
 

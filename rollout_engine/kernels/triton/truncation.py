@@ -34,6 +34,7 @@ from rollout_engine.kernels.triton.sampling import (
     pick,
     weights_of,
 )
+from rollout_engine.kernels.triton.tiling import next_power_of_2
 
 _CHUNKS = 32
 """Chunks read together."""
@@ -65,7 +66,7 @@ def truncate(
         *(rows.temperatures, *limits, stats.maximum, *workspace),
         *(workspace.tops.stride(0), vocab_size, num_chunks),
         SHIFT=shift,
-        BLOCK=triton.next_power_of_2(num_chunks),
+        BLOCK=next_power_of_2(num_chunks),
         num_warps=8,
     )
     _edge_kernel[(num_rows,)](

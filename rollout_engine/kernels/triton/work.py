@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_engine.kernels.triton.tiling import next_power_of_2
+
 COLUMNS = 8
 """Columns of an item: sequence, first token, number of tokens, first position, end of context, first unit, end unit,
 units before it."""
@@ -90,7 +92,7 @@ class WorkList:
             TOKENS=self.tokens_per_item,
             UNIT=self.unit,
             COLUMNS=COLUMNS,
-            BLOCK_N=max(_SEQUENCES_AT_LEAST, triton.next_power_of_2(num_sequences)),
+            BLOCK_N=max(_SEQUENCES_AT_LEAST, next_power_of_2(num_sequences)),
             BLOCK_T=_SEQUENCE_ITEMS_AT_ONCE,
         )
         self._share_out()
@@ -111,7 +113,7 @@ class WorkList:
             NUM_KV_HEADS=self.num_kv_heads,
             IS_WHOLE=self.is_whole,
             COLUMNS=COLUMNS,
-            BLOCK=min(_ITEMS_AT_ONCE, triton.next_power_of_2(len(self.items))),
+            BLOCK=min(_ITEMS_AT_ONCE, next_power_of_2(len(self.items))),
         )
 
 

@@ -2,24 +2,20 @@
 
     python -m tests.unit.kernels.triton.compile_calls_for_hopper
 
-Their own functions are called, on tensors of real shapes in host memory; every launch compiles and stops there. So the
-strides, alignments and constants that the compiler sees are those of a device.
+Their own functions are called, on tensors of real shapes in host memory; every launch reaches a stub of the driver
+library. So the strides, alignments and constants that the compiler sees are those of a device.
 """
 
 import json
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import empty
 from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from rollout_engine.kernels.row_stats import KeptTokens, RowStats, Truncation
 from rollout_engine.kernels.triton.activation import gated
@@ -36,22 +32,10 @@ from rollout_engine.kernels.triton.sampling import SamplingRows, SamplingWorkspa
 from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 from sync.digest_kernel import DeviceCheck
+from tests.unit.kernels.triton.driver_stub import activate
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 VOCAB_SIZE = 151_936
-
-
-class Hopper:
-    """A stub driver with what compilation needs."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def call_everything(dtype: torch.dtype) -> None:
@@ -116,19 +100,12 @@ def row_stats(kernel: Any) -> dict[str, int]:
 
 def main() -> None:
     """Compile all, and print."""
-    driver.set_active(Hopper())
-    launch, seen = JITFunction.run, Counter[str]()
-
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        if not seen[kernel.hash]:
-            print(json.dumps({"kernel": self.__name__} | row_stats(kernel)))
-        seen[kernel.hash] += 1
-        return kernel
-
-    JITFunction.run = compile_only
-    call_everything(torch.bfloat16)
-    call_everything(torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        stub = activate(Path(folder))
+        call_everything(torch.bfloat16)
+        call_everything(torch.float32)
+    for kernel in stub.kernels.values():
+        print(json.dumps({"kernel": kernel.name} | row_stats(kernel)))
 
 
 if __name__ == "__main__":
