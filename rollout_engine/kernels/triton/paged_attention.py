@@ -34,10 +34,10 @@ class Heads(NamedTuple):
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def tiling(self, kind: str) -> Tiling:
-        """The tiling of this kind, a function's name in `tiling`, for these heads."""
-        chosen: Tiling = getattr(tilings, kind)(self.group, self.dim_k, self.dim_v, self.dtype.itemsize)
-        return chosen
+    def tiling(self, kind: str, shared_bytes: int = tilings.SHARED_BYTES) -> Tiling:
+        """The tiling of this kind, a function's name in `tiling`, for these heads and a device's shared memory."""
+        sizes = self.group, self.dim_k, self.dim_v, self.dtype.itemsize
+        return tilings.fitted(getattr(tilings, kind)(*sizes), *sizes, shared_bytes)
 
 
 class Limits(NamedTuple):
@@ -86,11 +86,10 @@ class PagedAttention:
     ) -> None:
         """`num_processors` defaults to the device's own number."""
         self._heads = heads
-        processors = num_processors or _num_processors(torch.device(device))
-        only = "deterministic" if deterministic else None
-        decode = heads.tiling(only or "decode")
-        prefix = heads.tiling(only or "shared_prefix")
-        chunk = heads.tiling(only or "prefill")
+        processors, shared_bytes = _processors(torch.device(device))
+        processors = num_processors or processors
+        kinds = ["deterministic"] * 3 if deterministic else ["decode", "shared_prefix", "prefill"]
+        decode, prefix, chunk = (heads.tiling(kind, shared_bytes) for kind in kinds)
         self.decode = _Stage(heads, limits, decode, 1, processors, device)
         self.prefix = _Stage(heads, limits, prefix, prefix.block_m // heads.group, processors, device)
         self.chunk = _Stage(heads, limits, chunk, chunk.block_m // heads.group, processors, device, deterministic)
@@ -144,9 +143,12 @@ class PagedAttention:
             run(self.chunk, Result(out, lse))
 
 
-def _num_processors(device: torch.device) -> int:
-    """Multiprocessors; 1 on the CPU, where Triton's interpreter runs one program at a time."""
-    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+def _processors(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the shared memory that a program may have. Triton's interpreter runs one at a time."""
+    if device.type == "cpu":
+        return 1, tilings.SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 class _Stage:

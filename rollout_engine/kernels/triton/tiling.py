@@ -2,6 +2,10 @@
 
 from typing import NamedTuple
 
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a program of a Hopper may have; a consumer's Blackwell allows 99 KiB."""
+_RESERVED_BYTES = 1024
+"""Of a multiprocessor's shared memory, for each program."""
 _STAGE_BYTES = 32 * 1024
 """Limit of keys and values of one tile: three in flight for each of two programs fit a multiprocessor's 227 KiB."""
 _DETERMINISTIC_UNIT = 512
@@ -32,6 +36,25 @@ class Tiling(NamedTuple):
             return 2
         units = -(-max_context // self.unit)
         return 1 + min(units, -(-units * max_items * num_kv_heads // num_programs))
+
+
+def fitted(tiling: Tiling, group: int, dim_k: int, dim_v: int, element_bytes: int, shared_bytes: int) -> Tiling:
+    """`tiling`, where its programs do not fit a multiprocessor: with fewer tiles in flight, fewer rows, one program.
+
+    `shared_bytes`: what a program may have if it is alone. The bits of a deterministic tiling stay what they are.
+    """
+
+    def fits() -> bool:
+        share = (shared_bytes + _RESERVED_BYTES) // tiling.programs_per_processor - _RESERVED_BYTES
+        tiles = tiling.num_stages // 2 * tiling.tile * (dim_k + dim_v)
+        queries_and_weights = tiling.block_m * (dim_k + tiling.tile)
+        return (tiles + queries_and_weights) * element_bytes + _RESERVED_BYTES <= share
+
+    if not fits():
+        tiling = tiling._replace(num_stages=3)
+    while not fits() and not tiling.deterministic and tiling.block_m > _rows(group, 32):
+        tiling = tiling._replace(block_m=tiling.block_m // 2)
+    return tiling if fits() else tiling._replace(programs_per_processor=1)
 
 
 def decode(group: int, dim_k: int, dim_v: int, element_bytes: int) -> Tiling:

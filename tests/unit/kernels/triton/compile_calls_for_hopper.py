@@ -95,7 +95,8 @@ def row_stats(kernel: Any) -> dict[str, int]:
     ptx = kernel.asm["ptx"]
     wide = len(re.findall(r"ld\.global[.\w]*\.v(?:4\.b32|2\.b64)", ptx))
     counts = {name: ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async.cg", "div.full")}
-    return {"registers": registers, "stack": stack, "shared": kernel.metadata.shared, "wide_loads": wide} | counts
+    sizes = {"shared": kernel.metadata.shared, "threads": 32 * kernel.metadata.num_warps}
+    return {"registers": registers, "stack": stack, "wide_loads": wide} | sizes | counts
 
 
 def main() -> None:

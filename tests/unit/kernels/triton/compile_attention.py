@@ -1,6 +1,6 @@
-"""Compile attention's kernels for a Hopper, where none need be, and print what each takes, as JSON.
+"""Compile attention's kernels for a device, where none need be, and print what each takes, as JSON.
 
-    python -m tests.unit.kernels.triton.compile_for_hopper [name ...]
+    python -m tests.unit.kernels.triton.compile_attention 90|100|120 [name ...]
 
 The interpreter accepts what the compiler does not; this is the other half of the proof.
 """
@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,19 +19,23 @@ from rollout_engine.kernels.triton import work
 from rollout_engine.kernels.triton.attention_kernel import attention_kernel
 from rollout_engine.kernels.triton.attention_shape import Lists, Output, Parts, Pool, Queries, ScoreFactors, Shape
 from rollout_engine.kernels.triton.merge_kernel import merge_kernel
+from rollout_engine.kernels.triton.paged_attention import Heads
 from rollout_engine.kernels.triton.tiling import Tiling
+from tests.unit.kernels.triton.compile_calls_for_hopper import row_stats
 
-HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Shared memory that a program may have, by compute capability: Hopper, and Blackwell for servers and for consumers."""
+TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 EVERYTHING = dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_initial", "writes_lse"), True)
 
 
 def attention(kind: str, heads: tuple[int, int], dim: int, block_size: int, **flags: bool) -> Any:
-    """The attention kernel of one of `tilings`, in bfloat16."""
-    group = heads[0] // heads[1]
-    tiling = getattr(tilings, kind)(group, dim, dim, 2)
+    """The attention kernel of one of `tilings`, in bfloat16, and its programs on a multiprocessor."""
+    tiling = Heads(*heads, dim, dim, torch.bfloat16).tiling(kind, SHARED_BYTES[TARGET.arch])
     shape = shape_of(tiling, heads, dim, block_size, **flags)
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return compiled(attention_kernel, attention_arguments(), {"SHAPE": shape}, **options)
+    made = compiled(attention_kernel, attention_arguments(), {"SHAPE": shape}, **options)
+    return made, tiling.programs_per_processor
 
 
 def merge(deterministic: bool) -> Any:
@@ -112,11 +117,11 @@ def shape_of(tiling: Tiling, heads: tuple[int, int], dim: int, block_size: int, 
 
 
 def compiled(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], **options: int) -> Any:
-    """For a Hopper, with pointers and strides in multiples of 16, as torch gives them."""
+    """Compiled with pointers and strides in multiples of 16, as torch gives them."""
     signature = arguments | dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {path: [["tt.divisibility", 16]] for path, kind in _leaves(tuple(signature.values())) if kind != "fp32"}
-    return triton.compile(ASTSource(kernel, signature, values, aligned), target=HOPPER, options=options)
+    return triton.compile(ASTSource(kernel, signature, values, aligned), target=TARGET, options=options)
 
 
 def _leaves(tree: Any, path: tuple[int, ...] = ()) -> Any:
@@ -129,9 +134,8 @@ def _leaves(tree: Any, path: tuple[int, ...] = ()) -> Any:
 
 if __name__ == "__main__":
     stats = {}
-    for name in sys.argv[1:] or KERNELS:
+    for name in sys.argv[2:] or KERNELS:
         made = KERNELS[name]()
-        ptx = made.asm["ptx"]
-        counts = {instruction: ptx.count(instruction) for instruction in ("wgmma.mma", "mma.sync", "cp.async.cg")}
-        stats[name] = {"shared_bytes": made.metadata.shared, **counts}
+        made, programs = made if isinstance(made, tuple) else (made, 1)
+        stats[name] = row_stats(made) | {"programs": programs}
     print(json.dumps(stats, indent=1))
