@@ -161,6 +161,9 @@ def product_calls() -> Iterator[Call]:
         def pack_in_place(panels: Tensor, like: Tensor = weight) -> Any:
             return gemm.pack_in_place(panels, like).panels
 
+        def unpack(panels: Tensor, out: Tensor, like: gemm.PackedWeight = packed) -> Any:
+            return gemm.unpack(like._replace(panels=panels), out)
+
         def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, like: gemm.PackedWeight = packed) -> Any:
             return gemm.matmul(x, like._replace(panels=panels), bias)
 
@@ -169,6 +172,7 @@ def product_calls() -> Iterator[Call]:
 
         yield Call("pack", pack, dict(weight=weight, panels=torch.zeros_like(packed.panels)))
         yield Call("pack in place", pack_in_place, dict(panels=packed.panels))
+        yield Call("unpack", unpack, dict(panels=packed.panels, out=torch.zeros_like(packed.panels)))
         for num_rows in (1, 3, 40):
             x = floats(num_rows, 33, dtype=dtype)
             yield Call("multiply", multiply, dict(x=x, panels=packed.panels, bias=floats(70, dtype=dtype)))

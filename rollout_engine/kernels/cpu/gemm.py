@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from functools import cache
 from typing import NamedTuple
@@ -15,6 +15,8 @@ from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error
 
 PANEL = 32
 """Output features that are interleaved in a packed weight."""
+COPY, UNPACK, PACK = range(3)
+"""What `move_panels` does."""
 _UNIT_BLOCK = 16
 
 
@@ -99,13 +101,28 @@ def pack_in_place(panels: Tensor, like: Tensor) -> PackedWeight:
 
     Raises `ValueError` for unreadable tensors.
     """
-    if like.dim() != 2 or like.dtype not in DTYPES:
+    if like.dim() != 2:
         raise argument_error("like", like, "float32 or bfloat16 [N, K]")
-    out_features, in_features = like.shape
-    is_bf16 = like.dtype == torch.bfloat16
-    place = address("panels", panels, torch.int32, panels_shape(*like.shape, like.dtype))
-    _library().gemm_pack_in_place(place, out_features, in_features, is_bf16, torch.get_num_threads())
-    return PackedWeight(panels, out_features, in_features, like.dtype)
+    packed = PackedWeight(panels, *like.shape, like.dtype)
+    move_panels(PACK, [(packed, panels)])
+    return packed
+
+
+def move_panels(move: int, runs: Iterable[tuple[PackedWeight, Tensor]]) -> None:
+    """COPY or UNPACK panels of weights [N, K] to other panels, or PACK `rows_of` them, several at once.
+
+    Each run comes with where it is written, which for PACK may be where it is. Raises `ValueError` for unreadable
+    tensors.
+    """
+    flat: list[int] = []
+    for (panels, out_features, in_features, dtype), out in runs:
+        if dtype not in DTYPES:
+            raise ValueError(f"Weights should be float32 or bfloat16, and one is {dtype}.")
+        shape = panels_shape(out_features, in_features, dtype)
+        places = [address(name, part, torch.int32, shape) for name, part in (("panels", panels), ("out", out))]
+        flat += [*places, out_features, in_features, dtype == torch.bfloat16]
+    array = (c_int64 * len(flat))(*flat)
+    _library().gemm_move_panels(array, len(flat) // 5, move, torch.get_num_threads())
 
 
 def rows_of(panels: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,7 +134,7 @@ def unpack(packed: PackedWeight, out: Tensor | None = None) -> Tensor:
     """The weight [N, K] that was packed, bit for bit, as a view of `out`: other panels, allocated if None."""
     if out is None:
         out = torch.empty_like(packed.panels)
-    out.view(-1, PANEL, packed.panels.shape[1]).copy_(packed.panels.transpose(1, 2))
+    move_panels(UNPACK, [(packed, out)])
     return rows_of(out, packed.dtype)[: packed.out_features, : packed.in_features]
 
 
@@ -167,7 +184,7 @@ def _library() -> ctypes.CDLL:
     return build.declared(
         gemm_level=(c_int32, c_int32),
         gemm_pack=(None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
-        gemm_pack_in_place=(None, c_void_p, c_int64, c_int64, c_int32, c_int32),
+        gemm_move_panels=(None, c_void_p, c_int64, c_int32, c_int32),
         gemm_ask_for_large_pages=(None, c_void_p, c_int64),
         gemm_staging=(c_int64, c_int64, c_int64, c_int32),
         gemm_run=(None, c_void_p),

@@ -38,8 +38,8 @@ VEC_INLINE Row low_halves(Row a, Row b) { return __builtin_shuffle(a, b, LOW); }
 VEC_INLINE Row high_halves(Row a, Row b) { return __builtin_shuffle(a, b, HIGH); }
 #endif
 
-// SIDE units of SIDE rows of W -> SIDE columns of a panel, by interleaving halves.
-VEC_INLINE void transpose(const int32_t* const* rows, int64_t unit, int32_t* out) {
+// SIDE units of SIDE rows -> SIDE rows, `stride` units apart, by interleaving halves.
+VEC_INLINE void transpose(const int32_t* const* rows, int64_t unit, int32_t* out, int64_t stride) {
     Row block[SIDE], mixed[SIDE];
     for (int i = 0; i < SIDE; ++i) std::memcpy(&block[i], rows[i] + unit, sizeof(Row));
     for (int round = 1; round < SIDE; round *= 2) {
@@ -49,13 +49,13 @@ VEC_INLINE void transpose(const int32_t* const* rows, int64_t unit, int32_t* out
         }
         std::memcpy(block, mixed, sizeof block);
     }
-    for (int i = 0; i < SIDE; ++i) std::memcpy(out + i * PANEL, &block[i], sizeof(Row));
+    for (int i = 0; i < SIDE; ++i) std::memcpy(out + i * stride, &block[i], sizeof(Row));
 }
 
 // Sixteen units of sixteen rows of W -> sixteen columns of a panel.
 void pack_block(const int32_t* const* rows, int64_t unit, int32_t* out) {
     for (int column = 0; column < 16; column += SIDE)
-        for (int u = 0; u < 16; u += SIDE) transpose(rows + column, unit + u, out + u * PANEL + column);
+        for (int u = 0; u < 16; u += SIDE) transpose(rows + column, unit + u, out + u * PANEL + column, PANEL);
 }
 
 // Sixteen columns, of which `columns` exist: rows of `row_bytes`, `stride` bytes apart, from `weight` on.
@@ -75,6 +75,44 @@ void pack_half(const char* weight, int64_t stride, int64_t row_bytes, int64_t co
         for (int64_t n = 0; n < 16; ++n) copies[n] = copy[n];
         pack_block(copies, 0, out + unit * PANEL);
     }
+}
+
+// A panel -> 32 rows, `units` apart.
+void unpack_panel(const int32_t* panel, int64_t units, int32_t* out) {
+    const int32_t* rows[SIDE];
+    for (int64_t unit = 0; unit < units; unit += SIDE) {
+        for (int i = 0; i < SIDE; ++i) rows[i] = panel + (unit + i) * PANEL;
+        for (int64_t column = 0; column < PANEL; column += SIDE)
+            transpose(rows, column, out + column * units + unit, units);
+    }
+}
+
+// Neighbouring panels of a weight [out_features, in_features], and where they are written.
+struct Run {
+    const int32_t* from;
+    int32_t* to;
+    int64_t out_features, in_features, is_bf16;
+
+    int64_t units() const { return padded_units(in_features, is_bf16); }
+    int64_t panels() const { return divided_up(out_features, PANEL); }
+};
+
+enum Move : int32_t { COPY, UNPACK, PACK };
+
+void move_panel(const Run& run, int64_t panel, int32_t move, int32_t* rows) {
+    const int64_t units = run.units(), size = PANEL * units, columns = run.out_features - panel * PANEL;
+    const int32_t* from = run.from + panel * size;
+    int32_t* to = run.to + panel * size;
+    if (move == UNPACK) return unpack_panel(from, units, to);
+    if (move == COPY) {
+        std::memcpy(to, from, 4 * size);
+        return;
+    }
+    std::memcpy(rows, from, 4 * size);  // perhaps the same memory
+    const char* weight = reinterpret_cast<const char*>(rows);
+    const int64_t row_bytes = run.in_features * (run.is_bf16 ? 2 : 4);
+    pack_half(weight, 4 * units, row_bytes, columns, units, to);
+    pack_half(weight + 16 * 4 * units, 4 * units, row_bytes, columns - 16, units, to + 16);
 }
 
 }  // namespace
@@ -105,22 +143,22 @@ void gemm_pack(const char* weight, int64_t out_features, int64_t in_features, in
     }
 }
 
-// The same for a weight stored in `packed` itself, its rows `units` apart: 32 of them take the bytes of one panel.
-void gemm_pack_in_place(int32_t* packed, int64_t out_features, int64_t in_features, int32_t is_bf16,
-                        int32_t num_threads) {
-    const int64_t units = padded_units(in_features, is_bf16), row_bytes = in_features * (is_bf16 ? 2 : 4);
-    const int64_t panels = divided_up(out_features, PANEL);
+// Copies, unpacks or packs panels. Rows that are packed, or were unpacked, are `units` apart: 32 of them take the bytes of
+// one panel, and may be packed where they are.
+void gemm_move_panels(const Run* runs, int64_t count, int32_t move, int32_t num_threads) {
+    std::vector<int64_t> ends;  // counts panels
+    int64_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        ends.push_back((i ? ends.back() : 0) + runs[i].panels());
+        largest = std::max(largest, PANEL * runs[i].units());
+    }
 #pragma omp parallel num_threads(num_threads)
     {
-        std::vector<int32_t> rows(PANEL * units);
+        std::vector<int32_t> rows(move == PACK ? largest : 0);
 #pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < panels; ++panel) {
-            const int64_t columns = out_features - panel * PANEL;
-            int32_t* out = packed + panel * PANEL * units;
-            std::memcpy(rows.data(), out, 4 * rows.size());
-            const char* weight = reinterpret_cast<const char*>(rows.data());
-            pack_half(weight, 4 * units, row_bytes, columns, units, out);
-            pack_half(weight + 16 * 4 * units, 4 * units, row_bytes, columns - 16, units, out + 16);
+        for (int64_t i = 0; i < (count ? ends.back() : 0); ++i) {
+            const int64_t run = std::upper_bound(ends.begin(), ends.end(), i) - ends.begin();
+            move_panel(runs[run], i - (ends[run] - runs[run].panels()), move, rows.data());
         }
     }
 }

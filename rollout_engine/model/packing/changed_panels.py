@@ -15,7 +15,9 @@ from rollout_engine.kernels.cpu import gemm
 from rollout_engine.model.packing.stacks import Place
 
 COPIED_BYTES = 32 << 20
-"""At most this much is copied while steps wait, which takes some five milliseconds."""
+"""This much may be copied while steps wait, which takes some five milliseconds."""
+COPIED_SHARE = 1 / 8
+"""And this much of all panels: to copy them takes about a quarter of a decode step, which reads all."""
 Ranges: TypeAlias = list[tuple[int, int]]
 """Half-open ranges, ascending, that do not touch."""
 
@@ -51,26 +53,29 @@ class ChangedPanels:
 
     def carry(self, live: Sequence[Tensor], room: Sequence[Tensor]) -> None:
         """Stage the values in use of panels of which only some values are new."""
-        for index, ranges in self._reached.items():
-            for first, end in ranges:
-                gemm.unpack(_packed(live[index], self._likes[index], first, end), room[index][first:end])
+        self._move(gemm.UNPACK, self._reached, live, room)
 
     def pack(self, live: Sequence[Tensor], room: Sequence[Tensor]) -> None:
         """Pack what is staged; where it is much, also copy all other panels beside it."""
-        for index, ranges in self.panels.items():
-            for first, end in ranges:
-                gemm.pack_in_place(room[index][first:end], _rows(self._likes[index], first, end))
-        self.is_swapped = self.num_bytes > COPIED_BYTES
+        self._move(gemm.PACK, self.panels, room, room)
+        self.is_swapped = self.num_bytes > max(COPIED_BYTES, COPIED_SHARE * sum(panels.nbytes for panels in room))
         if self.is_swapped:
-            for index, panels in enumerate(live):
-                for first, end in without([(0, len(panels))], self.panels.get(index, [])):
-                    room[index][first:end].copy_(panels[first:end])
+            others = {i: without([(0, len(panels))], self.panels.get(i, [])) for i, panels in enumerate(live)}
+            self._move(gemm.COPY, others, live, room)
 
     def copy(self, live: Sequence[Tensor], room: Sequence[Tensor]) -> None:
         """Copy the packed panels over those in use."""
-        for index, ranges in self.panels.items():
-            for first, end in ranges:
-                live[index][first:end].copy_(room[index][first:end])
+        self._move(gemm.COPY, self.panels, room, live)
+
+    def _move(self, move: int, panels: dict[int, Ranges], source: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        gemm.move_panels(
+            move,
+            [
+                (_packed(source[index], self._likes[index], first, end), out[index][first:end])
+                for index, ranges in panels.items()
+                for first, end in ranges
+            ],
+        )
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -156,6 +156,25 @@ def test_a_weight_gathered_among_panels_is_packed_where_it_lies(dtype, shape):
 
 
 @needs_compiler
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_panels_of_several_weights_are_moved_at_once(num_threads, thread_count):
+    weights = [torch.randn(200, 64), torch.randn(64, 50).bfloat16(), torch.randn(33, 31), torch.randn(7, 3).bfloat16()]
+    packed = list(map(gemm.pack, weights))
+    thread_count(num_threads)
+    copies, rows, again = (list(map(torch.empty_like, (p.panels for p in packed))) for _ in range(3))
+    gemm.move_panels(gemm.COPY, zip(packed, copies, strict=True))
+    assert all(map(torch.equal, copies, (p.panels for p in packed)))
+    gemm.move_panels(gemm.UNPACK, zip(packed, rows, strict=True))
+    for weight, room in zip(weights, rows, strict=True):
+        assert torch.equal(gemm.rows_of(room, weight.dtype)[: weight.shape[0], : weight.shape[1]], weight)
+    staged = [p._replace(panels=room) for p, room in zip(packed, rows, strict=True)]
+    gemm.move_panels(gemm.PACK, zip(staged, again, strict=True))
+    gemm.move_panels(gemm.PACK, zip(staged, rows, strict=True))
+    assert all(map(torch.equal, again, copies)) and all(map(torch.equal, rows, copies))
+    gemm.move_panels(gemm.COPY, [])
+
+
+@needs_compiler
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_single_rows_can_be_read_from_a_packed_weight(dtype, shape):

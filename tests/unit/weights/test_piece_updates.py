@@ -150,6 +150,7 @@ def test_random_pieces_end_in_the_bits_of_a_whole_update(
     if products == "own":
         request.getfixturevalue("own_products")
     monkeypatch.setattr(changed_panels, "COPIED_BYTES", 1 << 40 if commit == "copied" else -1)
+    monkeypatch.setattr(changed_panels, "COPIED_SHARE", 0)
     trainer = tiny_model(model_type, **changes).to(getattr(torch, dtype))
     trainer.save_pretrained(tmp_path)
     choose = random.Random(3)
