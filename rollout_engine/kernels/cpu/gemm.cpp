@@ -72,6 +72,16 @@ VEC_INLINE void write_row(vec::F left, vec::F right, const Call& call, int64_t r
         write_columns<float>(left, right, call, row, column);
 }
 
+// Requests the lines that these rows of a panel will be written to, while they are multiplied.
+VEC_INLINE void prefetch_out(const Call& call, int64_t row, int64_t rows, int64_t panel) {
+    const char* out = out_of(call, row, panel * PANEL);
+    const int64_t stride = out_of(call, row + 1, panel * PANEL) - out;
+    for (int64_t r = 0; r < rows; ++r, out += stride) {
+        __builtin_prefetch(out, 1);
+        __builtin_prefetch(out + 64, 1);
+    }
+}
+
 // Rows from `row` on of a panel, from their sums [rows, PANEL].
 __attribute__((noinline)) void write_rows(const float* sums, int64_t rows, const Call& call, int64_t row, int64_t panel) {
     for (int64_t r = 0; r < rows; ++r, sums += PANEL)
@@ -132,6 +142,7 @@ void vector_block(const Call& call, const char* x, int64_t stride, int64_t panel
     // Two pointers, half of the rows from each: with twelve, addresses and sums would not stay in registers.
     constexpr int HALF = (MAX_ROWS + 1) / 2;
     const char *upper = x + row * stride, *lower = upper + HALF * stride;
+    if constexpr (ROWS == MAX_ROWS) prefetch_out(call, row, ROWS, panel);
     vec::F left[ROWS] = {}, right[ROWS] = {};
     for (int64_t u = 0; u < units; ++u, b += PANEL, upper += sizeof(Unit), lower += sizeof(Unit)) {
         __builtin_prefetch(b + AHEAD);
