@@ -84,6 +84,8 @@ MISTAKES = [
     Mistake(BATCHES, "to_trl(batch['tokens'])"),
     Mistake(BATCHES, "to_jsonl(batch.set('made', [object()] * 4), folder + '/out.jsonl')", varies="0x[0-9a-f]+"),
     Mistake(BATCHES, "policy.score(batch, temperature=-1)"),
+    Mistake(BATCHES, "policy.score([[5, 6, 7]])"),
+    Mistake(BATCHES, "llm.score([[5], [6]], [[7]])"),
     Mistake(REWARDS, "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=lambda *given: 1.0)"),
     Mistake(REWARDS, "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=lambda *given: ['1.0'])"),
     Mistake(REWARDS, "policy.rollout(['a'], {'max_tokens': 2}, reward_fn=0.5)"),
