@@ -194,6 +194,8 @@ class OutputProcessor:
     def _end_surplus(self, requests: Iterable[OpenRequest], live_version: int) -> list[int]:
         """End the samples that are not needed any more. Returns the sequence ids of those that had not ended."""
         surplus = [sequence_id for request in requests for sequence_id in request.keep()]
+        if not surplus:
+            return surplus
         live = list(filter(self._live.__contains__, surplus))
         for sequence_id in live:
             self._live[sequence_id].finish(SequenceEnd(sequence_id, "abort"))

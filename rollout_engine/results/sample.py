@@ -22,7 +22,7 @@ class Sample:
     """Collects a sequence's tokens from the steps and renders `CompletionOutput`s."""
 
     __slots__ = (
-        *("_asked_ids", "_columns", "_cumulative_logprob", "_id_logprobs", "_index", "_kept_logprob_mass"),
+        *("_asked_ids", "_cumulative_logprob", "_id_logprobs", "_index", "_kept_logprob_mass"),
         *("_kv_min_version", "_logprobs", "_metrics", "_num_read", "_num_rendered_chars", "_num_summed"),
         *("_policy_version", "_routed_experts", "_sampled_ranks", "_seed", "_spans", "_stop_reason", "_text"),
         *("_token_ids", "_top_logprobs", "_undecodable", "error", "finish_reason", "is_watched", "num_rendered"),
@@ -52,11 +52,6 @@ class Sample:
         self._id_logprobs: list[np.ndarray] | None = None if self._asked_ids is None else []
         self._kept_logprob_mass = array("f") if params.truncates else None
         self._routed_experts = RoutedColumn() if params.return_routed_experts else None
-        columns: tuple[Sized | None, ...] = (
-            *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
-            *(self._sampled_ranks, self._id_logprobs, self._routed_experts),
-        )
-        self._columns = [column for column in columns if column is not None]
         self._policy_version = self._kv_min_version = -1
         self._spans: list[tuple[int, int, int]] = []
         """(first token, policy_version, kv_min_version); each ends where the next starts."""
@@ -135,8 +130,12 @@ class Sample:
     def render(self, *, only_new: bool) -> CompletionOutput:
         """Render the sample, or what is new since the last call. Spans count positions from the start either way."""
         num_tokens = len(self._token_ids)
-        for column in self._columns:
-            assert len(column) == num_tokens, f"a column of {len(column)} for {num_tokens} tokens"
+        columns: tuple[Sized | None, ...] = (
+            *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
+            *(self._sampled_ranks, self._id_logprobs, self._routed_experts),
+        )
+        for column in columns:
+            assert column is None or len(column) == num_tokens, f"{len(column)} values for {num_tokens} tokens"
         start = self.num_rendered if only_new else 0
         first_char = self._num_rendered_chars if only_new else 0
         text = "" if self._text is None else self._decoded(self._text.text) or ""

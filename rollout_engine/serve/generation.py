@@ -89,19 +89,19 @@ class Generation:
         self._served.check_open()
         session = session_id or self._asked.session_id
         options = {"priority": priority, "session_id": session, "trace_headers": self._asked.trace_headers}
-        new_forms = any(self._served.engine.frontend.inputs.has_new_grammar(each) for each in params)
-        if new_forms:
-            for each in params:
-                await run_in_thread(self._served.engine.frontend.inputs.try_grammar, each)
+        inputs = self._served.engine.frontend.inputs
+        for each in params:
+            if inputs.has_new_grammar(each):
+                await run_in_thread(inputs.try_grammar, each)
         if sum(map(_num_characters, prompts)) > _LONG_BYTES:
             streams = await run_in_thread(self._add, prompts, params, seeds, options, check)
         else:
             streams = self._add(prompts, params, seeds, options, check)
-        self._open = dict(zip(streams, range(len(streams)), strict=True))
-        names = [self._name] * len(streams) if isinstance(self._name, str) else self._name
-        self._called = [(name, stream.request_id) for name, stream in zip(names, streams, strict=False)]
-        for name, request_id in self._called:
-            self._served.begin(name, request_id)
+        for index, stream in enumerate(streams):
+            name = self._name if isinstance(self._name, str) else self._name[index]
+            self._open[stream] = index
+            self._called.append((name, stream.request_id))
+            self._served.begin(name, stream.request_id)
 
     def _add(
         self,

@@ -144,16 +144,15 @@ class HttpExchange:
 
     def _head_of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         fields = dict(headers)
-        if fields.get(b"connection") == b"close":
-            self.keep_alive = False
+        self.keep_alive = self.keep_alive and fields.get(b"connection") != b"close"
+        self._is_chunked = self._takes_chunks and b"content-length" not in fields
         if not self.keep_alive:
             fields[b"connection"] = b"close"
-        self._is_chunked = self._takes_chunks and b"content-length" not in fields
         if self._is_chunked:
             fields[b"transfer-encoding"] = b"chunked"
-        lines = [b"%b: %b\r\n" % field for field in fields.items()]
-        head = b"%b%b\r\n" % (_STATUS_LINES[status], b"".join(lines))
-        if head.count(b"\n") != len(lines) + 2:
+        lines = b"".join([b"%b: %b\r\n" % field for field in fields.items()])
+        head = b"%b%b\r\n" % (_STATUS_LINES[status], lines)
+        if head.count(b"\n") != len(fields) + 2:
             raise ValueError(f"a header of the answer has a line break: {headers}")
         return head
 

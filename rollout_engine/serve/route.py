@@ -32,11 +32,10 @@ class Asked(msgspec.Struct):
     @property
     def session_id(self) -> str | None:
         """Which session of the client this belongs to: a fleet keeps it on one replica, where its KV is."""
-        for name in ("x-session-id", "x-smg-routing-key"):
-            if self.headers.get(name):
-                return self.headers[name]
-        rank = self.headers.get("x-data-parallel-rank")
-        return f"data-parallel-rank-{rank}" if rank else None
+        get = self.headers.get
+        rank = get("x-data-parallel-rank")
+        by_rank = f"data-parallel-rank-{rank}" if rank else None
+        return get("x-session-id") or get("x-smg-routing-key") or by_rank
 
     @property
     def trace_headers(self) -> dict[str, str] | None:

@@ -1,6 +1,8 @@
 """Sampling settings in bodies of requests, under the names that OpenAI's, vLLM's and our own clients use."""
 
 import operator
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,8 +49,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: Any = None
 
 
-_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name != "seed" and name not in FORM_NAMES)
-_values = operator.attrgetter(*_NAMES)
+_OWN_NAMES = frozenset(SamplingFields.__struct_fields__) - {"seed"}
 _key = msgspec.json.Encoder().encode
 _MAX_KEPT = 64
 
@@ -68,23 +69,31 @@ class SettingsReader:
     def __init__(self, logprobs_mode: LogprobsMode) -> None:
         """`logprobs_mode`: of bodies that give none."""
         self._defaults = {"logprobs_mode": logprobs_mode}
-        self._known: dict[bytes, SamplingParams] = {}
+        self._known: dict[tuple[type[SamplingFields], bytes], SamplingParams] = {}
 
     def read(self, fields: SamplingFields, **more: Any) -> Settings:
         """The settings of a body, and `more` of them. Raises `RequestError`."""
-        form = form_of({name: getattr(fields, name, None) for name in FORM_NAMES})
-        if form is not None:
-            more["structured_outputs"] = form
-        values = _values(fields)
-        key = _key((values, more))
+        names, values_of = _settings_of(type(fields))
+        values = values_of(fields)
+        key = type(fields), _key((values, more))
         params = self._known.get(key)
         if params is None:
-            own = {name: value for name, value in zip(_NAMES, values, strict=True) if value is not None}
+            own = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+            form = form_of({name: own.pop(name, None) for name in FORM_NAMES})
+            if form is not None:
+                own["structured_outputs"] = form
             params = SamplingParams(**_with_int_keys(self._defaults | own | more))
             if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
             self._known[key] = params
         return Settings(params, _seed(fields.seed))
+
+
+@cache
+def _settings_of(kind: type[SamplingFields]) -> tuple[tuple[str, ...], Callable[[SamplingFields], tuple[Any, ...]]]:
+    """Names of the fields of a kind of bodies that are settings other than the seed, and what reads their values."""
+    names = tuple(name for name in kind.__struct_fields__ if name in _OWN_NAMES or name in FORM_NAMES)
+    return names, operator.attrgetter(*names)
 
 
 def _with_int_keys(given: dict[str, Any]) -> dict[str, Any]:

@@ -328,18 +328,19 @@ class InputProcessor:
 
     def _room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Resolve `max_tokens`: as many as fit where it is None, or is shortened to what fits."""
-        limit = f"max_model_len={self._max_model_len}"
         room = self._max_model_len - num_prompt_tokens
+        asked = params.max_tokens or room
+        if room >= 1 and params.min_tokens <= room and (asked <= room or self._clamps):
+            return min(asked, room)
+        limit = f"max_model_len={self._max_model_len}"
         if room < 1:
             bound = f"shorter than {limit} tokens, to leave room for one more"
             raise RequestError.for_field("prompt", f"{num_prompt_tokens} tokens", bound, "See truncate_prompt_tokens.")
         hint = f"The prompt has {num_prompt_tokens} tokens; both together must stay within {limit}."
-        if (params.max_tokens or 0) > room and not self._clamps:
+        if asked > room and not self._clamps:
             hint += " EngineConfig(on_long='clamp') shortens it instead."
             raise RequestError.for_field("max_tokens", params.max_tokens, f"at most {room}", hint)
-        if params.min_tokens > room:
-            raise RequestError.for_field("min_tokens", params.min_tokens, f"at most {room}", hint)
-        return min(params.max_tokens or room, room)
+        raise RequestError.for_field("min_tokens", params.min_tokens, f"at most {room}", hint)
 
     def _log_clamped(self, batch: list[CheckedPrompt]) -> None:
         """Warn of the prompts of a call whose `max_tokens` was shortened."""
