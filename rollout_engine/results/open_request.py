@@ -46,7 +46,7 @@ class OpenRequest:
         """Sequence seed of sample 0."""
         self.params = params
         self._num_kept = num_kept
-        self._kept: set[int] = set()
+        self._kept: frozenset[int] = frozenset()
         """Indexes of the samples to return, where not all are."""
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -83,7 +83,7 @@ class OpenRequest:
         if self._num_kept is None:
             return ()
         ended = [i for i in sorted(self.changed - self._kept) if self.samples[i].finish_reason in ("stop", "length")]
-        self._kept.update(ended[: self._num_kept - len(self._kept)])
+        self._kept |= set(ended[: self._num_kept - len(self._kept)])
         if not self._has_enough:
             return ()
         return [self.sequence_ids[i] for i in range(len(self.samples)) if i not in self._kept]
