@@ -63,52 +63,101 @@ class GrammarState:
 
     def fill(self, token_ids: list[int], draft: Sequence[int] = ()) -> None:
         """Compute the masks behind a sequence's tokens and behind each token of a draft. Notes what fails."""
+        _fill_together([(self, token_ids)])
+        if draft and self._failure is None:
+            try:
+                self._fill_draft(draft)
+            except GrammarError as problem:
+                self._failure = str(problem)
+
+    def _follow(self, token_ids: list[int]) -> bool:
+        """Go on to the last of a sequence's tokens; whether a mask can be computed there. Notes what fails."""
         if self._failure is not None:
-            return
+            return False
         try:
             if self._matcher is None:
                 vocabulary, self._matcher = self._grammar.start()
                 self._bits = vocabulary.bits(self._stop_ids)
-            self._follow(token_ids)
-            self._masks, self._place = {(): self._compute()}, len(token_ids)
-            if draft:
-                self._fill_draft(draft)
+            for token_id in token_ids[self._num_followed :]:
+                if token_id in self._stop_ids:
+                    self._has_ended = True
+                elif not self._has_ended and not self._matcher.consume_token(token_id):
+                    raise GrammarError(f"token {token_id} is not allowed ({readable(self._matcher.get_error())})")
         except GrammarError as problem:
             self._failure = str(problem)
-
-    def _follow(self, token_ids: list[int]) -> None:
-        for token_id in token_ids[self._num_followed :]:
-            if token_id in self._stop_ids:
-                self._has_ended = True
-            elif not self._has_ended and not self._matcher.consume_token(token_id):
-                raise GrammarError(f"token {token_id} is not allowed ({readable(self._matcher.get_error())})")
+            return False
         self._num_followed = len(token_ids)
+        if self._has_ended:  # the row is dropped
+            self._keep(np.full_like(self._bits.text, _ALL))
+        return not self._has_ended
+
+    def _keep(self, mask: np.ndarray) -> None:
+        self._masks, self._place = {(): mask}, self._num_followed
 
     def _fill_draft(self, draft: Sequence[int]) -> None:
         num_right, is_right = 0, not self._has_ended
         for end, token_id in enumerate(draft, 1):
             is_right = is_right and token_id not in self._stop_ids and self._matcher.try_consume_tokens([token_id]) == 1
             num_right += is_right  # what is drawn behind a token that cannot come is dropped
-            self._masks[tuple(draft[:end])] = self._compute() if is_right else np.full_like(self._bits.text, _ALL)
+            if is_right:
+                [mask] = _masks_of([self])
+                if self._failure is not None:
+                    return
+            else:
+                mask = np.full_like(self._bits.text, _ALL)
+            self._masks[tuple(draft[:end])] = mask
         if num_right and not self._matcher.rollback(num_right):
             raise GrammarError(f"it cannot go back behind a draft ({readable(self._matcher.get_error())})")
 
-    def _compute(self) -> np.ndarray:
-        matcher, bits = self._matcher, self._bits
-        if self._has_ended:  # the row is dropped
-            return np.full_like(bits.text, _ALL)
-        mask = np.zeros_like(bits.text)
-        start = time.thread_time()
-        if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
-        if matcher.is_error():
-            raise GrammarError(readable(matcher.get_error()))
-        if (seconds := time.thread_time() - start) > _MAX_MASK_SECONDS:
-            raise GrammarError(f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar")
-        mask &= bits.text
-        if matcher.is_accepting():
-            mask |= bits.stops
-        return mask
+
+def _fill_together(asked: Iterable[tuple[GrammarState, list[int]]]) -> None:
+    """Compute the masks behind the tokens of sequences. Notes what fails."""
+    states = [state for state, token_ids in asked if state._follow(token_ids)]
+    for state, mask in zip(states, _masks_of(states) if states else (), strict=True):
+        state._keep(mask)
+
+
+def _masks_of(states: Sequence[GrammarState]) -> np.ndarray:
+    """Masks uint32 [N, words] of N states where their matchers stand. Notes what fails."""
+    masks = np.zeros((len(states), len(states[0]._bits.text)), np.uint32)
+    place, size, clock = masks.ctypes.data, masks.strides[0], _MaskClock()
+    for state in states:
+        if not state._matcher.is_stopped():
+            state._matcher.unsafe_compute_mask_ptr(place, size)
+        place += size
+        seconds = clock.seconds()
+        if state._matcher.is_error():
+            state._failure = readable(state._matcher.get_error())
+        elif seconds > _MAX_MASK_SECONDS:
+            state._failure = f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
+    for bits in {id(state._bits): state._bits for state in states}.values():  # one, but for requests with stop ids
+        rows = [row for row, state in enumerate(states) if state._bits is bits]
+        ends = [row for row in rows if states[row]._matcher.is_accepting()]
+        if len(rows) == len(states):
+            masks &= bits.text
+        else:
+            masks[rows] &= bits.text
+        if ends:
+            masks[ends] |= bits.stops
+    return masks
+
+
+class _MaskClock:
+    """Computing time of one mask after the other, up to 0.1 s of those before it included.
+
+    The system's clock of a thread's computing is slow to read, so it is read where a tenth of a second has passed.
+    """
+
+    def __init__(self) -> None:
+        self._wall, self._computed = time.perf_counter(), time.thread_time()
+
+    def seconds(self) -> float:
+        """Computing time since the last one that was told, or since the start."""
+        wall = time.perf_counter()
+        if wall - self._wall < 0.1:
+            return 0.0
+        before, self._computed, self._wall = self._computed, time.thread_time(), wall
+        return self._computed - before
 
 
 def begin_masks(thread: DaemonThread, asked: Iterable[tuple[GrammarState, list[int], list[int]]]) -> None:
@@ -121,8 +170,10 @@ def begin_masks(thread: DaemonThread, asked: Iterable[tuple[GrammarState, list[i
 
     def fill() -> None:
         try:
+            _fill_together((state, token_ids) for state, token_ids, draft in work if not draft)
             for state, token_ids, draft in work:
-                state.fill(token_ids, draft)
+                if draft:
+                    state.fill(token_ids, draft)
         finally:
             done.set()
 

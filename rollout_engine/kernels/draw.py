@@ -1,25 +1,34 @@
 """Sampling of one token per row of logits by inverse CDF, with the weights of `token_logprobs`."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu import build, sampling
-from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, Truncation
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, Truncation
 from rollout_engine.kernels.token_logprobs import cumulative_mass, logprobs_at, row_blocks, row_weights
 from rollout_engine.kernels.truncation import edges_of, is_kept
 
 
 def draw(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None = None
+    logits: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor,
+    greedy: Tensor,
+    rules: Truncation | None = None,
+    masks: TokenMasks | None = None,
 ) -> tuple[RowStats, KeptTokens | None]:
-    """Draw a token per row of `logits` [N, V], any floating dtype -> statistics of whole rows, tokens kept by `rules`.
+    """Draw a token per row of `logits` [N, V], any floating dtype -> statistics of whole rows, tokens that are kept.
 
     `temperatures` float32 [N] from `row_temperatures`, `uniforms` float64 [N] in [0, 1). Rows of `greedy`, bool [N],
     take the most likely token, the first of several; `rules` must not truncate these rows. Log-probs are those of the
-    whole row. A row whose statistics are NaN gets an arbitrary token.
+    whole row. A row with a mask draws the token that it would with -inf at the tokens that are not allowed, which
+    `rules` do not see. A row whose statistics are NaN gets an arbitrary token, and so does one that keeps none.
     """
     if build.load_kernels() is not None:
-        return sampling.draw(logits, temperatures, uniforms, greedy, rules)
+        return sampling.draw(logits, temperatures, uniforms, greedy, rules, masks)
+    if masks is not None:
+        return _draw_masked(logits, temperatures, uniforms, greedy, rules, masks)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     maximum, total, kept_total = torch.empty_like(temperatures), torch.empty_like(uniforms), torch.empty_like(uniforms)
     floor, last_tie = torch.empty_like(temperatures), torch.empty_like(tokens)
@@ -39,6 +48,32 @@ def draw(
     chosen, log_total = logits.gather(-1, tokens[:, None])[:, 0], total.log()
     stats = RowStats(maximum, log_total, tokens, logprobs_at(chosen, maximum, temperatures, log_total))
     return stats, None if rules is None else KeptTokens(kept_total.log(), floor, last_tie)
+
+
+def allowed_tokens(bits: Tensor, vocab_size: int) -> Tensor:
+    """Masks of `TokenMasks.bits` -> bool [M, V]."""
+    found = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+    return torch.from_numpy(found.view(np.bool_))
+
+
+def _draw_masked(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None, masks: TokenMasks
+) -> tuple[RowStats, KeptTokens]:
+    """Draw from whole rows for their statistics, and again from float32 copies with -inf where nothing is allowed."""
+    whole, _ = draw(logits, temperatures, uniforms, greedy)
+    rows = (masks.places >= 0).nonzero()[:, 0]
+    changed = logits.float().clone()
+    allowed = allowed_tokens(masks.bits, logits.shape[1])[masks.places[rows]]
+    changed[rows] = changed[rows].masked_fill(~allowed, -torch.inf)
+    inside, kept = draw(changed, temperatures, uniforms, greedy, rules)
+    if kept is None:
+        every = torch.full_like(inside.tokens, torch.iinfo(torch.int64).max)
+        kept = KeptTokens(inside.log_total, torch.full_like(temperatures, -torch.inf), every)
+    shift = (inside.maximum.double() - whole.maximum) / temperatures  # NaN where nothing is left
+    chosen = logits.gather(-1, inside.tokens[:, None])[:, 0]
+    logprobs = logprobs_at(chosen, whole.maximum, temperatures, whole.log_total)
+    kept = kept._replace(log_total=kept.log_total + shift)
+    return whole._replace(tokens=inside.tokens, logprobs=logprobs), kept
 
 
 def _cut(weights: Tensor, logits: Tensor, usable: Tensor, rules: Truncation) -> tuple[Tensor, Tensor]:

@@ -45,11 +45,23 @@ class Truncation(NamedTuple):
         return Truncation(*(column[index] for column in self))
 
 
+class TokenMasks(NamedTuple):
+    """Masks of some of N rows: tokens that are not allowed cannot be drawn."""
+
+    bits: Tensor
+    """int32 [M, W], W * 32 >= V: token t is allowed where bit t % 32 of word t // 32 is set."""
+    places: Tensor
+    """int64 [N]: index into `bits`; -1 for a row without a mask."""
+
+
 class KeptTokens(NamedTuple):
-    """Tokens of N rows that truncation keeps: those above `floor`, and those equal to it with ids up to `last_tie`."""
+    """Tokens of N rows that can be drawn: those above `floor`, and those equal to it with ids up to `last_tie`.
+
+    In a row with a mask only those of them that it allows.
+    """
 
     log_total: Tensor
-    """float64 [N]: log of the kept tokens' weight, under the maximum of the whole row."""
+    """float64 [N]: log of the kept tokens' weight, under the whole row's maximum; not finite where none is kept."""
     floor: Tensor
     """float32 [N]."""
     last_tie: Tensor

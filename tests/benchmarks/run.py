@@ -7,6 +7,7 @@ python tests/benchmarks/run.py episodes                              how busy en
 python tests/benchmarks/run.py http                                  what the HTTP server adds to the engine
 python tests/benchmarks/run.py speculation --rounds 7                what drafted tokens bring
 python tests/benchmarks/run.py lora --rounds 7                       what LoRA adapters cost
+python tests/benchmarks/run.py structured --rounds 9                 what structured outputs cost
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -38,6 +39,7 @@ import psutil
 import results
 import speculation
 import startup
+import structured
 import throughput
 import torch
 import training
@@ -255,6 +257,15 @@ def measure_loras(run: Run) -> None:
     run.keep(f"LoRA push, M, rank {loras.RANK}", lambda: loras.measure_pushes(engine, prompts, run.rounds))
 
 
+def measure_structured(run: Run) -> None:
+    engine = structured.Engine(run.directory("S"), SHAPES["S"]["dtype"], SHAPES["S"]["vocab_size"])
+    prompts = FreshPrompts(SHAPES["S"]["vocab_size"])
+    for form in structured.FORMS:
+        name = structured.name_of(form)
+        run.keep(name, lambda e=engine, f=form, p=prompts: structured.measure(e, f, p, run.rounds))
+    engine.close()
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     **{shape: lambda run, s=shape: measure_throughput(run, s) for shape in SHAPES},
     "costs": measure_costs,
@@ -274,6 +285,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "speculation": measure_speculation,
     "draft_model": measure_draft_model,
     "lora": measure_loras,
+    "structured": measure_structured,
 }
 
 

@@ -126,11 +126,14 @@ def sampling_calls() -> Iterator[Call]:
             min_p=torch.full((5,), 0.1, dtype=torch.float64),
         )
 
-        def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, **rules: Tensor) -> Any:
-            return sampling.draw(logits, temperatures, uniforms, greedy, sampling.Truncation(**rules))[0]
+        masks = dict(bits=torch.full((2, 9), 0x5555, dtype=torch.int32), places=torch.tensor([-1, 0, 1, 1, -1]))
+
+        def draw(bits: Tensor, places: Tensor, temperature: Tensor, **given: Tensor) -> Any:
+            rules = sampling.Truncation(temperature, *(given.pop(name) for name in ("top_k", "top_p", "min_p")))
+            return sampling.draw(**given, rules=rules, masks=sampling.TokenMasks(bits, places))[0]
 
         common = dict(logits=logits, temperatures=temperatures)
-        yield Call("draw", draw, common | dict(uniforms=uniforms, greedy=greedy) | rules)
+        yield Call("draw", draw, common | dict(uniforms=uniforms, greedy=greedy) | rules | masks)
         yield Call("score", sampling.score, common | dict(tokens=ids))
         figures = sampling.score(logits, temperatures, ids)._asdict()
 

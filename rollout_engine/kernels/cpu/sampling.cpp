@@ -6,7 +6,8 @@
 //
 // Nothing of a row's size is stored but its chunk sums: a draw finds the chunk by them and weighs that chunk again.
 // `weigh_chunk` is the only place that computes weights, and is not inlined, so each time it gives the same bits.
-// With truncation the same sums are computed again without the weights of cut tokens.
+// With truncation the same sums are computed again without the weights of cut tokens. A masked row is drawn as a row with
+// -inf at the tokens that its mask forbids would be, bit for bit; its statistics and log-prob are of the whole row.
 #include <algorithm>
 #include <cmath>
 
@@ -38,9 +39,14 @@ struct Rows {
     const double* top_p;             // [rows]
     const double* min_p;             // [rows]
     float* candidate;                // [threads, vocab_size], scratch
-    double* kept_log_total;          // [rows], out: of the tokens that stay
+    double* kept_log_total;          // [rows], out: of the tokens that stay; NaN where none does. Null, as the next two,
+                                     // where no row is truncated or masked
     float* floor;                    // [rows], out: see truncation::Edge
     int64_t* last_tie;               // [rows], out
+    const uint32_t* mask;            // [masks, mask_words], a bit for each token, 1 where it is allowed; null: none
+    int64_t mask_words;
+    const int64_t* mask_row;         // [rows], row of `mask`; negative: all tokens are allowed
+    float* masked;                   // [threads, vocab_size], scratch; null unless rows are truncated and masked
     const float* grad;         // gradient: [rows], of `logprob`
     void* grad_logits;         // gradient: [rows, vocab_size], out, contiguous, in the dtype of the logits
     int64_t threads;
@@ -55,11 +61,20 @@ VEC_INLINE F weight_of(F logit, float maximum, float inverse_temperature) {
     return vec::select(x < lowest, F{}, w);
 }
 
-// Weights of n <= CHUNK tokens, zeros after them and where the edge cuts; returns their sum. `edge.last_tie` counts from
-// this chunk's first token.
+// Sixteen tokens of a mask, from a multiple of 16.
+VEC_INLINE vec::I allowed_lanes(const uint32_t* mask, int64_t token) {
+    constexpr int32_t BIT[LANES] = {1,       1 << 1,  1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                    1 << 8,  1 << 9,  1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    vec::I bit;
+    vec::read(BIT, bit);
+    return ((vec::I{} + (int32_t)(mask[token / 32] >> (token % 32))) & bit) == bit;
+}
+
+// Weights of n <= CHUNK tokens, zeros after them, where the edge cuts and where the mask, if any, forbids; returns their
+// sum. `edge.last_tie` and `mask` count from this chunk's first token.
 template <typename T>
 __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximum, float inverse_temperature,
-                                            const Edge& edge, float* weights) {
+                                            const Edge& edge, const uint32_t* mask, float* weights) {
     F sum = {};
     const F floor = vec::set1(edge.floor);
     const vec::I lane = vec::lane_numbers();
@@ -76,6 +91,7 @@ __attribute__((noinline)) float weigh_chunk(const T* logits, int n, float maximu
             else
                 w = vec::select((x < floor) | ((x == floor) & (lane > (int)edge.last_tie - i)), F{}, w);
             if (here < LANES) w = vec::select(lane >= here, F{}, w);
+            if (mask) w = vec::select(allowed_lanes(mask, i), w, F{});
         }
         vec::store(weights + i, w);
         sum += w;
@@ -96,11 +112,28 @@ float largest(const T* logits, int64_t size) {
     return result;
 }
 
+// The same among tokens that the mask allows, in a row without NaN.
+template <typename T>
+float largest_allowed(const T* logits, int64_t size, const uint32_t* mask) {
+    const F lowest = vec::set1(-INFINITY);
+    F top = lowest;
+    for (int64_t t = 0; t < size; t += LANES) {
+        if (!(mask[t / 32] >> t % 32 & 0xFFFF)) continue;
+        const int here = (int)std::min<int64_t>(LANES, size - t);
+        const F x = here == LANES ? vec::load(logits + t) : vec::load(logits + t, here);
+        vec::I allowed = allowed_lanes(mask, t);
+        if (here < LANES) allowed = allowed & (vec::lane_numbers() < here);
+        top = vec::max(vec::select(allowed, x, lowest), top);
+    }
+    return vec::max(top);
+}
+
 template <typename T>
 struct Row {
     const T* logits;
     int64_t size;
     float temperature, inverse_temperature, maximum;
+    const uint32_t* mask = nullptr;
 
     Row(const Rows& a, int64_t i)
         : logits((const T*)a.logits + i * a.stride),
@@ -108,6 +141,15 @@ struct Row {
           temperature(a.temperature[i]),
           inverse_temperature(1.0f / temperature),
           maximum(largest(logits, size)) {}
+
+    // Forgets all tokens that the mask does not allow.
+    void mask_with(const uint32_t* bits) {
+        mask = bits;
+        maximum = largest_allowed(logits, size, bits);
+    }
+
+    bool allows(int64_t token) const { return !mask || (mask[token / 32] >> token % 32 & 1); }
+    bool is_usable() const { return maximum == maximum; }  // else there is nothing to draw, or nothing that can be
 
     // The total weight of tokens kept by the edge; `mass`, where given, receives the cumulative weight of chunks.
     double total(const Edge& edge, double* mass) const {
@@ -122,16 +164,26 @@ struct Row {
 
     float weigh(int64_t start, const Edge& edge, float* weights) const {
         const int n = (int)std::min<int64_t>(CHUNK, size - start);
+        if (mask && !allows_any(start, n)) {
+            std::fill(weights, weights + CHUNK, 0.0f);
+            return 0.0f;
+        }
         const Edge here = {edge.floor, edge.last_tie == INT64_MAX ? INT64_MAX : edge.last_tie - start};
-        return weigh_chunk(logits + start, n, maximum, inverse_temperature, here, weights);
+        const uint32_t* allowed = mask ? mask + start / 32 : nullptr;
+        return weigh_chunk(logits + start, n, maximum, inverse_temperature, here, allowed, weights);
     }
 
-    // Statistics of the whole row; returns whether it can be sampled.
-    bool finish(const Rows& a, int64_t i, double total) {
+    bool allows_any(int64_t start, int n) const {
+        uint32_t any = 0;
+        for (int i = 0; i < n; i += 32) any |= mask[(start + i) / 32];
+        return any;
+    }
+
+    // Statistics of the whole row.
+    void finish(const Rows& a, int64_t i, double total) {
         if (!(total > 0.0)) maximum = NAN;
         a.maximum[i] = maximum;
         a.log_total[i] = std::log(total);
-        return total > 0.0;
     }
 
     void finish_token(const Rows& a, int64_t i) const {
@@ -141,7 +193,7 @@ struct Row {
 
     int64_t first_of_the_largest() const {
         for (int64_t t = 0; t < size; t++)
-            if (vec::to_float(logits[t]) == maximum) return t;
+            if (vec::to_float(logits[t]) == maximum && allows(t)) return t;
         return 0;  // unreachable: the maximum is among them
     }
 
@@ -172,7 +224,8 @@ struct Row {
         float weights[CHUNK];
         for (int64_t start = 0; start < size; start += CHUNK) {
             const int n = (int)std::min<int64_t>(CHUNK, size - start);
-            weigh_chunk(logits + start, n, a.maximum[i], inverse_temperature, truncation::EVERYTHING, weights);
+            weigh_chunk(logits + start, n, a.maximum[i], inverse_temperature, truncation::EVERYTHING, nullptr,
+                        weights);
             for (int k = 0; k < CHUNK; k++) weights[k] *= shrink;
             if (start <= token && token < start + n) weights[token - start] += scale;
             for (int k = 0; k < n; k += LANES) {
@@ -185,34 +238,58 @@ struct Row {
     }
 };
 
-// Draws from the kept tokens, which `mass` then describes.
+// A thread's memory; see `Rows`.
+struct Scratch {
+    double* mass;  // [chunks]
+    float *candidate, *masked;
+};
+
+// The edge of what the rules keep of the allowed tokens, of which there are some.
 template <typename T>
-Edge truncate(const Rows& a, int64_t i, const Row<T>& row, double* mass, float* candidate) {
+Edge find_edge(const Row<T>& row, const truncation::Rules& rules, const Scratch& scratch) {
+    if (!row.mask) return truncation::find_edge(row.logits, row.size, rules, scratch.candidate);
+    for (int64_t t = 0; t < row.size; t++) scratch.masked[t] = row.allows(t) ? vec::to_float(row.logits[t]) : -INFINITY;
+    return truncation::find_edge(scratch.masked, row.size, rules, scratch.candidate);
+}
+
+// Narrows a row that can be sampled to the tokens that its mask and rules keep, which `scratch.mass` then describes.
+template <typename T>
+Edge keep(const Rows& a, int64_t i, Row<T>& row, const Scratch& scratch) {
+    Edge edge = truncation::EVERYTHING;
+    double total = NAN, shift = 0.0;
+    if (a.mask && a.mask_row[i] >= 0) {
+        const float maximum = row.maximum;
+        row.mask_with(a.mask + a.mask_row[i] * a.mask_words);
+        shift = ((double)row.maximum - maximum) / row.temperature;
+        total = row.total(edge, scratch.mass);
+        if (!(total > 0.0)) row.maximum = NAN;
+        a.kept_log_total[i] = std::log(total) + shift;
+    }
+    if (!a.rule_temperature || !row.is_usable()) return edge;
     const truncation::Rules rules = {a.rule_temperature[i], a.top_k[i], a.top_p[i], a.min_p[i]};
-    if (rules.keep_all()) return truncation::EVERYTHING;
-    const Edge edge = truncation::find_edge(row.logits, row.size, rules, candidate);
-    a.kept_log_total[i] = std::log(row.total(edge, mass));
+    if (rules.keep_all()) return edge;
+    edge = find_edge(row, rules, scratch);
+    a.kept_log_total[i] = std::log(row.total(edge, scratch.mass)) + shift;
     a.floor[i] = edge.floor;
     a.last_tie[i] = edge.last_tie;
     return edge;
 }
 
 template <typename T>
-void draw_row(const Rows& a, int64_t i, double* mass, float* candidate) {
-    Row<T> row(a, i);
+void draw_row(const Rows& a, int64_t i, const Scratch& scratch) {
+    Row<T> whole(a, i);
     Edge edge = truncation::EVERYTHING;
-    const bool usable = row.finish(a, i, row.total(edge, mass));
-    a.token[i] = 0;
-    if (a.rule_temperature) {
+    whole.finish(a, i, whole.total(edge, scratch.mass));
+    Row<T> row = whole;
+    if (a.kept_log_total) {
         a.kept_log_total[i] = a.log_total[i];
         a.floor[i] = edge.floor;
         a.last_tie[i] = edge.last_tie;
+        if (row.is_usable()) edge = keep(a, i, row, scratch);
     }
-    if (usable) {
-        if (a.rule_temperature) edge = truncate(a, i, row, mass, candidate);
-        a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(a.uniform[i], mass, edge);
-    }
-    row.finish_token(a, i);
+    a.token[i] = 0;
+    if (row.is_usable()) a.token[i] = a.greedy[i] ? row.first_of_the_largest() : row.locate(a.uniform[i], scratch.mass, edge);
+    whole.finish_token(a, i);
 }
 
 template <typename T>
@@ -220,8 +297,10 @@ void draw(const Rows& a) {
     const int64_t chunks = (a.vocab_size + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (a.threads > 1)
     for (int64_t i = 0; i < a.rows; i++) {
-        const int thread = omp_get_thread_num();
-        draw_row<T>(a, i, a.mass + thread * chunks, a.candidate ? a.candidate + thread * a.vocab_size : nullptr);
+        const int64_t thread = omp_get_thread_num(), start = thread * a.vocab_size;
+        float* candidate = a.candidate ? a.candidate + start : nullptr;
+        float* masked = a.masked ? a.masked + start : nullptr;
+        draw_row<T>(a, i, {a.mass + thread * chunks, candidate, masked});
     }
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.cpu.arguments import DTYPES, address, argument_error, check_ids
-from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, Truncation
+from rollout_engine.kernels.row_stats import CHUNK, KeptTokens, RowStats, TokenMasks, Truncation
 
 _SMALL = 1 << 15
 """Number of logits below which a second thread does not pay."""
@@ -25,13 +25,20 @@ class _Rows(ctypes.Structure):
         *((name, c_void_p) for name in ("temperature", "token", "maximum", "log_total", "logprob")),
         *((name, c_void_p) for name in ("uniform", "greedy", "mass")),
         *((name, c_void_p) for name in ("temperature64", "top_k", "top_p", "min_p", "candidate")),
-        *((name, c_void_p) for name in ("kept_log_total", "floor", "last_tie", "grad", "grad_logits")),
+        *((name, c_void_p) for name in ("kept_log_total", "floor", "last_tie", "mask")),
+        ("mask_words", c_int64),
+        *((name, c_void_p) for name in ("mask_row", "masked", "grad", "grad_logits")),
         ("threads", c_int64),
     ]
 
 
 def draw(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor, greedy: Tensor, rules: Truncation | None
+    logits: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor,
+    greedy: Tensor,
+    rules: Truncation | None,
+    masks: TokenMasks | None = None,
 ) -> tuple[RowStats, KeptTokens | None]:
     """C++ side of `kernels.draw.draw`. Raises `ValueError` for tensors it cannot read."""
     logits = _readable(logits)
@@ -41,14 +48,17 @@ def draw(
     args.uniform = address("uniforms", uniforms, torch.float64, (n,))
     args.greedy = address("greedy", greedy, torch.bool, (n,))
     args.mass = mass.data_ptr()
-    kept = None
+    kept = None if rules is None and masks is None else KeptTokens.empty(n)
+    if kept is not None:
+        args.kept_log_total, args.floor, args.last_tie = (column.data_ptr() for column in kept)
     if rules is not None:
         rules = Truncation(*(column.contiguous() for column in rules))
         args.temperature64, args.top_k, args.top_p, args.min_p = _rule_addresses(rules, n)
-        candidate = torch.empty(args.threads, vocab_size)
-        kept = KeptTokens.empty(n)
-        args.candidate = candidate.data_ptr()
-        args.kept_log_total, args.floor, args.last_tie = (column.data_ptr() for column in kept)
+        scratch = torch.empty(1 if masks is None else 2, args.threads, vocab_size)
+        args.candidate, args.masked = scratch[0].data_ptr(), scratch[-1].data_ptr()
+    if masks is not None:
+        args.mask, args.mask_row = _mask_addresses(masks, n, vocab_size)
+        args.mask_words = masks.bits.shape[1]
     _library().sampling_draw(ctypes.addressof(args))
     return stats, kept
 
@@ -122,6 +132,19 @@ def _rule_addresses(rules: Truncation, n: int) -> list[int]:
     if not bool((rules.temperature > 0).all()):  # it scales the bins that tokens are sorted into
         raise ValueError(f"rules.temperature should be above 0, and its lowest is {float(rules.temperature.min())}.")
     return addresses
+
+
+def _mask_addresses(masks: TokenMasks, n: int, vocab_size: int) -> tuple[int, int]:
+    bits, places = masks
+    if not isinstance(bits, Tensor) or bits.dim() != 2 or bits.shape[1] * 32 < vocab_size:
+        raise argument_error("masks.bits", bits, f"an int32 tensor [M, W] with at least {vocab_size} bits in a row")
+    found = (
+        address("masks.bits", bits, torch.int32, tuple(bits.shape)),
+        address("masks.places", places, torch.int64, (n,)),
+    )
+    if n and int(places.max()) >= len(bits):
+        raise ValueError(f"masks.places should be below {len(bits)}, and its highest is {int(places.max())}.")
+    return found
 
 
 def _readable(logits: Tensor) -> Tensor:

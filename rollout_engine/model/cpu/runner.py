@@ -67,7 +67,6 @@ class CpuRunner:
         self.model.kv.copy_blocks(work.block_copies)
         if not work.scheduled:
             return ModelRunnerOutput(token_ids=[], logprobs=None)
-        self._sequences.begin_masks(work)
         batch = self._flat_batch(work.scheduled)
         drawn = [task.row for task in work.samples]
         rows = list(dict.fromkeys(drawn))  # the n samples of a prompt draw from the same row
@@ -82,6 +81,7 @@ class CpuRunner:
         logit_rows = np.append(last_rows, prompt_rows) if prompt_rows else last_rows
         with self.routing.step(work, batch):
             adapter_rows = self._adapter_rows(work.scheduled)
+            self._sequences.begin_masks(work)  # last, so that its thread finds the interpreter free
             logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows)
         pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:

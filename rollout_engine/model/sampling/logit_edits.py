@@ -7,7 +7,7 @@ Masks come last, so nothing brings back a token that the request forbids. Edits 
 tokens only, so the result does not depend on the batch, on preemption or on forks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import msgspec
@@ -57,8 +57,10 @@ class LogitEdits:
             grammar = grammars.grammar(params.structured_outputs)
             self.grammar = GrammarState(grammar, sequence.num_prompt_tokens, self.stop_ids)
         some = self.counts, self.bias, self.allowed, sequence.bad_words or None
-        self._others_last = self.sees_drawn_tokens_alone or any(each is not None for each in some)
-        self.edits_beside_grammar = self._others_last or self.grammar is None or params.min_tokens > 0
+        others_last = self.sees_drawn_tokens_alone or any(each is not None for each in some)
+        self._lasts = others_last or self.grammar is not None
+        """Whether every token is edited, not only those before `min_tokens`."""
+        self.edits_beside_grammar = others_last or self.grammar is None or params.min_tokens > 0
         """Whether `apply` may do anything."""
 
     @classmethod
@@ -83,10 +85,6 @@ class LogitEdits:
     def need_host(self) -> bool:
         """Whether the row is drawn on the host: logits processors and grammars are there."""
         return self.grammar is not None or self.sees_drawn_tokens_alone
-
-    @property
-    def _lasts(self) -> bool:
-        return self._others_last or self.grammar is not None
 
     def behind(self, draft: list[int]) -> "LogitEdits":
         """The edits of the token behind some more tokens, which the sequence may not come to have.
@@ -186,16 +184,11 @@ class LogitEdits:
 def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
     """Edit all rows of `logits` float32 [N, V] in place. Returns row -> why it cannot be sampled."""
     failures: dict[int, str] = {}
-    masks: dict[int, np.ndarray] = {}
     for row, each in enumerate(edits):
-        failure = each.apply(logits[row]) if each.edits_beside_grammar else None
-        if failure is None and each.grammar is not None:
-            try:
-                masks[row] = each.allowed_by_grammar()
-            except GrammarError as problem:
-                failure = f"structured_outputs: the grammar cannot go on: {problem}."
-        if failure is not None:
+        if each.edits_beside_grammar and (failure := each.apply(logits[row])) is not None:
             failures[row] = failure
+    with_grammar = {row: each for row, each in enumerate(edits) if each.grammar is not None and row not in failures}
+    masks, others = masks_of(with_grammar)
     if len(masks) == len(logits):
         forbid(logits, list(masks.values()))
     elif masks:
@@ -203,7 +196,19 @@ def edit(logits: Tensor, edits: Sequence[LogitEdits]) -> dict[int, str]:
         some = logits[rows]
         forbid(some, list(masks.values()))
         logits[rows] = some
-    return failures
+    return failures | others
+
+
+def masks_of(edits: Mapping[int, LogitEdits]) -> tuple[dict[int, np.ndarray], dict[int, str]]:
+    """Row -> bits of the tokens that its grammar allows next, and row -> why it cannot be sampled."""
+    masks: dict[int, np.ndarray] = {}
+    failures: dict[int, str] = {}
+    for row, each in edits.items():
+        try:
+            masks[row] = each.allowed_by_grammar()
+        except GrammarError as problem:
+            failures[row] = f"structured_outputs: the grammar cannot go on: {problem}."
+    return masks, failures
 
 
 def _as_columns(bias: dict[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:

@@ -2,6 +2,7 @@
 
     every row         weights -> chunk sums -> one uniform finds the chunk, then the token     (`kernels.draw`)
     truncated rows    the same without weight for truncated tokens                            (`kernels.truncation`)
+    masked rows       the same without weight for tokens that a grammar forbids                (`grammars.masks`)
     edited rows       the same from a float32 copy of the row, after penalties, bias, masks    (`logit_edits`)
     greedy rows       argmax, lowest id on ties; log-probs as at temperature 1
 
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from rollout_engine.kernels.draw import Truncation, draw
 from rollout_engine.kernels.rng import uniforms
+from rollout_engine.kernels.row_stats import TokenMasks
 from rollout_engine.kernels.token_logprobs import logprobs_at, row_blocks, row_stats, row_temperatures
 from rollout_engine.kernels.truncation import is_kept, most_likely
 from rollout_engine.messages import ModelRunnerOutput
-from rollout_engine.model.sampling.logit_edits import LogitEdits, edit
+from rollout_engine.model.sampling.logit_edits import LogitEdits, edit, masks_of
 from rollout_engine.sampling_params import SamplingParams
 
 _RAW, _PROCESSED = 1, 2
@@ -154,9 +156,12 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
     """
     temperatures, greedy, rules = batch.row_temperatures, batch.greedy, batch.rules
     u = uniforms(torch.from_numpy(batch.seeds), torch.from_numpy(batch.positions))
-    tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules)
+    masks, edits, failed = _masked_in_the_draw(batch, edits)
+    tempered, processed, tokens, logprobs = _draw(logits, temperatures, u, greedy, rules, masks)
     usable = np.isfinite(tempered.maximum.numpy())
-    is_simple = batch.is_plain and not edits and usable.all()
+    if masks is not None:
+        failed |= dict.fromkeys((~np.isfinite(processed.log_total.numpy())).nonzero()[0].tolist(), NONE_LEFT)
+    is_simple = batch.is_plain and not edits and not failed and usable.all()
     if is_simple and rules is None:
         return ModelRunnerOutput(tokens.tolist(), logprobs.tolist() if batch.wants_logprobs else None)
     truncates = torch.from_numpy(batch.truncates)
@@ -168,7 +173,8 @@ def sample(logits: Tensor, batch: SamplingBatch, edits: Mapping[int, LogitEdits]
             kept_logprob_mass=kept_mass.tolist(),
         )
 
-    out = _Columns(batch, tokens, kept_mass, dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS))
+    errors = failed | dict.fromkeys((~usable).nonzero()[0].tolist(), BAD_LOGITS)
+    out = _Columns(batch, tokens, kept_mass, errors)
     for rows in _slices([row for row in edits if usable[row]], logits.shape[1]):
         changed = logits.index_select(0, rows).float()
         failures = edit(changed, [edits[row] for row in rows.tolist()])
@@ -215,11 +221,38 @@ class _View(NamedTuple):
     distribution: _Distribution
 
 
+def _masked_in_the_draw(
+    batch: SamplingBatch, edits: Mapping[int, LogitEdits]
+) -> tuple[TokenMasks | None, Mapping[int, LogitEdits], dict[int, str]]:
+    """Masks of rows that a grammar alone edits, the other edits, and row -> why it cannot be sampled.
+
+    Rows whose log-probs are processed are not among them: their distribution is told from an edited copy.
+    """
+    alone = {row: each for row, each in edits.items() if not each.edits_beside_grammar}
+    for row in batch.is_processed.nonzero()[0].tolist() if alone else ():
+        alone.pop(row, None)
+    if not alone:
+        return None, edits, {}
+    others = {row: each for row, each in edits.items() if row not in alone} if len(alone) < len(edits) else _NO_EDITS
+    found, failures = masks_of(alone)
+    if not found:
+        return None, others, failures
+    places = np.full(len(batch.positions), -1)
+    places[list(found)] = np.arange(len(found))
+    bits = np.concatenate(list(found.values())).view(np.int32).reshape(len(found), -1)
+    return TokenMasks(torch.from_numpy(bits), torch.from_numpy(places)), others, failures
+
+
 def _draw(
-    logits: Tensor, temperatures: Tensor, u: Tensor, greedy: Tensor, rules: Truncation | None
+    logits: Tensor,
+    temperatures: Tensor,
+    u: Tensor,
+    greedy: Tensor,
+    rules: Truncation | None,
+    masks: TokenMasks | None = None,
 ) -> tuple[_Distribution, _Distribution, Tensor, Tensor]:
-    """(whole rows, what truncation leaves of them, tokens int64 [N], their log-probs in whole rows float32 [N])."""
-    stats, kept = draw(logits, temperatures, u, greedy, rules)
+    """(whole rows, what may be drawn of them, tokens int64 [N], their log-probs in whole rows float32 [N])."""
+    stats, kept = draw(logits, temperatures, u, greedy, rules, masks)
     whole = _Distribution(logits, temperatures, stats.maximum, stats.log_total, None)
     left = whole if kept is None else whole._replace(log_total=kept.log_total, edges=(kept.floor, kept.last_tie))
     return whole, left, stats.tokens, stats.logprobs

@@ -43,17 +43,21 @@ class SequenceStates(dict[int, NewSequence]):
 
     def edits_of(self, sequences: Sequence[NewSequence], positions: Sequence[int]) -> dict[int, LogitEdits]:
         """Index into `sequences` -> edits, where the logits of the token at `positions[index]` are edited."""
-        known = ((row, self._edits.get(s.sequence_id)) for row, s in enumerate(sequences)) if self._edits else ()
-        return {row: found for row, found in known if found is not None and found.active_at(positions[row])}
+        found: dict[int, LogitEdits] = {}
+        if self._edits:
+            for row, sequence in enumerate(sequences):
+                edits = self._edits.get(sequence.sequence_id)
+                if edits is not None and edits.active_at(positions[row]):
+                    found[row] = edits
+        return found
 
     def begin_masks(self, work: SchedulerOutput) -> None:
         """Compute the grammar masks of a step's draws on a thread, while the model computes."""
         if not self._edits or self._grammars is None:
             return
-        known = ((self._edits.get(task.sequence_id), task) for task in work.samples)
-        asked = (
-            (edits.grammar, edits.sequence.token_ids, work.scheduled[task.row].draft_token_ids)
-            for edits, task in known
-            if edits is not None and edits.grammar is not None
-        )
+        asked = []
+        for task in work.samples:
+            edits = self._edits.get(task.sequence_id)
+            if edits is not None and edits.grammar is not None:
+                asked.append((edits.grammar, edits.sequence.token_ids, work.scheduled[task.row].draft_token_ids))
         begin_masks(self._grammars.mask_thread, asked)

@@ -1,13 +1,21 @@
 """Draws: the kernel against its twin, and independence of rows. Distributions: model/test_sampler.py."""
 
+import numpy as np
 import pytest
 import torch
 
 from rollout_engine.kernels.cpu import build
 from rollout_engine.kernels.draw import Truncation, draw
+from rollout_engine.kernels.row_stats import TokenMasks
 from rollout_engine.kernels.token_logprobs import token_logprobs
 
 needs_kernel = pytest.mark.skipif(build.load_kernels() is None, reason="no compiler")
+
+
+@pytest.fixture(params=[pytest.param("C++", marks=needs_kernel), "twin"])
+def kernel(request, monkeypatch):
+    if request.param == "twin":
+        monkeypatch.setattr(build, "load_kernels", lambda: None)
 
 
 def _case(n, vocab_size, dtype, *, seed=0):
@@ -90,3 +98,54 @@ def test_rows_may_be_strided_or_repeated():
     one, _ = draw(logits[:1].expand(50, -1), temperatures, u, greedy, rules)
     copies, _ = draw(logits[:1].repeat(50, 1), temperatures, u, greedy, rules)
     assert torch.equal(one.tokens, copies.tokens)
+
+
+def _masks(n, vocab_size, *, seed=0):
+    """Masks of all shares of allowed tokens, for two rows of three."""
+    g = torch.Generator().manual_seed(seed)
+    num_masks = n - n // 3
+    share = torch.rand(num_masks, 1, generator=g) ** 3
+    allowed = torch.rand(num_masks, vocab_size, generator=g) < share
+    allowed[torch.arange(num_masks), torch.randint(0, vocab_size, (num_masks,), generator=g)] = True
+    bits = np.zeros((num_masks, -(-vocab_size // 32) + 1), np.uint32)
+    packed = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    bits.view(np.uint8)[:, : packed.shape[1]] = packed
+    bits[:, -1] |= 1 << 31  # past the vocabulary: never looked at
+    places = torch.full((n,), -1)
+    places[torch.randperm(n, generator=g)[:num_masks]] = torch.arange(num_masks)
+    return allowed, TokenMasks(torch.from_numpy(bits.view(np.int32)), places)
+
+
+@pytest.mark.parametrize("with_rules", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 31, 259, 4096])
+def test_a_masked_row_is_drawn_as_one_with_minus_infinity_there(kernel, vocab_size, dtype, with_rules):
+    logits, temperatures, u, greedy, rules = _case(90, vocab_size, dtype)
+    rules = rules if with_rules else None
+    allowed, masks = _masks(90, vocab_size)
+    stats, kept = draw(logits, temperatures, u, greedy, rules, masks)
+    rows = (masks.places >= 0).nonzero()[:, 0]
+    changed = logits.float().clone()
+    changed[rows] = changed[rows].masked_fill(~allowed[masks.places[rows]], -torch.inf)
+    expected, left = draw(changed, temperatures, u, greedy, rules)
+    plain, plain_kept = draw(logits, temperatures, u, greedy, rules)
+    assert torch.equal(stats.tokens, expected.tokens)
+    assert torch.equal(stats.maximum, plain.maximum) and torch.equal(stats.log_total, plain.log_total)
+    assert torch.equal(stats.logprobs, token_logprobs(logits, stats.tokens, temperatures))
+    mass = expected.log_total if left is None else left.log_total
+    shift = (expected.maximum.double() - plain.maximum) / temperatures
+    torch.testing.assert_close(kept.log_total, mass + shift, rtol=1e-12, atol=1e-12)
+    if left is not None:
+        assert torch.equal(kept.floor, left.floor) and torch.equal(kept.last_tie, left.last_tie)
+        others = masks.places < 0
+        assert all(torch.equal(ours[others], theirs[others]) for ours, theirs in zip(kept, plain_kept, strict=True))
+
+
+def test_a_mask_that_leaves_nothing_leaves_no_mass(kernel):
+    logits, temperatures, u, greedy, _ = _case(4, 70, torch.float32)
+    logits[2, 7] = -torch.inf
+    bits = torch.zeros(2, 3, dtype=torch.int32)
+    bits[1, 0] = 1 << 7  # which has no weight
+    stats, kept = draw(logits, temperatures, u, greedy, None, TokenMasks(bits, torch.tensor([-1, 0, 1, -1])))
+    assert kept.log_total.isfinite().tolist() == [True, False, False, True]
+    assert stats.maximum.isfinite().all() and ((stats.tokens >= 0) & (stats.tokens < 70)).all()
