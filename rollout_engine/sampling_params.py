@@ -161,8 +161,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
         _check_ids("logprob_token_ids", self.logprob_token_ids)
         _check_extra_args(self.extra_args)
         check_structured_outputs(self.structured_outputs)
-        if self.structured_outputs is not None:
-            bound = "False with structured_outputs, whose outputs end with an end id"
+        if self.structured_outputs is not None and not self.stop_token_ids:
+            bound = "False with structured_outputs, whose outputs end with an end id, unless stop_token_ids has some"
             _require("ignore_eos", self.ignore_eos, not self.ignore_eos, bound)
 
     def _check_stops(self) -> None:

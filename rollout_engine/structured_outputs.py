@@ -17,6 +17,8 @@ MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 1_024
 MAX_TAGS = 128
 _FIELD = "structured_outputs"
+_TAG_OPTIONS = ("at_least_one", "stop_after_first")
+"""Options of structural tags, off where they are absent."""
 
 
 def check_structured_outputs(given: Mapping[str, Any] | None) -> None:
@@ -79,8 +81,11 @@ def _check_tags(value: Any) -> None:
     field = f"{_FIELD}['structural_tag']"
     bound = '{"structures": [{"begin": text, "schema": JSON schema, "end": text}, ...], "triggers": [text, ...]}'
     names, kind = {"structures", "triggers"}, "structural_tag"
-    if not isinstance(value, dict) or set(value) - {"type"} != names or value.get("type", kind) != kind:
+    if not isinstance(value, dict) or set(value) - {"type", *_TAG_OPTIONS} != names or value.get("type", kind) != kind:
         raise RequestError.for_field(field, value, bound)
+    for name in _TAG_OPTIONS:
+        if not isinstance(value.get(name, False), bool):
+            raise RequestError.for_field(f"{field}[{name!r}]", value[name], "a bool")
     structures, triggers = value["structures"], value["triggers"]
     for name, given in (("structures", structures), ("triggers", triggers)):
         if not isinstance(given, list) or not 1 <= len(given) <= MAX_TAGS:

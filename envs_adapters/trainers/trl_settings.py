@@ -46,11 +46,9 @@ def sampling_params(trainer: Any) -> SamplingParams:
 
 
 def _plain_settings(trainer: Any) -> dict[str, Any]:
-    if (pattern := getattr(trainer.args, "vllm_structured_outputs_regex", None)) is not None:
-        raise ConfigError(
-            f"GRPOConfig(vllm_structured_outputs_regex={pattern!r}) has no equal in this engine. Leave it out."
-        )
+    pattern = getattr(trainer.args, "vllm_structured_outputs_regex", None)
     return {
+        "structured_outputs": None if pattern is None else {"regex": pattern},
         "temperature": trainer.temperature,
         "top_p": trainer.top_p,
         "top_k": trainer.top_k or 0,

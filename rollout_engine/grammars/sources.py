@@ -28,7 +28,7 @@ def source_of(given: Mapping[str, Any], added: Mapping[str, AddedToken]) -> str:
     elif kind == "regex":
         lark = f"start: /{_escaped(value)}/"
     elif kind == "structural_tag":
-        lark = _tags(value["structures"], value["triggers"], added)
+        lark = _tags(value, added)
     else:
         lark = _translated(value) if "::=" in value else value
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
@@ -44,8 +44,15 @@ def _translated(grammar: str) -> str:
         raise ValueError(f"this EBNF cannot be translated ({problem}); give the grammar in Lark") from problem
 
 
-def _tags(structures: list[dict[str, Any]], triggers: list[str], added: Mapping[str, AddedToken]) -> str:
-    """Any text, in which a tag's beginning is followed by JSON of its schema and its end, wherever a trigger comes."""
+def _tags(value: dict[str, Any], added: Mapping[str, AddedToken]) -> str:
+    """Any text, in which a tag's beginning is followed by JSON of its schema and its end, wherever a trigger comes.
+
+    With "at_least_one" a tag comes first; with "stop_after_first" nothing comes behind a tag.
+    """
+    structures: list[dict[str, Any]] = value["structures"]
+    triggers: list[str] = value["triggers"]
+    if value.get("at_least_one") and value.get("stop_after_first"):
+        return f"start: {_whole_tags(structures, added)}"
     rules: list[str] = []
     options: list[str] = []
     for trigger in dict.fromkeys(trigger_of(tag["begin"], triggers) or "" for tag in structures):
@@ -66,7 +73,21 @@ def _tags(structures: list[dict[str, Any]], triggers: list[str], added: Mapping[
     if others:  # such as <think>: text to the user, one token to the model
         rules.append(f"other: TEXT <[{','.join(others)}]>")
         options.append("other")
-    return "\n".join([f"start: ({' | '.join(options)})* last", "last: TEXT", f"TEXT: {_ANY_TEXT}", *rules])
+    if value.get("stop_after_first"):
+        tags = [name for name in options if name != "other"]
+        text = "other* " if others else ""
+        start = f"{text}(last | {' | '.join(tags)})"
+    else:
+        first = f"({_whole_tags(structures, added)}) " if value.get("at_least_one") else ""
+        start = f"{first}({' | '.join(options)})* last"
+    return "\n".join([f"start: {start}", "last: TEXT", f"TEXT: {_ANY_TEXT}", *rules])
+
+
+def _whole_tags(structures: list[dict[str, Any]], added: Mapping[str, AddedToken]) -> str:
+    """One of the tags, from its beginning to its end."""
+    return " | ".join(
+        f"{_text(tag['begin'], added)} %json {_schema(tag['schema'])} {_text(tag['end'], added)}" for tag in structures
+    )
 
 
 def _schema(schema: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollout_engine.errors import RequestError
 from rollout_engine.sampling_params import LogprobsMode, SamplingParams
 from rollout_engine.seeds import MAX_SEED, MIN_SEED, unsigned
 from rollout_engine.serve.forms import FORM_NAMES, form_of
@@ -72,7 +73,7 @@ class SettingsReader:
         self._known: dict[tuple[type[SamplingFields], bytes], SamplingParams] = {}
 
     def read(self, fields: SamplingFields, **more: Any) -> Settings:
-        """The settings of a body, and `more` of them. Raises `RequestError`."""
+        """The settings of a body, and `more` of them. Raises `RequestError`, also where both ask for a form."""
         names, values_of = _settings_of(type(fields))
         values = values_of(fields)
         key = type(fields), _key((values, more))
@@ -81,6 +82,9 @@ class SettingsReader:
             own = {name: value for name, value in zip(names, values, strict=True) if value is not None}
             form = form_of({name: own.pop(name, None) for name in FORM_NAMES})
             if form is not None:
+                if "structured_outputs" in more:
+                    bound = "absent: tool_choice or a strict tool binds the answer already"
+                    raise RequestError.for_field("structured_outputs", form, bound)
                 own["structured_outputs"] = form
             params = SamplingParams(**_with_int_keys(self._defaults | own | more))
             if len(self._known) >= _MAX_KEPT:

@@ -214,6 +214,14 @@ def test_stop_ids_end_an_output_only_where_it_is_complete(llm):
         assert sample.token_ids[-1] == stop[0]
 
 
+def test_ids_to_stop_at_can_be_the_only_ends_of_a_form(llm):
+    stop = llm.get_tokenizer().encode("-")
+    params = params_of("regex", structured_outputs={"regex": "[ab]{2}"}, stop_token_ids=stop, ignore_eos=True, n=4)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    for sample in output.outputs:
+        assert sample.finish_reason == "stop" and len(sample.token_ids) == 3 and sample.token_ids[-1] == stop[0]
+
+
 def test_a_form_and_other_masks_hold_together(llm):
     digits = llm.get_tokenizer().encode("0123456789")
     params = params_of("regex", structured_outputs={"regex": "[a-z0-9]{2,6}"}, min_tokens=5, n=8)

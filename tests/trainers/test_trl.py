@@ -189,7 +189,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(checkpoint, policy, tmp_path
 
     refused("num_beams.*no equal", generation_kwargs={"num_beams": 4})
     refused("stop_token_ids", generation_kwargs={"stop_token_ids": [5]})
-    refused("vllm_structured_outputs_regex", vllm_structured_outputs_regex="a+")
     trainer = grpo_trainer(checkpoint, tmp_path)
     attach(trainer, policy)
     with pytest.raises(ConfigError, match="use_vllm=True"):

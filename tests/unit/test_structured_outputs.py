@@ -35,6 +35,7 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
         ({"choice": ["a", ""]}, "structured_outputs['choice'][1]"),
         ({"structural_tag": {"structures": [TAG]}}, "triggers"),
         ({"structural_tag": {"structures": [TAG | {"more": 1}], "triggers": ["<a"]}}, "['structures'][0]"),
+        ({"structural_tag": {"structures": [TAG], "triggers": ["<a"], "at_least_one": 1}}, "['at_least_one']=1"),
         ({"structural_tag": {"structures": [TAG], "triggers": ["<b"]}}, "text that begins with one of ['<b']"),
     ],
 )
@@ -54,3 +55,4 @@ def test_what_is_one_is_kept_as_given():
 def test_an_output_that_must_not_end_cannot_have_a_form():
     with pytest.raises(RequestError, match="ignore_eos"):
         SamplingParams(structured_outputs={"regex": "a"}, ignore_eos=True)
+    SamplingParams(structured_outputs={"regex": "a"}, ignore_eos=True, stop_token_ids=[7])

@@ -61,7 +61,7 @@ class _Call:
         self._served, self._asked, self._body, self._lora = served, asked, body, lora
         self._id, self._created = f"chatcmpl-{body.request_id or asked.request_id}", now()
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
-        self._settings = _settings(served, body)
+        self._settings = _settings(served, body, self._tools)
         self._prompt = _prompt(served, body)
 
     async def reply(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class _Call:
         }
 
 
-def _settings(served: Served, body: ChatBody) -> Settings:
+def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Settings:
     if body.top_logprobs and not body.logprobs:
         raise RequestError.for_field("top_logprobs", body.top_logprobs, "given with logprobs=true")
     if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
@@ -165,6 +165,8 @@ def _settings(served: Served, body: ChatBody) -> Settings:
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     if body.max_completion_tokens:
         more["max_tokens"] = body.max_completion_tokens
+    if tools is not None and tools.structured_outputs is not None:
+        more["structured_outputs"] = tools.structured_outputs
     return served.settings.read(body, output_kind="delta" if body.stream else "final_only", **more)
 
 

@@ -10,6 +10,7 @@ from rollout_engine.testing import byte_tokenizer
 TOKENIZER = byte_tokenizer()
 TOKENIZER.add_tokens([AddedToken("<call>"), AddedToken("</call>"), AddedToken("<think>")])
 OBJECT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+ONE = {"at_least_one": True, "stop_after_first": True}
 TAGS = [
     {"begin": "<f=a>", "schema": OBJECT, "end": "</f>"},
     {"begin": "<f=b>", "schema": {"type": "null"}, "end": "</f>"},
@@ -41,6 +42,28 @@ def passes(vocabulary, given, text):
             {"structural_tag": {"structures": TAGS, "triggers": ["<f="]}},
             ["", "hi <f", '<f=a>{"x": 1}</f> and <f=b>null</f>', "<think>so"],
             ["<f=c>", '<f=a>{"x": 1}', "<f=a>null</f>"],
+        ),
+        (
+            {"structural_tag": {"structures": TAGS, "triggers": ["<f="], "at_least_one": True}},
+            ["<f=b>null</f>", "<f=b>null</f> and <f=b>null</f>", '<f=a>{"x": 1}</f><think>'],
+            ["", "hi", "hi <f=b>null</f>", "<f=b>null</f><f=c>"],
+        ),
+        (
+            {"structural_tag": {"structures": TAGS, "triggers": ["<f="], "stop_after_first": True}},
+            ["", "hi", "<think> hi <f=b>null</f>"],
+            ["<f=b>null</f>.", "<f=b>null</f><f=b>null</f>"],
+        ),
+        (
+            {
+                "structural_tag": {
+                    "structures": TAGS,
+                    "triggers": ["<f="],
+                    "at_least_one": True,
+                    "stop_after_first": True,
+                }
+            },
+            ["<f=b>null</f>"],
+            ["", " <f=b>null</f>", "<f=b>null</f>."],
         ),
     ],
 )

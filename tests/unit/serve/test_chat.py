@@ -14,6 +14,16 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}<assistant>"
 )
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOLS = {"tools": [ADD], "chat_template": TEMPLATE}
+STRICT = {"function": ADD["function"] | {"strict": True}}
+FORM = {"guided_regex": "a"}
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+NUMBERS = {
+    "type": "object",
+    "properties": {"a": DIGIT, "b": DIGIT},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -117,7 +127,12 @@ def test_a_broken_call_stays_text(says):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": HELLO, "tools": [ADD]}, "teaches no form of calls"),
-        ({"messages": HELLO, "tools": [ADD], "tool_choice": "required"}, "cannot be forced"),
+        ({"messages": HELLO, "tool_choice": "required"}, "given with tools"),
+        ({"messages": HELLO, "tools": [ADD], "tool_choice": "always"}, '"auto", "none", "required"'),
+        ({"messages": HELLO, **TOOLS, "tool_choice": {"function": {"name": "sub"}}}, "one of the tools: add"),
+        ({"messages": HELLO, **TOOLS, "tool_choice": "required", **FORM}, "tool_choice or a strict tool"),
+        ({"messages": HELLO, **TOOLS, "tools": [STRICT], **FORM}, "tool_choice or a strict tool"),
+        ({"messages": HELLO, **TOOLS, "tool_choice": "required", "chat_template": "<function="}, "no JSON schema"),
         ({"messages": HELLO, "tools": [3]}, "tools[0]=3"),
         ({"messages": HELLO, "top_logprobs": 2}, "logprobs=true"),
         ({"messages": HELLO, "response_format": {"type": "jsn"}}, '"json_object"'),
@@ -126,6 +141,25 @@ def test_a_broken_call_stays_text(says):
 )
 def test_what_cannot_be_served_is_refused(client, fields, said):
     assert said in client.problem("/v1/chat/completions", fields)["message"]
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sub"}}])
+def test_an_answer_that_has_to_be_a_call_is_one(client, form, choice):
+    template = TEMPLATE.replace(
+        "{{ tool | tojson }} by <tool_call>", {"hermes": "<tool_call>", "llama3": '"parameters"'}[form]
+    )
+    tools = [{"type": "function", "function": {"name": name, "parameters": NUMBERS}} for name in ("add", "sub")]
+    body = {"messages": HELLO, "tools": tools, "tool_choice": choice, "chat_template": template}
+    found = set()
+    for seed in range(4):
+        [answer] = client.post("/v1/chat/completions", {**body, "max_tokens": 120, "seed": seed})["choices"]
+        call = answer["message"]["tool_calls"][0]
+        assert set(json.loads(call["function"]["arguments"])) == {"a", "b"} and answer["message"]["content"] is None
+        found.add(call["function"]["name"])
+        if choice != "required":
+            assert len(answer["message"]["tool_calls"]) == 1 and answer["finish_reason"] == "tool_calls"
+    assert found == {"sub"} if choice != "required" else found <= {"add", "sub"}
 
 
 def test_text_and_ids_convert_both_ways(client):
