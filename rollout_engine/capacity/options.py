@@ -26,14 +26,19 @@ class FleetTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     readings = {"balancer": lambda value: [value] if isinstance(value, str) else value}
 
     num_replicas: Count = 8
+    """Engines at the start; a failed one comes back."""
     replicas_per_node: Count = 8
+    """Replicas that share a node, and there one copy of published weights."""
     balancer: tuple[str, ...] = ("prefix-aware", "requests")
     """Strategies in fallback order, those of `Balancer`."""
     prefix_length: Count = 8
+    """First tokens of a prompt that "prefix-aware" compares."""
     overload_threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.5
+    """Times the mean load from which a replica gets no request because of its prefix."""
     slow_share: Share = 0.0
     """Share of the replicas whose steps take `slow_factor` times as long."""
     slow_factor: Rate = 1.5
+    """Times as long as those of others that steps of slow replicas take."""
 
     @property
     def num_nodes(self) -> int:
@@ -53,12 +58,17 @@ class EngineTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of every engine, by the names of `EngineConfig`."""
 
     max_num_seqs: Count = 256
+    """Most sequences of a step."""
     max_num_batched_tokens: Count = 8192
+    """Most tokens of a step, at least `max_num_seqs`."""
     max_prefill_beside_decode: Count = 1 << 30
     """Most prompt tokens of a step in which other sequences decode: 512 on a CPU; a device has no such bound."""
     num_kv_blocks: Count = 24_000
+    """Blocks of the KV pool."""
     block_size: Count = 16
+    """Tokens of a block."""
     enable_prefix_caching: bool = True
+    """Whether prompts that begin alike share the KV of what they have in common."""
 
     @property
     def num_kv_tokens(self) -> int:
@@ -76,9 +86,13 @@ class CostsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bfloat16 that reads its weights at 3 TB/s."""
 
     step_seconds: Amount = 6e-3
+    """Of every step, whatever is in it."""
     row_seconds: Amount = 2e-5
+    """More for each sequence that decodes."""
     prefill_token_seconds: Amount = 4e-5
+    """More for each token of a prompt that is computed."""
     context_token_seconds: Amount = 4e-8
+    """More for each token of KV that a decoding sequence reads."""
     file: str = ""
     """File with a table [costs] that was measured before; in place of the numbers."""
     measure: str = ""
@@ -100,10 +114,13 @@ class Lengths(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A distribution of lengths in tokens: log-normal between `least` and `most`, or drawn from `values`."""
 
     median: Rate = 256.0
+    """Half of the lengths are shorter."""
     p95: Rate = 512.0
-    """The median again for one length alone."""
+    """19 of 20 lengths are shorter. The median again for one length alone."""
     least: Count = 1
+    """Shortest length; shorter draws become it."""
     most: Count = 4096
+    """Longest length; longer draws become it."""
     values: tuple[Count, ...] = ()
     """Lengths to draw from, such as those of real rollouts, in place of median and p95."""
 
@@ -120,16 +137,21 @@ class WorkloadTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Rollout batches, one after another; or requests that arrive by themselves."""
 
     num_batches: Count = 4
+    """Rollout batches, one after another."""
     prompts_per_batch: Count = 256
+    """Prompts of each batch."""
     samples_per_prompt: Count = 8
+    """Samples of each prompt: the size of a group."""
     samples_per_request: Counts0 = 0
     """Samples that one request asks for. 0: all of a prompt's, which computes the prompt once."""
     requests_per_second: Amount = 0.0
     """Above 0, prompts arrive as a Poisson process in place of batches, `num_batches` x `prompts_per_batch` in all."""
     prompt_tokens: Lengths = msgspec.field(default_factory=lambda: Lengths(median=256, p95=512, most=1024))
+    """Lengths of prompts."""
     shared_prefix_tokens: Counts0 = 0
     """First tokens of every prompt that are the same for all, such as a system prompt; part of its length."""
     output_tokens: Lengths = msgspec.field(default_factory=lambda: Lengths(median=800, p95=4000, most=8192))
+    """Lengths of samples."""
     sample_correlation: Share = 0.5
     """How much the lengths of a prompt's samples are alike: 0 not at all, 1 the same."""
 
@@ -153,23 +175,27 @@ class TrainingTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The trainer: it trains on one batch after another and publishes new weights after each."""
 
     train_seconds: Amount = 30.0
+    """Of training on one batch."""
     max_staleness: Counts0 = 0
     """Versions by which the weights that begin a batch may lag behind those that train on it. 0: rollouts and training
     take turns; 1: the next batch is made while this one trains."""
     mode: Literal["keep", "wait"] = "keep"
     """Requests in flight at an update go on under the new weights, or end first."""
     kv: Literal["keep", "recompute"] = "keep"
+    """Requests that go on keep the KV of the old weights, or compute it again under the new ones."""
 
 
 class WeightsTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """New weights: published once, sent from node to node, staged by each replica, committed between two steps."""
 
     gigabytes: Amount = 16.0
+    """Size of all weights."""
     publish_gigabytes_per_second: Rate = 8.0
     """How fast the trainer packs and writes them."""
     fan_out: Literal["chain", "tree", "star"] = "tree"
     """Who sends to whom between nodes: each to the next, each to `tree_degree` others, or the trainer's to all."""
     tree_degree: Count = 2
+    """Nodes that each sends to with fan_out="tree"."""
     publications: Literal["node", "replica"] = "node"
     """Whether a node's replicas read one copy, or each gets its own over the network."""
     network_gigabytes_per_second: Rate = 12.5
@@ -192,6 +218,7 @@ class FailuresTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True
     mtbf_hours: Amount = 0.0
     """Mean time of service of one replica until it fails; times are exponential. 0: none ever fails."""
     detection_seconds: Amount = 0.25
+    """From a failure until the fleet knows of it."""
     restart_seconds: Amount = 120.0
     """From the restart's begin until the engine is loaded; it then stages the newest weights."""
     requests: Literal["continue", "restart"] = "continue"
