@@ -1,7 +1,7 @@
 """The engine's loop on one screen: schedule, execute, update."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 
 from rollout_engine.core.adapters import Adapter, AdapterTable
@@ -11,8 +11,9 @@ from rollout_engine.core.draft_index import DraftIndex
 from rollout_engine.core.executor import Executor
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.model_drafts import ModelDrafts
+from rollout_engine.core.request import Request
 from rollout_engine.core.request_checks import check_request
-from rollout_engine.core.request_table import RequestTable
+from rollout_engine.core.request_table import Preparation, RequestTable
 from rollout_engine.core.result_processor import ResultProcessor
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.speculation import speculator_of
@@ -20,13 +21,25 @@ from rollout_engine.core.step import Step
 from rollout_engine.errors import LifecycleError, RetryableError, WeightUpdateError
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.metrics import CoreMetrics, CoreStats
+from rollout_engine.sampling_params import SamplingParams
+
+_PATIENCE = 0.02
+"""Seconds that a step without work waits for the preparation of a request."""
 
 
 class EngineCore:
     """Requests in, tokens out. Every sequence ends in exactly one output with a `finish_reason`."""
 
-    def __init__(self, executor: Executor, config: CoreConfig, *, policy_version: int = 0) -> None:
-        self._executor = executor
+    def __init__(
+        self,
+        executor: Executor,
+        config: CoreConfig,
+        *,
+        policy_version: int = 0,
+        prepare: Callable[[SamplingParams], Preparation | None] = lambda params: None,
+    ) -> None:
+        """`prepare` begins what a request needs before its first step, beside the steps; None where that is nothing."""
+        self._executor, self._prepare = executor, prepare
         self._config = config
         self._tables = BlockTables(config, policy_version)
         self._scheduler = Scheduler(self._tables, config, speculator_of(config, self._tables, executor))
@@ -46,6 +59,10 @@ class EngineCore:
         With async scheduling one more step is submitted before the result of the oldest one is waited for. While
         nothing may be computed, an empty step releases finished sequences in the runner.
         """
+        if self._requests.num_preparing:
+            is_idle = not (self._steps or self._scheduler.num_queued or self._results.has_pending)
+            for request in self._requests.take_prepared(_PATIENCE if is_idle else 0.0):
+                self._scheduler.add(request)
         num_ahead = self._config.async_scheduling - len(self._results.pending_outputs)
         while len(self._steps) <= num_ahead and (step := self._schedule()):
             self._steps.append(step)
@@ -109,7 +126,7 @@ class EngineCore:
         adapter = self.adapters.use(request.lora) if request.lora else None
         added = self._requests.add(request, adapter, held=not admits)
         if admits:
-            self._scheduler.add(added)
+            self._queue(added)
 
     def abort_sequences(self, sequence_ids: Iterable[int]) -> EngineCoreOutputs:
         """End sequences; the outputs say which. An unknown or finished id is a no-op."""
@@ -309,7 +326,15 @@ class EngineCore:
     def _admit_held(self) -> None:
         if self.lifecycle.admits:
             for request in self._requests.take_held():
-                self._scheduler.add(request)
+                self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Schedule a request, once its preparation is complete."""
+        preparation = self._prepare(request.source.params)
+        if preparation is None:
+            self._scheduler.add(request)
+        else:
+            self._requests.prepare(request, preparation)
 
     def _abort_in_flight(self) -> None:
         for request in self._requests.in_flight:

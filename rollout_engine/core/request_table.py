@@ -1,17 +1,21 @@
 """The table of unfinished requests and their sequences."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.errors import RequestError
 from rollout_engine.messages import EngineCoreRequest
 
+Preparation = Callable[[float], bool]
+"""Waits up to so many seconds for what a request needs before its first step; whether it is there."""
+
 
 class RequestTable:
     """Unfinished requests by the id of their first sequence, and all their sequences by id.
 
     Held requests came while the engine was not running; they are scheduled from resume, wake-up or end of update on.
+    Requests in preparation are scheduled once that is complete; they count as in flight.
     """
 
     def __init__(self) -> None:
@@ -19,6 +23,7 @@ class RequestTable:
         """In order of arrival."""
         self._sequences: dict[int, Sequence] = {}
         self._held: dict[int, Request] = {}
+        self._preparing: dict[int, Preparation] = {}
         self._num_arrived = 0
 
     @property
@@ -49,6 +54,7 @@ class RequestTable:
         """Remove a request whose last sequence has ended."""
         del self.by_id[request.source.first_sequence_id]
         self._held.pop(request.source.first_sequence_id, None)
+        self._preparing.pop(request.source.first_sequence_id, None)
         for ended in request.sequences:
             del self._sequences[ended.sequence_id]
 
@@ -70,15 +76,34 @@ class RequestTable:
         taken, self._held = list(self._held.values()), {}
         return taken
 
+    def prepare(self, request: Request, preparation: Preparation) -> None:
+        """Keep a request back until `preparation` is complete."""
+        self._preparing[request.source.first_sequence_id] = preparation
+
+    def take_prepared(self, seconds: float) -> list[Request]:
+        """Return the requests whose preparation is complete, waiting up to `seconds` for one of them."""
+        ready = [first for first, preparation in self._preparing.items() if preparation(0.0)]
+        if not ready and self._preparing and seconds:
+            ready = [first for first, preparation in list(self._preparing.items())[:1] if preparation(seconds)]
+        for first in ready:
+            del self._preparing[first]
+        return [self.by_id[first] for first in ready]
+
+    @property
+    def num_preparing(self) -> int:
+        """Number of requests that wait for their preparation."""
+        return len(self._preparing)
+
     def check_integrity(self, *, may_hold: bool, num_queued: int) -> None:
         """Assert that requests, sequences and the scheduler's queues, with `num_queued` sequences, agree."""
         assert self._held.keys() <= self.by_id.keys(), "a request is held that has ended"
+        assert self._preparing.keys() <= self.by_id.keys(), "a request is prepared that has ended"
         assert may_hold or not self._held, "requests are held though the engine runs"
         known = {s.sequence_id: s for request in self.by_id.values() for s in request.sequences}
         assert known == self._sequences, "the sequences of live requests and the known sequences differ"
         for first, request in self.by_id.items():
             live = request.live_sequences
-            joined = first not in self._held
+            joined = first not in self._held and first not in self._preparing
             assert len(live) == request.num_live > 0, f"{first}: {len(live)} live sequences, {request.num_live} counted"
             queued = [sequence for sequence in live if sequence.queue is not None]
             expected = live if request.forked else live[:joined]

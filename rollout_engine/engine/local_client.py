@@ -69,7 +69,7 @@ class LocalClient:
         except BaseException:
             executor.shutdown()
             raise
-        core = EngineCore(traced(executor, config), core_config(config, executor.info))
+        core = EngineCore(traced(executor, config), core_config(config, executor.info), prepare=executor.prepare)
         try:
             client = cls(core, executor, engine_info(config, executor.info), own_thread=own_thread)
         except RetryableError:

@@ -16,6 +16,7 @@ from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
 from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.model.adapters.pool import AdapterPool
+from rollout_engine.sampling_params import SamplingParams
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import Core
 
@@ -144,6 +145,13 @@ class InlineExecutor:
         """End the profile between two steps: the paths of its traces, one per rank. Raises as `Profiler.stop`."""
         self._wait_until_idle()
         return [self.profiler.stop()]
+
+    def prepare(self, params: SamplingParams) -> Callable[[float], bool] | None:
+        """Begin to compile the grammar of a request, beside the steps: waits for it; None where nothing is to do."""
+        if params.structured_outputs is None:
+            return None
+        grammar = self.worker.grammars.grammar(params.structured_outputs)
+        return None if grammar.is_ready(0.0) else grammar.is_ready
 
     def release_kv(self) -> None:
         self.worker.release_kv()

@@ -2,9 +2,10 @@
 
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from rollout_engine import threads
@@ -15,7 +16,7 @@ from rollout_engine.structured_outputs import text_of
 _MAX_KEPT = 1024
 """Grammars that are kept for the next request that asks for the same."""
 _MAX_COMPILE_SECONDS = 10.0
-"""Longest that a step waits for a grammar, a tokenizer that is being read included."""
+"""Longest that a request waits for its grammar, a tokenizer that is being read included."""
 
 
 class DaemonThread:
@@ -52,11 +53,18 @@ class Grammar:
 
     def __init__(self) -> None:
         self.compiled: Future[tuple[Vocabulary, Any]] = Future()
+        self._deadline = time.monotonic() + _MAX_COMPILE_SECONDS
+
+    def is_ready(self, seconds: float) -> bool:
+        """Wait up to `seconds`; whether `start` then has its result, or raises, at once."""
+        if seconds and not self.compiled.done():
+            wait([self.compiled], seconds)
+        return self.compiled.done() or time.monotonic() >= self._deadline
 
     def start(self) -> tuple[Vocabulary, Any]:
         """The vocabulary, and an `LLMatcher` at the beginning. Waits where it is on its way. Raises `GrammarError`."""
         try:
-            vocabulary, matcher = self.compiled.result(_MAX_COMPILE_SECONDS)
+            vocabulary, matcher = self.compiled.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
             raise GrammarError(f"it was not compiled in {_MAX_COMPILE_SECONDS:g} s") from None
         return vocabulary, matcher.deep_copy()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import msgspec
 import numpy as np
@@ -247,6 +248,20 @@ def test_a_log_of_samples_with_forms_is_made_again_bit_for_bit(checkpoint, tmp_p
     with RolloutPolicy.from_pretrained(checkpoint, **options) as another:
         reports = replay(another, samples)
     assert len(reports) == 8 and all(report.is_equal and report.causes == [] for report in reports)
+
+
+def test_a_form_that_is_still_compiled_keeps_no_other_request_waiting(llm):
+    compiler, may_compile = llm.frontend.client.driver.executor.worker.grammars, threading.Event()
+    compiler._thread.submit(may_compile.wait)
+    engine = llm.llm_engine
+    engine.add_request("bound", PROMPT, params_of("regex", structured_outputs={"regex": "[0-9]{7}"}))
+    engine.add_request("free", PROMPT, SamplingParams(max_tokens=5))
+    ends = []
+    while engine.has_unfinished_requests():
+        ends += [output.request_id for output in engine.step() if output.finished]
+        if ends == ["free"]:
+            may_compile.set()
+    assert ends == ["free", "bound"]
 
 
 def test_without_a_tokenizer_a_form_is_refused(checkpoint):
