@@ -7,10 +7,12 @@
 A weight update has verl's `global_steps` as its version, and every token says which version made it.
 """
 
+import base64
 import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import ray
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
@@ -83,6 +85,7 @@ class EngineActor:
             "return_logprob": bool(sampling_params.get("logprobs", False)),
             "rid": request_id,
             "priority": priority,
+            "return_routed_experts": bool(self._config.get("enable_rollout_routing_replay", False)),
         }
         answer = await self.server.generate(body)
         meta = answer["meta_info"]
@@ -91,6 +94,7 @@ class EngineActor:
         return TokenOutput(
             token_ids=answer["output_ids"],
             log_probs=None if logprobs is None else [entry[0] for entry in logprobs],
+            routed_experts=_routed_experts(meta),
             stop_reason="aborted" if reason == "abort" else "completed",
             extra_fields=self._versions(meta) | {"num_cached_tokens": meta.get("cached_tokens")},
         )
@@ -277,6 +281,14 @@ async def _each(weights: Any) -> AsyncIterator[tuple[str, Any]]:
 def actor_name(replica_rank: int) -> str:
     """Name of a replica's actor."""
     return f"rollout_engine_server_{replica_rank}"
+
+
+def _routed_experts(meta: dict[str, Any]) -> Any:
+    """int16 [T, L, k]: experts of each token but the last in the L layers with a router; None where not asked for."""
+    if "routed_experts" not in meta:
+        return None
+    found = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+    return found.astype(np.int16).reshape(meta["routed_experts_shape"])
 
 
 def _engine_kwargs(config: Any) -> Any:

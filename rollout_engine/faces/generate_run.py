@@ -39,7 +39,7 @@ class GenerateRun:
         on_arrival: Callable[[], object] = lambda: None,
     ) -> None:
         self.verb = verb
-        """The method that was called, for a progress bar."""
+        """The method that was called, for a progress bar and errors."""
         self._timeout_seconds = _checked_seconds(timeout_seconds)
         self._frontend, self._reader = frontend, Reader(frontend, on_arrival)
         self._request_ids: list[str] = []
@@ -106,7 +106,7 @@ class GenerateRun:
         shown += ["..."] if len(num_tokens) > _SHOWN_REQUESTS else []
         what = f"{len(num_tokens)} of {len(self._request_ids)} requests had not ended after {self._timeout_seconds:g} s"
         return GenerateTimeoutError(
-            f"generate: {what} and were aborted ({', '.join(shown)}). Give more seconds or fewer max_tokens; the "
+            f"{self.verb}: {what} and were aborted ({', '.join(shown)}). Give more seconds or fewer max_tokens; the "
             "error's `outputs` has what had ended.",
             outputs=[self._outputs.get(request_id) for request_id in self._request_ids],
             num_tokens=num_tokens,

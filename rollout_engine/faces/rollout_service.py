@@ -20,7 +20,8 @@ from rollout_engine.fleet.placements import start_fleet
 from rollout_engine.fleet.replica_health import ReplicaHealth
 from rollout_engine.lora_request import LoRALike
 from rollout_engine.metrics import StatLogger
-from rollout_engine.outputs import RequestOutput
+from rollout_engine.outputs import PoolingRequestOutput, RequestOutput
+from rollout_engine.pooling_params import PoolingLike, pooling_only
 from rollout_engine.sampling_params import SamplingLike
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.prompts import Prompt, check_chat_arguments, chosen_prompts, with_chat_options, with_lora
@@ -195,6 +196,33 @@ class RolloutService(BlockingVerbs):
             priority=priority,
             session_id=session_id,
         )
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingLike | Sequence[PoolingLike] | None = None,
+        *,
+        use_tqdm: bool = True,
+        timeout_seconds: float | None = None,
+        replica_index: int | None = None,
+        priority: int | Sequence[int] = 0,
+        session_id: str | Sequence[str | None] | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Pool each prompt, as `LLM.encode` does: one output each, in order.
+
+        Other arguments and errors as in `generate`.
+        """
+        check_chat_arguments(chat, self.encode)
+        params = pooling_only(pooling_params)
+        run = GenerateRun(self.frontend, "encode", timeout_seconds=timeout_seconds)
+        self._check(replica_index)
+        self.frontend.require_running("encode", run.seconds_left)
+        prompts = with_chat_options(prompts, chat)
+        options: Any = dict(replica_index=replica_index, priority=priority, session_id=session_id)
+        return [
+            PoolingRequestOutput.of(output) for output in generate(run, prompts, params, use_tqdm=use_tqdm, **options)
+        ]
 
     def create_load_balancer(
         self, strategy: Strategies | None = None, prefix_length: int = 8, overload_threshold: float = 1.5

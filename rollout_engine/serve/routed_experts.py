@@ -16,5 +16,5 @@ def as_fields(routed_experts: np.ndarray | None, start: int = 0) -> dict[str, An
 
 
 def as_int32(routed_experts: np.ndarray) -> str:
-    """Base64 of the same as int32, little-endian, without a shape: SGLang's clients know layers and experts."""
+    """Base64 of the same as int32, little-endian, without a shape: most of SGLang's clients know it."""
     return base64.b64encode(routed_experts.astype("<i4").tobytes()).decode("ascii")

@@ -134,6 +134,18 @@ def test_tokens_and_log_probs_are_the_models(replica, checkpoint):
     assert answer.extra_fields["max_global_steps"] == answer.extra_fields["min_global_steps"] == 0
 
 
+def test_experts_come_where_verl_replays_them(cluster, tmp_path):
+    make = "import sys; from rollout_engine.testing import tiny_checkpoint; tiny_checkpoint(sys.argv[1], 'qwen3_moe')"
+    subprocess.run([OURS, "-c", make, tmp_path / "tiny"], check=True, capture_output=True)
+    mixture = make_replica(tmp_path / "tiny", rank=2, enable_rollout_routing_replay=True)
+    asyncio.run(mixture.init_standalone())
+    experts = generate(mixture, max_tokens=8, ignore_eos=True).routed_experts
+    ray.get(mixture.server_handle.close.remote())
+    config = AutoConfig.from_pretrained(tmp_path / "tiny")
+    assert experts.shape == (len(PROMPT) + 8 - 1, config.num_hidden_layers, config.num_experts_per_tok)
+    assert experts.dtype == "int16" and 0 <= experts.min() and experts.max() < config.num_experts
+
+
 def test_without_a_limit_the_answer_is_as_long_as_verl_allows(replica):
     assert len(generate(replica, ignore_eos=True).token_ids) == 16
     assert generate(replica, logprobs=False, max_tokens=2).log_probs is None

@@ -10,6 +10,7 @@ from rollout_engine.engine.client import EngineInfo
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
+from rollout_engine.pooling_params import PoolingInfo
 from rollout_engine.testing import byte_tokenizer
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -42,6 +43,7 @@ class FakeModel(FakeExecutor):
             eos_token_ids=[EOS],
             dtype="float32",
             choices="a fake",
+            pooling=PoolingInfo(hidden_size=2),
         )
 
     def execute(self, work):

@@ -36,6 +36,7 @@ def answer(
         meta["e2e_latency"] = output.metrics.finished_time - output.metrics.arrival_time
     if sample.routed_experts is not None:
         meta["routed_experts"] = as_int32(sample.routed_experts)
+        meta["routed_experts_shape"] = sample.routed_experts.shape
     if wanted.logprobs:
         meta |= _Logprobs(served, wanted, texts).fields(output, sample)
     return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": meta, **versions}

@@ -82,6 +82,7 @@ class FakeReplica:
             max_num_seqs=16,
             max_num_batched_tokens=64,
             vocab_size=VOCAB_SIZE,
+            pooling=executor.info.pooling,
         )
         self.executor = executor
         self.client = FakeClient(EngineCore(executor, config), executor, executor.info)

@@ -15,11 +15,13 @@ from rollout_engine import (
     GenerateTimeoutError,
     LifecycleError,
     LLMEngine,
+    PoolingParams,
     RequestError,
     RetryableError,
     RolloutPolicy,
     RolloutService,
 )
+from rollout_engine.core.fake_executor import fake_pooled
 from rollout_engine.sampling_params import SamplingParams
 from tests.unit.fake_engine import make_engine
 from tests.unit.fleet.fake_fleet import make_service
@@ -383,3 +385,14 @@ def test_a_service_that_is_shut_down_says_so():
     for call in (service.health, service.get_cache_usage, lambda: service.generate("a"), lambda: service.scale(1)):
         with pytest.raises(LifecycleError, match="shut down"):
             call()
+
+
+def test_encode_pools_prompts_over_replicas(made):
+    service, _ = made
+    outputs = service.encode(PROMPTS, {"kind": "mean"}, use_tqdm=False)
+    expected = [fake_pooled(prompt, PoolingParams(kind="mean")).tolist() for prompt in PROMPTS]
+    assert [output.outputs.data.tolist() for output in outputs] == expected
+    (there,) = service.encode(PROMPTS[0], use_tqdm=False, replica_index=1)
+    assert there.finished and there.outputs.data.tolist() == [PROMPTS[0][-1], 1.0]
+    with pytest.raises(RequestError, match="pooling_params"):
+        service.encode(PROMPTS, SHORT, use_tqdm=False)

@@ -63,6 +63,7 @@ def test_sglangs_route_gives_int32_in_meta_info(mixture, expected):
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_routed_experts": True}
     for answer, rows in zip(mixture.post("/generate", body), expected, strict=True):
         found = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32).reshape(-1, 2, 2)
+        assert answer["meta_info"]["routed_experts_shape"] == list(rows.shape)
         assert len(found) == answer["meta_info"]["prompt_tokens"] + answer["meta_info"]["completion_tokens"] - 1
         assert np.array_equal(found, rows)
     body["sampling_params"] = {"max_new_tokens": 0}
