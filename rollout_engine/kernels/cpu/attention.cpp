@@ -147,7 +147,7 @@ template <typename T>
 void finish_row(const AttentionCall& c, const Sizes<T>& z, const Scratch& s, int row, int64_t token, int head) {
     const float total = vec::sum(vec::load(s.total + (int64_t)row * LANES));
     const float* from = s.out + (int64_t)row * z.padded_dv;
-    T* to = (T*)c.out + (token * c.num_heads + head) * z.dv;
+    T* to = (T*)c.out + token * c.out_token + head * z.dv;
     int column = 0;
     for (; column + LANES <= z.dv; column += LANES) vec::store(to + column, vec::load(from + column) / total + 0.0f);
     if (column < z.dv) vec::store(to + column, vec::load(from + column) / total + 0.0f, z.dv - column);

@@ -35,14 +35,14 @@ struct AttentionPlan {
 struct AttentionCall {
     const AttentionPlan* plan;
     const void *q, *k, *v;             // [T, H, dk], [T, Hk, dk], [T, Hk, dv]
-    void* out;                         // [T, H, dv], dense
+    void* out;                         // [T, H, dv]; heads are dense
     float* lse;                        // [T, H] log-sum-exp, or null
     void *keys, *values;               // the pool
     const float* sinks;                // [H] one more logit for each head, or null
     char* scratch;                     // num_threads * attention_scratch()
     const void *q_weight, *k_weight;   // [dk] of an RMSNorm still to be done to each head, or null
     const void *cos, *sin;             // [T, dk] of the rotation still to be done after that, or null
-    int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token;
     int32_t num_tokens, num_heads, num_kv_heads, dk, dv;
     int32_t half;  // bfloat16, else float32
     int32_t num_threads, sliding_window;

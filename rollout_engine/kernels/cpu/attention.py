@@ -193,6 +193,7 @@ class KVLayer:
         call.q_token, call.q_head, _ = q.stride()
         call.k_token, call.k_head, _ = k.stride()
         call.v_token, call.v_head, _ = v.stride()
+        call.out_token = num_heads * call.dv
         call.num_tokens, call.num_heads, call.num_threads = num_tokens, num_heads, plan.num_threads
         call.scale, call.sliding_window, call.softcap = params
         kernels = _library()
@@ -245,6 +246,7 @@ class AttentionCall(ctypes.Structure):
         ),
         *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cos", "sin")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
+        ("out_token", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "dk", "dv", "half")),
         *((name, ctypes.c_int32) for name in ("num_threads", "sliding_window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "q_epsilon", "k_epsilon")),

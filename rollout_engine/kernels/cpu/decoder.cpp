@@ -5,6 +5,13 @@
 //
 // Each product gets the adapters of those rows that have one. Every value is rounded where the Hugging Face modules round it. There is a barrier after every step of a layer; bits do
 // not depend on the number of threads.
+//
+// A model may be cut over ranks, processes that share memory. Each computes its heads and its columns of every product into
+// the memory that all share, and meets the others four times a layer before it reads what they wrote:
+//
+//     norm -> own q, k, v -> own heads │ own columns of the product │ norm -> own gate, up │ own columns │
+//
+// `attended` and `activated` are written after a meeting that follows their last reader's, and so is `delta`.
 #include <algorithm>
 
 #include "adapters.h"
@@ -12,6 +19,7 @@
 #include "carved.h"
 #include "gemm.h"
 #include "rows.h"
+#include "turns.h"
 
 namespace {
 
@@ -31,9 +39,15 @@ struct Product {
 
 extern "C" {
 
+// Columns [first, first + size) of `whole`: those that this rank computes.
+struct Columns {
+    int64_t first, size, whole;
+};
+
 // Mirrored in decoder.py.
 struct DecoderLayer {
     AttentionCall attention;  // all but what a step brings
+    Columns attended;         // of the heads of all ranks
     Norm attention_norm, mlp_norm;
     Product qkv, out, gate_up, down;
 };
@@ -51,37 +65,54 @@ struct DecoderCall {
     void* hidden;           // [T, hidden_size]: embeddings, then the last layer's output
     const void *cos, *sin;  // [T, dk]
     char* memory;           // decoder_bytes(), aligned to a cache line
-    int64_t num_tokens, hidden_size, intermediate_size;
-    int32_t num_layers, num_threads, is_bf16;
+    char* exchanged;        // decoder_exchanged_bytes(), aligned to a cache line; the same for all ranks
+    Turns* turns;           // of the ranks, or null: there is one
+    int64_t num_tokens;
+    Columns hidden_columns, intermediate;
+    int32_t num_layers, num_threads, is_bf16, num_ranks;
 };
 }
 
 namespace {
 
-// Activations of one layer, used again by the next.
+// Activations of one layer that all ranks read, used again by the next.
+template <typename T>
+struct Exchanged : Carved {
+    T *attended;   // [T, H dv]
+    T *delta;      // [T, hidden_size], to be added to the residual stream
+    T *activated;  // [MLP_ROWS, intermediate_size]
+
+    explicit Exchanged(const DecoderCall& c) : Carved(c.exchanged) {
+        int64_t attended_size = 0;
+        for (int i = 0; i < c.num_layers; i++) attended_size = std::max(attended_size, c.layers[i].attended.whole);
+        take(attended, c.num_tokens * attended_size), take(delta, c.num_tokens * c.hidden_columns.whole);
+        take(activated, std::min(c.num_tokens, MLP_ROWS) * c.intermediate.whole);
+    }
+};
+
+// Activations of one layer that this rank alone reads, used again by the next.
 template <typename T>
 struct Buffers : Carved {
-    T *normed;         // [T, hidden_size]
-    T *delta;          // [T, hidden_size], to be added to the residual stream
-    T *qkv, *attended; // [T, (H + Hk) dk + Hk dv], [T, H dv]
-    T *gate_up, *activated;  // [MLP_ROWS, 2 intermediate_size], [MLP_ROWS, intermediate_size]
+    T *normed;   // [T, hidden_size]
+    T *qkv;      // [T, (H + Hk) dk + Hk dv]
+    T *gate_up;  // [MLP_ROWS, 2 intermediate_size]
     char *staging, *scratch;
     float* low;  // x A of one product's adapters
 
-    Buffers(char* memory, const DecoderCall& c) : Carved(memory) {
+    explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
         int64_t qkv_size = 0, attended_size = 0, scratch_bytes = 0;
         for (int i = 0; i < c.num_layers; i++) {
             const AttentionCall& a = c.layers[i].attention;
             qkv_size = std::max<int64_t>(qkv_size, (a.num_heads + a.num_kv_heads) * a.dk + a.num_kv_heads * a.dv);
-            attended_size = std::max<int64_t>(attended_size, a.num_heads * a.dv);
+            attended_size = std::max(attended_size, c.layers[i].attended.whole);
             scratch_bytes = std::max(scratch_bytes, attention_scratch(&a));
         }
         const int64_t mlp_rows = std::min(c.num_tokens, MLP_ROWS);
-        take(normed, c.num_tokens * c.hidden_size), take(delta, c.num_tokens * c.hidden_size);
-        take(qkv, c.num_tokens * qkv_size), take(attended, c.num_tokens * attended_size);
-        take(gate_up, mlp_rows * 2 * c.intermediate_size), take(activated, mlp_rows * c.intermediate_size);
-        take(staging, std::max(gemm_staging_bytes(c.num_tokens, std::max(c.hidden_size, attended_size), c.is_bf16),
-                               gemm_staging_bytes(mlp_rows, c.intermediate_size, c.is_bf16)));
+        const int64_t hidden_size = c.hidden_columns.whole;
+        take(normed, c.num_tokens * hidden_size), take(qkv, c.num_tokens * qkv_size);
+        take(gate_up, mlp_rows * 2 * c.intermediate.size);
+        take(staging, std::max(gemm_staging_bytes(c.num_tokens, std::max(hidden_size, attended_size), c.is_bf16),
+                               gemm_staging_bytes(mlp_rows, c.intermediate.whole, c.is_bf16)));
         take(scratch, scratch_bytes * c.num_threads);
         take(low, low_size(c));
     }
@@ -103,6 +134,7 @@ template <typename T>
 struct Worker {
     const DecoderCall& c;
     const Buffers<T> b;
+    const Exchanged<T> e;
     Team& team;
 
     void run() const {
@@ -111,23 +143,30 @@ struct Worker {
             const LayerAdapters adapters = c.adapters ? c.adapters[i] : LayerAdapters{};
             add_and_norm(delta, &c.layers[i].attention_norm);
             attention(c.layers[i], adapters);
-            add_and_norm(b.delta, &c.layers[i].mlp_norm);
+            add_and_norm(e.delta, &c.layers[i].mlp_norm);
             for (int64_t first = 0; first < c.num_tokens; first += MLP_ROWS)
                 mlp(c.layers[i], adapters, first, std::min(MLP_ROWS, c.num_tokens - first));
-            delta = b.delta;
+            delta = e.delta;
         }
         add_and_norm(delta, nullptr);
     }
 
   private:
+    // Returns once all ranks have written what is exchanged; the threads of each have met before.
+    void meet_ranks() const {
+        if (!c.turns) return;
+        if (omp_get_thread_num() == 0) c.turns->meet(c.num_ranks);  // where they are broken, the rest is garbage
+        team.meet();
+    }
+
     // hidden += delta; normed = norm(hidden).
     void add_and_norm(const T* delta, const Norm* norm) const {
+        const int64_t size = c.hidden_columns.whole;
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < c.num_tokens; row++) {
-            T* x = (T*)c.hidden + row * c.hidden_size;
-            if (delta) rows::add_row(x, delta + row * c.hidden_size, c.hidden_size);
-            if (norm)
-                rows::norm_row(x, (const T*)norm->weight, b.normed + row * c.hidden_size, c.hidden_size, norm->epsilon);
+            T* x = (T*)c.hidden + row * size;
+            if (delta) rows::add_row(x, delta + row * size, size);
+            if (norm) rows::norm_row(x, (const T*)norm->weight, b.normed + row * size, size, norm->epsilon);
         }
         team.meet();
     }
@@ -136,45 +175,54 @@ struct Worker {
         AttentionCall a = layer.attention;
         const int64_t q_size = a.num_heads * a.dk, k_size = a.num_kv_heads * a.dk;
         const int64_t size = q_size + k_size + a.num_kv_heads * a.dv;
-        multiply(layer.qkv, adapters.qkv, b.normed, b.qkv, 0, c.num_tokens, c.hidden_size, size);
+        multiply(layer.qkv, adapters.qkv, b.normed, b.qkv, 0, c.num_tokens, c.hidden_columns.whole, {0, size, size});
         a.plan = c.plan;
-        a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = b.attended;
+        a.q = b.qkv, a.k = b.qkv + q_size, a.v = b.qkv + q_size + k_size, a.out = e.attended + layer.attended.first;
         a.q_token = a.k_token = a.v_token = size, a.q_head = a.k_head = a.dk, a.v_head = a.dv;
+        a.out_token = layer.attended.whole;
         a.cos = c.cos, a.sin = c.sin, a.scratch = b.scratch;
         a.num_tokens = c.num_tokens, a.num_threads = c.num_threads;
         attention_in_team(a, team);
-        multiply(layer.out, adapters.out, b.attended, b.delta, 0, c.num_tokens, a.num_heads * a.dv, c.hidden_size);
+        meet_ranks();
+        multiply(layer.out, adapters.out, e.attended, e.delta, 0, c.num_tokens, layer.attended.whole, c.hidden_columns);
+        meet_ranks();
     }
 
     // Rows [first, first + count).
     void mlp(const DecoderLayer& layer, const LayerAdapters& adapters, int64_t first, int64_t count) const {
-        const int64_t size = c.intermediate_size, start = first * c.hidden_size;
-        multiply(layer.gate_up, adapters.gate_up, b.normed + start, b.gate_up, first, count, c.hidden_size, 2 * size);
+        const int64_t size = c.intermediate.size, start = first * c.hidden_columns.whole;
+        multiply(layer.gate_up, adapters.gate_up, b.normed + start, b.gate_up, first, count, c.hidden_columns.whole,
+                 {0, 2 * size, 2 * size});
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < count; row++) {
             const T* gate = b.gate_up + row * 2 * size;
-            rows::activate_row(gate, gate + size, b.activated + row * size, size);
+            rows::activate_row(gate, gate + size, e.activated + row * c.intermediate.whole + c.intermediate.first, size);
         }
         team.meet();
-        multiply(layer.down, adapters.down, b.activated, b.delta + start, first, count, size, c.hidden_size);
+        meet_ranks();
+        multiply(layer.down, adapters.down, e.activated, e.delta + start, first, count, c.intermediate.whole,
+                 c.hidden_columns);
+        meet_ranks();
     }
 
-    // x [count, in_features] -> out [count, out_features]; these are rows [first, first + count) of the batch.
+    // x [count, in_features] -> these columns of out [count, whole]; these are rows [first, first + count) of the batch.
     void multiply(const Product& p, const AdapterTable& table, const T* x, T* out, int64_t first, int64_t count,
-                  int64_t in_features, int64_t out_features) const {
-        const AdapterCall adapted = {(const char*)x, (char*)out, &table, &c.adapter_rows, b.low, in_features,
-                                     out_features, first, first + count, c.is_bf16, c.num_threads};
+                  int64_t in_features, Columns columns) const {
+        char* own = (char*)(out + columns.first);
+        const AdapterCall adapted = {(const char*)x, own, &table, &c.adapter_rows, b.low, in_features,
+                                     columns.whole, first, first + count, c.is_bf16, c.num_threads};
         if (table.parts) adapters_down_in_team(adapted);
-        gemm_in_team({(const char*)x, p.packed, p.bias, (char*)out, b.staging, count, in_features, out_features,
-                      c.is_bf16, c.num_threads, 0, table.parts ? &adapted : nullptr},
+        gemm_in_team({(const char*)x, p.packed, p.bias, own, b.staging, count, in_features, columns.size, c.is_bf16,
+                      c.num_threads, 0, table.parts ? &adapted : nullptr, columns.whole},
                      team);
     }
 };
 
 template <typename T>
 void run(const DecoderCall& c) {
-    const Buffers<T> buffers(c.memory, c);
-    Team::run(c.num_threads, [&](Team& team) { Worker<T>{c, buffers, team}.run(); });
+    const Buffers<T> buffers(c);
+    const Exchanged<T> exchanged(c);
+    Team::run(c.num_threads, [&](Team& team) { Worker<T>{c, buffers, exchanged, team}.run(); });
 }
 
 }  // namespace
@@ -183,7 +231,12 @@ extern "C" {
 
 // Bytes of scratch memory for this many tokens, layers and threads.
 int64_t decoder_bytes(const DecoderCall* c) {
-    return c->is_bf16 ? Buffers<bf16>(nullptr, *c).bytes() : Buffers<float>(nullptr, *c).bytes();
+    return c->is_bf16 ? Buffers<bf16>(*c).bytes() : Buffers<float>(*c).bytes();
+}
+
+// Bytes of memory that the ranks share, or, for one, that it has beside the scratch.
+int64_t decoder_exchanged_bytes(const DecoderCall* c) {
+    return c->is_bf16 ? Exchanged<bf16>(*c).bytes() : Exchanged<float>(*c).bytes();
 }
 
 void decoder_run(const DecoderCall* c) {

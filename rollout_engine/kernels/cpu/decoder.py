@@ -17,6 +17,7 @@ from rollout_engine.kernels.cpu import attention, build
 from rollout_engine.kernels.cpu.adapters import AdapterRows, AdapterTable, RowsCall, TableCall
 from rollout_engine.kernels.cpu.arguments import address
 from rollout_engine.kernels.cpu.gemm import PackedWeight, panels_shape
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError, Turns
 
 _CACHE_LINE = 64
 
@@ -50,6 +51,31 @@ class LayerWeights(NamedTuple):
     attention_params: AttentionParams
 
 
+class Columns(NamedTuple):
+    """Columns [first, first + size) of `whole`: those that a rank computes."""
+
+    first: int
+    size: int
+    whole: int
+
+    @classmethod
+    def all(cls, count: int) -> "Columns":
+        """All columns of a model that is not cut."""
+        return cls(0, count, count)
+
+
+class DecoderRanks(NamedTuple):
+    """A decoder's part of a model that is cut over processes with shared memory."""
+
+    turns: Turns
+    memory: Tensor
+    """uint8, aligned to 64 bytes, shared by all ranks: activations that all read."""
+    hidden: Columns
+    intermediate: Columns
+    attended: Sequence[Columns]
+    """Of the heads' outputs, by layer."""
+
+
 class DecoderAdapters:
     """The adapters of a decoder's linears: of each layer a table for qkv, out, gate_up and down; None: no adapter.
 
@@ -66,20 +92,30 @@ class DecoderAdapters:
 class Decoder:
     """Runs all layers over their KV pools. It keeps addresses: make a new one when a weight or pool is replaced.
 
-    Raises `ValueError` where shapes or dtypes do not fit together.
+    `ranks`: this process's part, where there are several. Raises `ValueError` where shapes or dtypes do not fit
+    together.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer]) -> None:
+    def __init__(
+        self, layers: Sequence[LayerWeights], pool: Sequence[attention.KVLayer], ranks: DecoderRanks | None = None
+    ) -> None:
         self._held = (layers, pool)
+        self._ranks = ranks
         self._pools = {(layer.num_blocks, layer.block_size) for layer in pool}
         self._dtype = layers[0].attention_norm.weight.dtype
         self._hidden_size = layers[0].attention_norm.weight.numel()
-        self._intermediate_size = layers[0].gate_up.weight.out_features // 2
         self._head_dim = pool[0].call.dk
-        for layer, kv in zip(layers, pool, strict=True):
-            self._check(layer, kv)
-        self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in zip(layers, pool, strict=True)))
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        if ranks is None:
+            self._hidden = Columns.all(self._hidden_size)
+            self._intermediate = Columns.all(layers[0].gate_up.weight.out_features // 2)
+            attended = [Columns.all(layer.num_heads * kv.call.dv) for layer, kv in zip(layers, pool, strict=True)]
+        else:
+            self._hidden, self._intermediate, attended = ranks.hidden, ranks.intermediate, list(ranks.attended)
+        rows = list(zip(layers, pool, attended, strict=True))
+        for row in rows:
+            self._check(*row)
+        self._layers = (_Layer * len(layers))(*(_layer(*row) for row in rows))
+        self._memory, self._exchanged = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
         self._checked_adapters: DecoderAdapters | None = None
 
     def run(
@@ -92,7 +128,8 @@ class Decoder:
     ) -> None:
         """Turn embeddings `hidden` [T, hidden_size] into the last layer's output, in place; cos, sin [T, head_dim].
 
-        `adapters`: those of rows that have one. Raises `ValueError` for tensors and adapters that do not fit.
+        `adapters`: those of rows that have one. Raises `ValueError` for tensors and adapters that do not fit,
+        `BrokenTurnsError` where another rank has ended or failed.
         """
         num_tokens, dtype = plan.num_tokens, self._dtype
         for pool in self._pools:
@@ -105,22 +142,32 @@ class Decoder:
             address("cos", cos, dtype, (num_tokens, self._head_dim)),
             address("sin", sin, dtype, (num_tokens, self._head_dim)),
             None,
+            None,
+            None if self._ranks is None else self._ranks.turns.address,
             num_tokens,
-            self._hidden_size,
-            self._intermediate_size,
+            _Columns(*self._hidden),
+            _Columns(*self._intermediate),
             len(self._layers),
             plan.num_threads,
             self._dtype == torch.bfloat16,
+            1 if self._ranks is None else self._ranks.turns.num_ranks,
         )
         place = ctypes.addressof(call)
-        call.memory = self._memory_of(_library().decoder_bytes(place))
+        self._memory = _at_least(self._memory, _library().decoder_bytes(place))
+        call.memory = _aligned(self._memory)
+        call.exchanged = self._exchanged_address(_library().decoder_exchanged_bytes(place))
         _library().decoder_run(place)
+        if self._ranks is not None and self._ranks.turns.are_broken:
+            raise BrokenTurnsError("a rank has ended or failed")
 
-    def _memory_of(self, num_bytes: int) -> int:
-        """Address of at least `num_bytes` of working memory, reused from step to step."""
-        if len(self._memory) < num_bytes + _CACHE_LINE:
-            self._memory = torch.empty(num_bytes + _CACHE_LINE, dtype=torch.uint8)
-        return -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
+    def _exchanged_address(self, num_bytes: int) -> int:
+        if self._ranks is None:
+            self._exchanged = _at_least(self._exchanged, num_bytes)
+            return _aligned(self._exchanged)
+        memory = self._ranks.memory
+        if num_bytes > len(memory):
+            raise ValueError(f"The ranks should share {num_bytes} bytes for this step, and share {len(memory)}.")
+        return address("the memory of the ranks", memory, torch.uint8, (len(memory),))
 
     def _adapter_arguments(
         self, adapters: tuple[DecoderAdapters, AdapterRows] | None, num_tokens: int
@@ -148,15 +195,18 @@ class Decoder:
                     f"Adapters should be of (in_features, out_features, dtype) {wanted}, and are of {came}."
                 )
 
-    def _check(self, layer: LayerWeights, kv: attention.KVLayer) -> None:
-        hidden, intermediate, call = self._hidden_size, self._intermediate_size, kv.call
-        attended = layer.num_heads * call.dv
+    def _check(self, layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> None:
+        hidden, call = self._hidden_size, kv.call
         qkv = layer.num_heads * call.dk + call.num_kv_heads * (call.dk + call.dv)
+        if attended.size != layer.num_heads * call.dv or self._hidden.whole != hidden:
+            raise ValueError(
+                f"{layer.num_heads} heads of {call.dv} and {hidden} are not {attended} and {self._hidden}."
+            )
         for name, shape in {
             "qkv": (qkv, hidden),
-            "out": (hidden, attended),
-            "gate_up": (2 * intermediate, hidden),
-            "down": (hidden, intermediate),
+            "out": (self._hidden.size, attended.whole),
+            "gate_up": (2 * self._intermediate.size, hidden),
+            "down": (self._hidden.size, self._intermediate.whole),
         }.items():
             _check_product(name, getattr(layer, name), shape, self._dtype)
         norms = {"attention_norm": hidden, "mlp_norm": hidden, "q_norm": call.dk, "k_norm": call.dk}
@@ -189,9 +239,14 @@ class _Product(ctypes.Structure):
     _fields_ = [("packed", c_void_p), ("bias", c_void_p)]
 
 
+class _Columns(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("first", "size", "whole")]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("attention", attention.AttentionCall),
+        ("attended", _Columns),
         ("attention_norm", _Norm),
         ("mlp_norm", _Norm),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
@@ -202,13 +257,14 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("layers", "plan", "adapters")),
         ("adapter_rows", RowsCall),
-        *((name, c_void_p) for name in ("hidden", "cos", "sin", "memory")),
-        *((name, c_int64) for name in ("num_tokens", "hidden_size", "intermediate_size")),
-        *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16")),
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "memory", "exchanged", "turns")),
+        ("num_tokens", c_int64),
+        *((name, _Columns) for name in ("hidden_columns", "intermediate")),
+        *((name, c_int32) for name in ("num_layers", "num_threads", "is_bf16", "num_ranks")),
     ]
 
 
-def _layer(layer: LayerWeights, kv: attention.KVLayer) -> _Layer:
+def _layer(layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> _Layer:
     call = attention.AttentionCall.from_buffer_copy(kv.call)
     call.lse = call.sinks = None
     call.num_heads = layer.num_heads
@@ -222,9 +278,24 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer) -> _Layer:
         _Product(weight.panels.data_ptr(), None if bias is None else bias.data_ptr())
         for weight, bias in (layer.qkv, layer.out, layer.gate_up, layer.down)
     )
-    return _Layer(call, *norms, *products)
+    return _Layer(call, _Columns(*attended), *norms, *products)
+
+
+def _at_least(memory: Tensor, num_bytes: int) -> Tensor:
+    """The memory, if `num_bytes` fit into it behind `_aligned`, or more."""
+    num_bytes += _CACHE_LINE
+    return memory if len(memory) >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _aligned(memory: Tensor) -> int:
+    """Address of the first cache line."""
+    return -(-memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    return build.declared(decoder_run=(None, c_void_p), decoder_bytes=(c_int64, c_void_p))
+    return build.declared(
+        decoder_run=(None, c_void_p),
+        decoder_bytes=(c_int64, c_void_p),
+        decoder_exchanged_bytes=(c_int64, c_void_p),
+    )

@@ -28,7 +28,7 @@ constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another
 using Call = GemmCall;
 
 char* out_of(const Call& call, int64_t row, int64_t column) {
-    return call.out + (row * call.out_features + column) * (call.is_bf16 && !call.float32_out ? 2 : 4);
+    return call.out + (row * call.out_stride + column) * (call.is_bf16 && !call.float32_out ? 2 : 4);
 }
 
 template <typename T>

@@ -11,12 +11,13 @@ struct GemmCall {
     const char* x;          // [rows, in_features]
     const int32_t* packed;  // [panels, units, 32]
     const void* bias;       // [out_features] or null
-    char* out;              // [rows, out_features]
+    char* out;              // [rows, out_features]; columns are dense
     char* staging;          // gemm_staging_bytes(), aligned to a cache line
     int64_t rows, in_features, out_features;
     int32_t is_bf16, num_threads;
     int32_t float32_out;    // sums of bfloat16 products are written as they are, not rounded to bfloat16
     const AdapterCall* adapters;  // added to `out` as it is written; or null
+    int64_t out_stride;     // elements from one row of `out` to the next
 };
 
 // Bytes of `staging` that any product of this size needs.

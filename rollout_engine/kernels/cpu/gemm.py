@@ -44,6 +44,7 @@ class _Call(ctypes.Structure):
         ("num_threads", c_int32),
         ("float32_out", c_int32),
         ("adapters", c_void_p),
+        ("out_stride", c_int64),
     ]
 
 
@@ -174,6 +175,8 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out:
         is_bf16,
         torch.get_num_threads(),
         float32_out,
+        None,
+        weight.out_features,
     )
     _library().gemm_run(ctypes.addressof(call))
     return out
