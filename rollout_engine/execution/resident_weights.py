@@ -12,7 +12,7 @@ class ResidentWeights:
     """Owns `updater`, the transaction on the weights, and gives their memory back for a sleep."""
 
     def __init__(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> None:
-        self.updater = WeightUpdater(
+        self.updater = WeightUpdater.of(
             loaded.targets,
             loaded.aliases,
             backend.packed,

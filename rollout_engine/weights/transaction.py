@@ -12,10 +12,6 @@ Until the first byte of `commit`, neither the version nor the weights that steps
 Steps wait for `commit` alone. `confirm` runs beside the steps that follow: it reads the live weights again and returns
 their digest.
 
-The shadow of a weight that steps read in place is a second plain copy. A linear that runs from a packed copy has no
-plain one: its next values are staged where they will be packed. `verify` packs them there, beside the copies in use;
-`commit` copies the few plain weights and swaps the packed copies. So a linear is held once, and during an update twice.
-
 An update in place has no shadow: the first staged byte sets `dirty`, and the old values are lost.
 """
 
@@ -26,21 +22,19 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from rollout_engine.errors import DirtyWeightsError, LifecycleError, WeightUpdateError
-from rollout_engine.kernels.memory import resident_bytes
+from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.messages import UpdateOptions
 from rollout_engine.model.backend import ShadowMemory
 from rollout_engine.model.packing.packed_weights import PackedWeights
-from rollout_engine.weights.coverage import storage_runs
+from rollout_engine.weights.held_weights import HeldWeights, WeightHolder
 from rollout_engine.weights.known_weights import KnownWeights
 from rollout_engine.weights.lazy_tensors import LazyTensors
 from rollout_engine.weights.manifest_checks import ManifestChecks, check_version
-from rollout_engine.weights.shadow import Shadow
 from rollout_engine.weights.staged_update import StagedUpdate
 from sync import errors
 from sync.base import WeightReceiver
 from sync.cast_notice import CastNotice
-from sync.manifest import TensorSpec, WeightManifest, describe_all, dtype_name, total_digest
+from sync.manifest import TensorSpec, WeightManifest, describe_all, total_digest
 from sync.pieces import Lacking, described, num_bytes_lacking
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
@@ -48,44 +42,24 @@ _DEFAULT_OPTIONS = UpdateOptions()
 
 
 class WeightUpdater:
-    """The live weights of one worker, and the one transaction that may be open on them.
+    """The live weights of one engine, and the one transaction that may be open on them.
 
     Args:
-        targets: every accepted name, the module's and the checkpoint's, as a view of live storage.
-        aliases: groups of names that are one and the same view (tied weights).
-        packed: the copies that linears run from.
-        shadow_memory: memory for shadows, and the copy from there over the live weights.
-        prepare: called when a transaction opens; allocates memory again that the live weights have released.
+        weights: holds them and their next values.
+        checks: compares manifests with them.
         writer: writes tensors that arrive to where they are staged.
     """
 
-    def __init__(
-        self,
-        targets: Mapping[str, Tensor],
-        aliases: Iterable[Iterable[str]],
-        packed: PackedWeights,
-        shadow_memory: ShadowMemory,
-        *,
-        prepare: Callable[[], object] = lambda: None,
-        writer: TensorWriter = HOST_WRITER,
-    ) -> None:
-        self._checks = ManifestChecks(targets, aliases)
-        self._live = packed.take_over({name: view.detach() for name, view in targets.items()})
-        """Views by name; on meta where `packed` alone holds the values."""
-        self._metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in self._live.items()}
-        self._packed = packed
-        self._prepare = prepare
+    def __init__(self, weights: WeightHolder, checks: ManifestChecks, writer: TensorWriter = HOST_WRITER) -> None:
+        self.weights = weights
+        self._checks, self._writer = checks, writer
         self.cast_notice = CastNotice()
-        self._memory = shadow_memory
-        self._writer = writer
-        self._shadow = Shadow(self._memory)
         self._open: StagedUpdate | None = None
         self._committed: StagedUpdate | None = None
         """The last commit, until `confirm`."""
         self._staging = threading.Lock()
         """Receivers may write several tensors at once."""
         self._known = KnownWeights()
-        self._on_host = all(view.device.type in ("cpu", "meta") for view in self._live.values())
         self.num_bytes_received = 0
         """Bytes of the tensors and pieces that the last `receive` took."""
         self.pack_seconds = 0.0
@@ -97,14 +71,29 @@ class WeightUpdater:
         self.forgotten = False
         """They were released, and no complete update has come since."""
 
+    @classmethod
+    def of(
+        cls,
+        targets: Mapping[str, Tensor],
+        aliases: Iterable[Iterable[str]],
+        packed: PackedWeights,
+        shadow_memory: ShadowMemory,
+        *,
+        prepare: Callable[[], object] = lambda: None,
+        writer: TensorWriter = HOST_WRITER,
+    ) -> "WeightUpdater":
+        """The updater of weights in this process, which `HeldWeights` holds; `targets` and `aliases` name them all."""
+        checks = ManifestChecks(targets, aliases)
+        return cls(HeldWeights(targets, packed, shadow_memory, prepare), checks, writer)
+
     def metadata(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every accepted name, both namings."""
-        return dict(self._metadata)
+        return dict(self.weights.metadata)
 
     @property
     def num_live_bytes(self) -> int:
         """Bytes of the live weights, tied ones once, in whatever form they are held."""
-        return sum(self._live[name].nbytes for name in self._checks.canonical)
+        return self.weights.num_bytes(self._checks.canonical)
 
     def digest(self) -> str:
         """Total digest of the live weights under the module's own names; tied weights count once.
@@ -132,17 +121,7 @@ class WeightUpdater:
 
         Raises `LifecycleError` when they were released.
         """
-        if self._packed.holds(name):
-            return self._packed.plain(name)
-        view = self._live[name]
-        if view.numel() and not view.untyped_storage().nbytes():
-            raise LifecycleError(f"'{name}' has no values now: weights were released. Wake up, or send a whole update.")
-        return view
-
-    def copies(self) -> Iterator[Tensor]:
-        """The copies that updates and linears hold beside the live weights now."""
-        yield from self._packed.copies()
-        yield from self._shadow.tensors()
+        return self.weights.values(name)
 
     def begin(
         self, manifest: WeightManifest, options: UpdateOptions = _DEFAULT_OPTIONS, *, inplace: bool = False
@@ -162,7 +141,7 @@ class WeightUpdater:
         self._checks.check(manifest, self.metadata(), partial=options.partial)
         if options.partial and self.dirty:
             raise DirtyWeightsError.for_verb("update_weights(partial=True)", forgotten=self.forgotten)
-        self._prepare()
+        self.weights.prepare()
         if self._is_live(manifest):
             return False
         if not options.reset_version:
@@ -173,7 +152,7 @@ class WeightUpdater:
     def stage(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors of the manifest into the shadow, in any order and number of calls; the last of a name counts."""
         update, batch = self._opened("stage"), WriteBatch(self._writer)
-        with self._memory.beside_steps():
+        with self.weights.beside_steps():
             try:
                 for name, tensor in pairs:
                     update.check_form(name, tensor)
@@ -202,7 +181,7 @@ class WeightUpdater:
         lacking = self._lacking(update) if manifest is None and receiver.takes_part else None
         if lacking is not None:
             update.receive_only(lacking)
-        with self._memory.beside_steps():
+        with self.weights.beside_steps():
             shadow = LazyTensors(update.specs, place)
             update.staged |= receiver.receive_into(shadow, wanted, self._writer, lacking)
         self.num_bytes_received = wanted.num_bytes if lacking is None else num_bytes_lacking(lacking, update.specs)
@@ -215,15 +194,8 @@ class WeightUpdater:
         update = self._opened("verify")
         update.check()
         start = time.perf_counter()
-        if update.lacking is not None:
-            parts = {name: part for name, part in update.lacking.items() if not self._packed.holds(name)}
-            self._shadow.plan_some((self._live[name], storage_runs(self._live[name], parts[name])) for name in parts)
-            changed = {self._live[name].untyped_storage().data_ptr() for name in parts}
-            self._packed.pack_changed(self._shadow.completed, changed)
-        else:
-            self._packed.pack(lambda view: self._plain_place(update, view))
-            written = self._checks.canonical if update.options.partial else update.specs
-            self._shadow.plan([] if update.inplace else self._plain(written))
+        names = self._checks.canonical if update.options.partial else update.specs
+        self.weights.pack(inplace=update.inplace, lacking=update.lacking, names=names)
         self.pack_seconds = time.perf_counter() - start
         update.verified = True
         return update.manifest.digest
@@ -242,8 +214,7 @@ class WeightUpdater:
             raise LifecycleError(f"commit: version {version} is not open, version {manifest.version} is.")
         self.dirty = True
         try:
-            self._shadow.commit()
-            self._packed.swap() if update.lacking is None else self._packed.swap_changed()
+            self.weights.commit(lacking=update.lacking)
         except Exception as problem:
             raise _half_way(manifest, problem) from problem
         finally:
@@ -273,7 +244,7 @@ class WeightUpdater:
             raise LifecycleError("confirm: no commit waits for it; call commit first.")
         try:
             written: Lacking = dict.fromkeys(update.specs) if update.lacking is None else update.lacking
-            plain = {name: part for name, part in written.items() if not self._packed.holds(name)}
+            plain = {name: part for name, part in written.items() if not self.weights.is_packed(name)}
             specs = {spec.name: spec for spec in self._describe(name for name, part in plain.items() if part is None)}
             specs |= {name: described(part, self.values(name)) for name, part in plain.items() if part is not None}
             found = total_digest((update.specs | specs).values())
@@ -287,12 +258,12 @@ class WeightUpdater:
     def abort(self) -> None:
         """Discard the staged tensors. No-op when nothing is open. After writes in place `dirty` stays set."""
         self._open = None
-        self._packed.settle()
+        self.weights.settle()
 
     def release(self, *, forget: bool) -> None:
         """Free the shadow, which the next update makes again. `forget`: the live weights lose their values too."""
         assert self._open is None, "the weights of an open update are released"
-        self._shadow.clear()
+        self.weights.release()
         self.dirty |= forget
         self.forgotten |= forget
 
@@ -303,33 +274,21 @@ class WeightUpdater:
 
     @property
     def num_resident_bytes(self) -> int:
-        """Bytes of `copies` that take memory now."""
-        copies = list(self.copies())
-        on_host = resident_bytes([copy for copy in copies if copy.device.type == "cpu"])
-        return on_host + sum(copy.nbytes for copy in copies if copy.device.type != "cpu")
+        """Bytes that copies beside the live weights, of updates and of linears, take now."""
+        return self.weights.num_resident_bytes
 
     @property
     def num_shadow_bytes(self) -> int:
         """Bytes that updates hold now, beside the live weights."""
-        return self._shadow.num_bytes + self._packed.num_spare_bytes
+        return self.weights.num_shadow_bytes
 
     def make_room_for_shadow(self) -> bool:
         """Whether memory suffices for a shadow: counted on the host, taken as it is written; allocated on a device."""
-        if self.num_bytes_to_shadow() > self._memory.num_free_bytes:
-            return False
-        try:
-            self._reserve_shadow()
-        except WeightUpdateError:
-            return False
-        return True
+        return self.weights.make_room_for_shadow()
 
     def num_bytes_to_shadow(self) -> int:
         """Bytes that an update with a shadow would allocate."""
-        return self._shadow.num_bytes_lacking(self._plain(self._live)) + self._packed.num_bytes_to_spare
-
-    def _reserve_shadow(self) -> None:
-        if not self._on_host:
-            self._shadow.reserve(self._plain(self._live))
+        return self.weights.num_bytes_to_shadow()
 
     def _opened(self, verb: str) -> StagedUpdate:
         if self._open is None:
@@ -343,48 +302,25 @@ class WeightUpdater:
             update.staged.pop(name, None)
             if not update.started:
                 self._start(update)
-            if self._packed.holds(name):
-                return self._packed.staging(name)
-            return self._plain_place(update, self._live[name])
+            return self.weights.place(name, inplace=update.inplace)
 
     def _start(self, update: StagedUpdate) -> None:
         """Prepare for the first write: in place, give up the old values; if partial, stage all values as they are."""
         if update.inplace:
             self.dirty = True
-            self._shadow.clear()
-            self._packed.surrender()
-        else:
-            self._reserve_shadow()
-        if update.lacking is not None:
-            self._packed.carry_changed({name: part and part.elements for name, part in update.lacking.items()})
-        if update.options.partial:
-            self._packed.carry()
-            for view in [] if update.inplace else self._plain(self._checks.canonical):
-                self._shadow.of(view).copy_(view)
+        carried = self._checks.canonical if update.options.partial else None
+        self.weights.start(inplace=update.inplace, lacking=update.lacking, carried=carried)
         update.started = True
 
     def _lacking(self, update: StagedUpdate) -> Lacking | None:
         """Return the pieces that the update has to bring, where it may leave the rest as it is; None: all."""
         if not update.options.delta or update.options.partial or update.inplace or update.started or self.dirty:
             return None
-        if not self._on_host or self._packed.is_without_values:
-            return None
-        return self._known.lacking(update.specs, self._takes_pieces)
-
-    def _takes_pieces(self, name: str) -> bool:
-        """Whether parts of these values can be replaced."""
-        return self._packed.takes_pieces(name) if self._packed.holds(name) else self._live[name].is_contiguous()
-
-    def _plain_place(self, update: StagedUpdate, view: Tensor) -> Tensor:
-        return view if update.inplace else self._shadow.of(view)
-
-    def _plain(self, names: Iterable[str]) -> list[Tensor]:
-        """The live views of those names that steps read in place."""
-        return [self._live[name] for name in names if not self._packed.holds(name)]
+        return self._known.lacking(update.specs, self.weights.takes_pieces) if self.weights.takes_parts else None
 
     def _describe(self, names: Iterable[str]) -> list[TensorSpec]:
         """Specs, with digests, of live values; steps may go on."""
-        with self._memory.beside_steps():
+        with self.weights.beside_steps():
             return describe_all((name, self.values(name)) for name in names)
 
     def _is_live(self, manifest: WeightManifest) -> bool:

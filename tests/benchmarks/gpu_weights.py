@@ -237,7 +237,7 @@ def _updater(live: dict[str, Tensor]) -> WeightUpdater:
     device = torch.device("cuda", 0)
     lane = copy_stream_for(device)
     writer = kernel_writer(device, PinnedUpload(lane))
-    return WeightUpdater(live, [], PackedWeights(nn.Module()), CudaShadowMemory(lane), writer=writer)
+    return WeightUpdater.of(live, [], PackedWeights(nn.Module()), CudaShadowMemory(lane), writer=writer)
 
 
 def _copy_seconds(num_bytes: int) -> float:

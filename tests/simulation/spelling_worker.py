@@ -161,7 +161,7 @@ class SpellingWorker:
         self.runner = SpellingRunner(block_size, self.live, reach, lambda: sleep(self.step_seconds))
         self.backend = SimpleNamespace(runs_ahead=False, score=self.score)
         memory = _ShadowMemory(reach)
-        self.updater = WeightUpdater(self.live, [], PackedWeights(_EMPTY), memory, prepare=self._take_back)
+        self.updater = WeightUpdater.of(self.live, [], PackedWeights(_EMPTY), memory, prepare=self._take_back)
         self.update = UpdateSession(self.updater)
         self.extensions = Extensions(TABLE, self)
         self.grammars = SimpleNamespace(close=lambda: None)

@@ -66,7 +66,7 @@ class Engine:
             "steps": torch.tensor(3),
         }
         self.packed = Packed()
-        self.updater = WeightUpdater(self.live, [["embed", "head"]], self.packed, CpuShadowMemory())
+        self.updater = WeightUpdater.of(self.live, [["embed", "head"]], self.packed, CpuShadowMemory())
 
     @property
     def num_commits(self):
@@ -113,7 +113,7 @@ def engine():
 @pytest.fixture
 def make_updater():
     """Over a table of views and no linears."""
-    return lambda live, aliases=(): WeightUpdater(live, aliases, Packed(), CpuShadowMemory())
+    return lambda live, aliases=(): WeightUpdater.of(live, aliases, Packed(), CpuShadowMemory())
 
 
 @pytest.fixture

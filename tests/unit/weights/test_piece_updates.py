@@ -135,7 +135,7 @@ def test_a_commit_that_copies_other_bytes_is_noticed(make_updater, steps, monkey
     sender, receiver = ends("inproc", None)
     apply_update(updater, sender.offer(source, 1, updater.metadata()), receiver, steps, UpdateOptions())
     source["q"][0, 0] += 1
-    monkeypatch.setattr(type(updater._shadow), "commit", lambda shadow: None)
+    monkeypatch.setattr(type(updater.weights._shadow), "commit", lambda shadow: None)
     with pytest.raises(errors.DirtyWeightsError, match="not the ones that were staged"):
         apply_update(updater, sender.offer(source, 2, updater.metadata()), receiver, steps, UpdateOptions())
     monkeypatch.undo()

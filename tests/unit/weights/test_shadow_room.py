@@ -25,8 +25,9 @@ class Memory(CpuShadowMemory):
 def memory(engine):
     """That of `engine`, whose weights seem to lie on a device."""
     memory = Memory()
-    engine.updater._memory = engine.updater._shadow._memory = memory
-    engine.updater._on_host = False
+    held = engine.updater.weights
+    held._memory = held._shadow._memory = memory
+    held._on_host = False
     return memory
 
 
@@ -52,6 +53,7 @@ def test_an_update_that_insists_on_a_shadow_fails_before_anything_is_written(eng
 
 def test_memory_of_the_host_is_not_reserved(engine, weights, monkeypatch):
     memory = Memory()
-    engine.updater._memory = engine.updater._shadow._memory = memory
+    held = engine.updater.weights
+    held._memory = held._shadow._memory = memory
     engine.update(weights())
     assert len(memory.allocated) == 3, "each storage as it is written"

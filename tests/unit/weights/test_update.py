@@ -332,9 +332,9 @@ def test_an_option_that_is_not_allowed_is_refused_by_name(engine, option, messag
 
 def test_the_shadow_is_used_again(engine, weights):
     engine.update(weights())
-    shadows = [tensor.data_ptr() for tensor in engine.updater.copies()]
+    shadows = [tensor.data_ptr() for tensor in engine.updater.weights.copies()]
     engine.update(weights(seed=30))
-    assert shadows == [tensor.data_ptr() for tensor in engine.updater.copies()] and len(shadows) == 3
+    assert shadows == [tensor.data_ptr() for tensor in engine.updater.weights.copies()] and len(shadows) == 3
 
 
 FAULTS = {

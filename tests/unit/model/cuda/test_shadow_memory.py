@@ -221,7 +221,7 @@ def test_a_commit_has_what_was_still_under_way_when_it_was_called(on_device, wri
     fused = on_device(torch.zeros(3, 2, 7))  # whose halves are interleaved
     live = {"q": fused[:, 0], "k": fused[:, 1], "last": on_device(torch.zeros(2 * BUFFER // 4))}
     monkeypatch.setattr(stream, "allocate", lambda size: on_device(torch.zeros(size, dtype=torch.uint8)))
-    updater = WeightUpdater(live, [], PackedWeights(nn.Module()), CudaShadowMemory(stream), writer=writer)
+    updater = WeightUpdater.of(live, [], PackedWeights(nn.Module()), CudaShadowMemory(stream), writer=writer)
     for version in (1, 2):
         weights = {name: filled(view.numel()).view(view.shape) * version for name, view in live.items()}
         steps, done = Steps(), []
@@ -243,7 +243,7 @@ def test_weights_of_a_trainer_on_the_device_never_come_to_the_host(on_device, wr
     wanted = [describe(name, tensor) for name, tensor in weights.items()]
     for module in (tensor_writer, tensor_check):
         monkeypatch.setattr(module, "tensor_bytes", None)
-    updater = WeightUpdater(live, [], PackedWeights(nn.Module()), CudaShadowMemory(stream), writer=writer)
+    updater = WeightUpdater.of(live, [], PackedWeights(nn.Module()), CudaShadowMemory(stream), writer=writer)
     report = update_from_source(updater, weights, Steps(), UpdateOptions.checked(staging=staging))
     assert report.digest == updater.digest() == total_digest(wanted) and stream.num_asked == 0
     assert all(torch.equal(live[name], tensor) for name, tensor in weights.items())
