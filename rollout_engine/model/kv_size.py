@@ -10,7 +10,7 @@ _CPU_POOL_BYTES = 4 << 30
 
 
 def bytes_per_block(loaded: LoadedModel, block_size: int) -> int:
-    """Bytes of one block: keys and values of all layers."""
+    """Bytes of one block in this process: keys and values of all layers."""
     per_token = sum(layer.num_kv_heads * (layer.head_dim_k + layer.head_dim_v) for layer in loaded.geometry)
     return per_token * block_size * loaded.dtype.itemsize
 
@@ -29,13 +29,14 @@ def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | Non
     """
     block_bytes = bytes_per_block(loaded, config.block_size)
     if config.num_kv_blocks is not None:
-        _check_fits("num_kv_blocks", config.num_kv_blocks, config.num_kv_blocks * block_bytes, device_bytes)
+        num_bytes = config.num_kv_blocks * block_bytes * loaded.num_ranks
+        _check_fits("num_kv_blocks", config.num_kv_blocks, num_bytes, device_bytes)
         return config.num_kv_blocks
     given = config.kv_cache_bytes
     if given is not None:
         _check_fits("kv_cache_bytes", given, given, device_bytes)
     pool_bytes = given if given is not None else min(_CPU_POOL_BYTES, psutil.virtual_memory().available // 4)
-    num_blocks = pool_bytes // block_bytes
+    num_blocks = pool_bytes // (block_bytes * loaded.num_ranks)
     if num_blocks < 1:
         raise ConfigError(
             f"kv_cache_bytes={pool_bytes} holds not even one KV block: one block of {config.block_size} tokens takes "

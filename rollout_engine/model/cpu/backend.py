@@ -16,6 +16,7 @@ from rollout_engine.model.adapters.pool import AdapterPool
 from rollout_engine.model.cpu import decoder_trial
 from rollout_engine.model.cpu.deterministic import make_deterministic
 from rollout_engine.model.cpu.model import CpuModel
+from rollout_engine.model.cpu.ranked_model import RankedModel, check_products, described_ranks
 from rollout_engine.model.cpu.row_invariance import ARITHMETIC
 from rollout_engine.model.cpu.runner import CpuRunner
 from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
@@ -50,19 +51,27 @@ class CpuBackend:
         self.is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
         self.packed = PackedWeights(loaded.module)
         self.num_blocks = size_pool(config, loaded)
-        reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry)
+        cut = loaded.cut
+        if cut is not None:
+            check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
+            self.num_blocks = cut.seat.exchange.agree(self.num_blocks)[0]
+        reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, cut)
+        if cut is not None and not all(cut.seat.exchange.agree(reason is None)):
+            reason = reason or "so they do on another rank"
         if reason is not None:
             logger.info("The layers run as modules, more slowly: %s.", reason)
         self.adapters = None
-        if self.is_deterministic:
+        if self.is_deterministic and cut is None:
             self.adapters = AdapterPool(loaded.module, max_loras=config.max_loras, max_rank=config.max_lora_rank)
-        model = CpuModel(
+        kind = CpuModel if cut is None else RankedModel
+        model = kind(
             loaded.module,
             loaded.geometry,
             num_blocks=self.num_blocks,
             block_size=config.block_size,
             compiled=reason is None,
             adapters=self.adapters,
+            cut=cut,
         )
         self._vocab_size = loaded.vocab_size
         self.shadow_memory = CpuShadowMemory()
@@ -72,9 +81,10 @@ class CpuBackend:
         self.runner = CpuRunner(
             model, vocab_size=loaded.vocab_size, processors=processors, pooler=pooler, grammars=grammars
         )
-        self.routing = self.runner.routing.info
+        self.routing = self.runner.routing.info if cut is None else None
         self.choices = (
-            f"device cpu, dtype {_described_dtype(loaded)}, {torch.get_num_threads()} threads, "
+            f"device cpu{described_ranks(loaded.num_ranks)}, dtype {_described_dtype(loaded)}, "
+            f"{torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"decoder {'modules' if reason is not None else 'compiled'}, "
             f"{describe_pool(config, loaded, self.num_blocks)}"
@@ -119,7 +129,7 @@ def _described_dtype(loaded: LoadedModel) -> str:
 
 
 def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
-    reason = make_deterministic(loaded.module, loaded.geometry, fp32_head=config.fp32_head)
+    reason = make_deterministic(loaded.module, loaded.geometry, fp32_head=config.fp32_head, cut=loaded.cut)
     if reason is not None and config.deterministic is True:
         raise ConfigError(f"deterministic=True is not possible: {reason}. Use deterministic=False.")
     if reason is not None:

@@ -9,11 +9,13 @@ from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu import attention
 from rollout_engine.kernels.cpu.decoder import Decoder, DecoderAdapters, LayerWeights, Norm, Product
 from rollout_engine.model.adapters.pool import AdapterPool
+from rollout_engine.model.cpu.ranked_decoder import decoder_ranks
 from rollout_engine.model.cpu.row_invariance import RowInvariantMLP, RowInvariantRMSNorm
 from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder_structure, require
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from rollout_engine.model.packing.packed_embedding import PackedEmbedding
+from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
@@ -21,7 +23,8 @@ class CpuDecoder:
     """The layers of `module` over one KV pool. Raises `UnsupportedStructure` where the module is not built as Llama is.
 
     Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. Where groups
-    do not follow writes, only what they run from may move. `adapters`: those that rows may have.
+    do not follow writes, only what they run from may move. `adapters`: those that rows may have. `cut`: how the module
+    is cut over ranks.
     """
 
     def __init__(
@@ -30,8 +33,11 @@ class CpuDecoder:
         geometry: Sequence[LayerGeometry],
         pool: Sequence[attention.KVLayer],
         adapters: AdapterPool | None = None,
+        cut: ModelCut | None = None,
     ) -> None:
         self._structure, self._pool = decoder_structure(module, geometry), pool
+        self._ranks = None if cut is None else decoder_ranks(cut, self._structure)
+        self._vocab_size = module.config.vocab_size
         embedding, head = self._structure.embedding, self._structure.head
         require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
@@ -69,7 +75,7 @@ class CpuDecoder:
         states = parts.norm(hidden[state_rows]) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
-        return LogitRows(parts.norm(hidden[rows]), parts.head, parts.head.out_features), states
+        return LogitRows(parts.norm(hidden[rows]), parts.head, self._vocab_size), states
 
     def release(self) -> None:
         """Let go of packed weights and of the memory of activations until the next step."""
@@ -83,7 +89,7 @@ class CpuDecoder:
         if self._decoder is None or stamp != self._stamp:
             layers = [_weights(layer) for layer in self._structure.layers]
             stamp[-len(self._groups) :] = [group.num_packs for group in self._groups]
-            self._decoder, self._stamp = Decoder(layers, self._pool), stamp
+            self._decoder, self._stamp = Decoder(layers, self._pool, self._ranks), stamp
         return self._decoder
 
     def _current_adapters(self) -> DecoderAdapters:

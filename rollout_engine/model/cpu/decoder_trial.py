@@ -11,26 +11,28 @@ from rollout_engine.model.cpu.model import CpuModel
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.one_thread import one_thread
+from rollout_engine.model.ranks.cut import ModelCut
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4
 _FAR = 500
 
 
-def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry]) -> str | None:
+def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None = None) -> str | None:
     """Why the layers of `module`, made row-invariant before, must run as modules; None where they need not.
 
     Runs two small steps each way, over a KV pool of its own. Weights must be loaded: zeros would prove nothing.
+    `cut`: how the module is cut over ranks, which all call this together.
     """
     with one_thread():  # bits do not depend on the number of threads
-        return _unsupported_reason(module, geometry)
+        return _unsupported_reason(module, geometry, cut)
 
 
-def _unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry]) -> str | None:
+def _unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
     if not compiled.supports(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
     try:
-        ours = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, compiled=True)
+        ours = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, compiled=True, cut=cut)
         theirs = CpuModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE)
         for chunks in _batches(module, geometry):
             rows = [sum(len(chunk.token_ids) for chunk in chunks[: i + 1]) - 1 for i in range(len(chunks))]

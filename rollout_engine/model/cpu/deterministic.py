@@ -11,17 +11,25 @@ from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.output_head import set_float32_head
+from rollout_engine.model.ranks.cut import ModelCut
+from rollout_engine.model.ranks.wiring import connect
 
 
-def make_deterministic(module: nn.Module, geometry: Sequence[LayerGeometry], *, fp32_head: bool = False) -> str | None:
+def make_deterministic(
+    module: nn.Module, geometry: Sequence[LayerGeometry], *, fp32_head: bool = False, cut: ModelCut | None = None
+) -> str | None:
     """Make `module` row-invariant, in place; returns why rows may still depend on their batch, or None.
 
-    `fp32_head`: see `output_head`. Raises `ConfigError` where this CPU does not allow it.
+    `fp32_head`: see `output_head`. `cut`: how it is cut over ranks, which all call this together.
+
+    Raises `ConfigError` where this CPU does not allow it.
     """
     dtype = next(module.parameters()).dtype
     try:
         prove_row_invariance({dim for layer in geometry for dim in (layer.head_dim_k, layer.head_dim_v)}, dtype)
         make_row_invariant(module)
+        if cut is not None:
+            connect(module, cut)
         set_float32_head(module, fp32_head)
         for group in linear_groups(module):
             group.prove()

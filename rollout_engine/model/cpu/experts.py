@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from rollout_engine.kernels.activation import gated_silu
 from rollout_engine.model.packing.linear_groups import LinearGroup
+from rollout_engine.model.ranks.share import Share
+from rollout_engine.model.ranks.wiring import OwnExperts
 
 
 class WeightSlice:
@@ -64,6 +66,8 @@ class RowInvariantExperts(nn.Module):
 
     _groups: list[LinearGroup]
     """Gate and up of every expert, then down of every expert."""
+    _own_experts: OwnExperts | None = None
+    """Those that this rank has, where the model is cut; the parameters hold these alone."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""
@@ -78,13 +82,17 @@ class RowInvariantExperts(nn.Module):
         """Unweighted outputs of `rows` [T * k, H], which are sorted by expert."""
         # Unbound, the backward stacks the gradients of all experts once; indexed, it fills a whole tensor for each.
         gate_up, down = self.gate_up_proj.unbind(), self.down_proj.unbind()
-        counts = torch.bincount(index.flatten(), minlength=len(gate_up)).tolist()
-        outputs = []
-        for expert, part in enumerate(rows.split(counts)):
+        own = self._own_experts
+        share = Share.all(len(gate_up)) if own is None else own.share
+        counts = torch.bincount(index.flatten(), minlength=share.whole).tolist()
+        outputs: list[Tensor] = []
+        for expert, part in enumerate(rows.split(counts)[share.first : share.stop]):
             if len(part):
                 (projected,) = self._groups[expert].product(part, [gate_up[expert]])
                 activated = gated_silu(*projected.chunk(2, dim=-1))
                 outputs += self._groups[len(gate_up) + expert].product(activated, [down[expert]])
+        if own is not None:
+            return own.gather(outputs, rows, counts)
         return torch.cat(outputs) if outputs else rows
 
 

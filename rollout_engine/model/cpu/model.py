@@ -16,6 +16,7 @@ from rollout_engine.model.cpu.flat_batch import FlatBatch, SequenceChunk
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import trunk_of
 from rollout_engine.model.modules.layer_watch import LayerWatch
+from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.module_logits import module_logits
 
@@ -24,7 +25,8 @@ class CpuModel:
     """A module built with `ATTENTION_NAME`, and its KV pool.
 
     `compiled`: its layers run as one C++ call instead of as modules, unless `layer_watch` has watchers;
-    `decoder_trial` must have allowed it. `adapters`: those that rows may have.
+    `decoder_trial` must have allowed it. `adapters`: those that rows may have. `cut`: how it is cut over ranks, which
+    then compute every forward together.
     """
 
     def __init__(
@@ -36,11 +38,12 @@ class CpuModel:
         block_size: int,
         compiled: bool = False,
         adapters: AdapterPool | None = None,
+        cut: ModelCut | None = None,
     ) -> None:
         dtype = next(module.parameters()).dtype
         self.module, self.adapters = module, adapters
         self.kv = CpuKVPool(geometry, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-        self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters) if compiled else None
+        self.decoder = CpuDecoder(module, geometry, self.kv.layers, adapters, cut) if compiled else None
         self.layer_watch = LayerWatch(module, len(geometry))
 
     def forward(self, chunks: FlatBatch | Sequence[SequenceChunk], logit_rows: np.ndarray | Sequence[int]) -> Tensor:

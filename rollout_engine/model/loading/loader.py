@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
@@ -16,9 +16,13 @@ from rollout_engine.model.loading.checkpoint import as_config_errors, find_direc
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
+from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.packing.linear_groups import fuse_projections
+from rollout_engine.model.ranks.cut import ModelCut, cut_module
+from rollout_engine.model.ranks.part import Part, part_of
+from rollout_engine.model.ranks.seat import Seat
 from sync.checkpoint import CONFIG_FILE, StoredTensor
 from sync.file_snapshot import SnapshotFile
 from sync.manifest import decode_json
@@ -32,8 +36,11 @@ _DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_FLOATS = (*_DEVICE_DTYPES, torch.float64)
 
 
-def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel:
-    """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly."""
+def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None) -> LoadedModel:
+    """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly.
+
+    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment.
+    """
     directory = find_directory(config.model, weights=config.load_format == "auto")
     hf_config, config_file = _read_config(directory)
     entries = read_entries(directory) if config.load_format == "auto" else []
@@ -47,14 +54,25 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
     max_model_len = _served_length(limit, config.max_model_len)
     if device != _CPU:
         place_on(module, device)
-    fuse_projections(module)
-    table = WeightTable.of(module)
+    vocab_size = (module.get_output_embeddings() or module.get_input_embeddings()).weight.shape[0]
+    cut, targets = None, None
+    if seat is None:
+        fuse_projections(module)
+        table = WeightTable.of(module)
+        targets = table.views
+    else:
+        _refuse_to_cut(head_kind)
+        table = WeightTable.of(module)
+    if config.load_format != "auto":
+        initialize(module)
+    if seat is not None:
+        cut, parts = _cut(module, geometry, seat, table, keep_values=config.load_format != "auto")
+        geometry, targets = cut.geometry, {name: part.view for name, part in parts.items() if part.rows.size}
     if config.load_format == "auto":
-        table.load(entries, ignored=_NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ()))
+        ignored = _NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ())
+        table.load(entries, ignored=ignored, parts=None if seat is None else parts)
         with as_config_errors():
             config_file.check()
-    else:
-        initialize(module)
     if head_kind is not None:
         check_head(module, head_kind)
     return LoadedModel(
@@ -64,11 +82,34 @@ def load_model(config: EngineConfig, device: torch.device = _CPU) -> LoadedModel
         geometry=geometry,
         eos_token_ids=_read_eos_token_ids(directory, module.config),
         max_model_len=max_model_len,
-        vocab_size=(module.get_output_embeddings() or module.get_input_embeddings()).weight.shape[0],
-        targets=table.views,
+        vocab_size=vocab_size,
+        targets=targets,
         aliases=table.aliases(),
         head_kind=head_kind,
+        cut=cut,
     )
+
+
+def _cut(
+    module: PreTrainedModel, geometry: list[LayerGeometry], seat: Seat, whole: WeightTable, *, keep_values: bool
+) -> tuple[ModelCut, dict[str, Part]]:
+    """Cut `module`, whose weights `whole` names; returns also the parts under all names."""
+    cut = cut_module(module, geometry, seat, keep_values=keep_values)
+    fuse_projections(module)
+    live = module.state_dict(keep_vars=True)
+    parts = {}
+    for name, view in whole.views.items():
+        owner = whole.owners[name]
+        parts[name] = part_of(name, view, whole.views[owner], live[owner].detach(), cut.shares.get(owner))
+    return cut._replace(whole=whole.views, parts=parts), parts
+
+
+def _refuse_to_cut(head_kind: HeadKind | None) -> None:
+    if head_kind is not None:
+        raise ConfigError(
+            "tensor_parallel_size: a checkpoint with a head that classifies is served by one process. Leave "
+            "tensor_parallel_size out."
+        )
 
 
 def _check_head_device(head_kind: HeadKind | None, device: torch.device) -> None:

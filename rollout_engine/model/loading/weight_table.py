@@ -6,7 +6,7 @@ parameter each checkpoint name denotes. Loading and weight updates both write th
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rollout_engine.errors import ConfigError
 from rollout_engine.model.loading.checkpoint import as_config_errors
+from rollout_engine.model.ranks.part import Part
+from rollout_engine.model.ranks.share import Share
 from sync.checkpoint import StoredTensor
 from sync.digests import tensor_bytes
 
@@ -51,10 +53,13 @@ class WeightTable(NamedTuple):
             groups.setdefault(_place(view), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
-    def load(self, entries: list[StoredTensor], *, ignored: Iterable[str] = ()) -> None:
+    def load(
+        self, entries: list[StoredTensor], *, ignored: Iterable[str] = (), parts: Mapping[str, Part] | None = None
+    ) -> None:
         """Fill every view from a checkpoint, converting between floating dtypes (to nearest, ties to even).
 
-        The checkpoint may have further names that match a regular expression of `ignored`. Raises `ConfigError` before
+        The checkpoint may have further names that match a regular expression of `ignored`. `parts`: fill these instead,
+        which hold some rows of every view. Raises `ConfigError` before
         anything is written when a name is missing or unexpected, or a shape or dtype differs.
         """
         skip = re.compile("|".join(f"({pattern})" for pattern in ignored) or r"(?!)")
@@ -66,9 +71,10 @@ class WeightTable(NamedTuple):
             for entry in wanted:
                 view = self.views[entry.name]
                 before = written.setdefault(_place(view), entry.name)
+                part = Part(view, Share.all(len(view) if view.dim() else 1)) if parts is None else parts[entry.name]
                 if before == entry.name:
-                    _fill(view, entry)
-                elif not torch.equal(view, entry.materialize().to(view.dtype)):
+                    _fill(part, entry)
+                elif not torch.equal(part.view, _rows_of(part, entry)):
                     raise ConfigError(
                         f"{entry.path}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they "
                         "are meant to differ, set tie_word_embeddings to false in config.json."
@@ -137,12 +143,22 @@ def _convertible(entry: StoredTensor, view: Tensor) -> bool:
     return entry.dtype in _FLOATS if view.dtype.is_floating_point else entry.dtype == view.dtype
 
 
-def _fill(view: Tensor, entry: StoredTensor) -> None:
-    """Read a tensor of a checkpoint into `view`, without a copy where both have the same layout."""
+def _fill(part: Part, entry: StoredTensor) -> None:
+    """Read the part's rows of a tensor of a checkpoint, without a copy where both have the same layout."""
+    view = part.view
     if view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype:
-        entry.fetch(tensor_bytes(view), 0)
+        entry.fetch(tensor_bytes(view), part.elements[0] * entry.dtype.itemsize)
     else:
-        view.copy_(entry.materialize())
+        view.copy_(_rows_of(part, entry))
+
+
+def _rows_of(part: Part, entry: StoredTensor) -> Tensor:
+    """The part's rows of a tensor of a checkpoint, in the model's dtype."""
+    if part.rows.is_whole:
+        return entry.materialize().to(part.view.dtype)
+    rows = torch.empty(part.view.shape, dtype=entry.dtype)
+    entry.fetch(tensor_bytes(rows), part.elements[0] * entry.dtype.itemsize)
+    return rows.to(part.view.dtype)
 
 
 def _refuse(what: str, offenders: list[str]) -> None:

@@ -1,6 +1,6 @@
 """The result of loading a model, which a backend puts to work."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,3 +32,10 @@ class LoadedModel(NamedTuple):
     """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""
     head_kind: HeadKind | None = None
     """The head that classifies in place of the output head; None in a causal LM."""
+    cut: Any = None
+    """The rank's part of it, a `ranks.cut.ModelCut`; None where one process has it all."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that the model is cut over."""
+        return 1 if self.cut is None else int(self.cut.seat.num_ranks)

@@ -1,0 +1,45 @@
+"""The parts of a compiled decoder that the ranks of a cut model share."""
+
+from torch import nn
+
+from rollout_engine.kernels.cpu.decoder import Columns, DecoderRanks
+from rollout_engine.model.modules.decoder_structure import DecoderStructure, UnsupportedStructure, require
+from rollout_engine.model.ranks.cut import LinearCut, ModelCut
+from rollout_engine.model.ranks.share import Share
+
+
+def decoder_ranks(cut: ModelCut, structure: DecoderStructure) -> DecoderRanks:
+    """This rank's columns of a decoder with `structure`.
+
+    Raises `UnsupportedStructure` where its products are not all cut as the decoder computes them.
+    """
+    linears = {id(each.module): each for each in cut.linears}
+    inputs = [_inputs(linears, [*layer.qkv, *layer.gate_up], layer.out, layer.down) for layer in structure.layers]
+    hidden = {linears[id(child)].share for layer in structure.layers for child in (layer.out, layer.down)}
+    intermediate = {each[1] for each in inputs}
+    require(len(hidden) == len(intermediate) == 1, "its layers differ in their sizes")
+    exchange = cut.seat.exchange
+    return DecoderRanks(
+        exchange.turns,
+        exchange.decoder_memory,
+        _columns(*hidden),
+        _columns(*intermediate),
+        [_columns(attended) for attended, _ in inputs],
+    )
+
+
+def _inputs(
+    linears: dict[int, LinearCut], local: list[nn.Module], out: nn.Module, down: nn.Module
+) -> tuple[Share, Share]:
+    """The rank's share of what `out` and `down` read, where the products `local` before them are kept by each rank."""
+    cuts = [linears.get(id(child)) for child in (*local, out, down)]
+    *first, out_cut, down_cut = cuts
+    if any(each is None or each.gathers for each in first) or out_cut is None or down_cut is None:
+        raise UnsupportedStructure("its products are not cut by heads and columns")
+    if out_cut.input_share is None or down_cut.input_share is None:
+        raise UnsupportedStructure("its products are not cut by heads and columns")
+    return out_cut.input_share, down_cut.input_share
+
+
+def _columns(share: Share) -> Columns:
+    return Columns(share.first, share.size, share.whole)

@@ -1,0 +1,202 @@
+"""Cuts a module over ranks by the model's own tensor-parallel plan: weights by output rows, never by input columns.
+
+Every element of every product is then computed whole on one rank, so that no bit depends on the number of ranks. The
+plan says which products may follow one another without their whole outputs:
+
+    colwise     q, k, v: by heads; gate, up         the rank's own columns go on
+    rowwise     o, down                             reads whole rows, which are gathered; so is its result
+    *_gather_output  *_rep  *_split_input           whole rows in and out
+
+Where the structure is not what the plan was written for, products take whole rows in and give whole rows out, which is
+always right. Experts are divided as wholes. What the plan leaves out (norms, routers) every rank has whole.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rollout_engine.errors import ConfigError
+from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.module_patterns import is_gated_mlp
+from rollout_engine.model.ranks.part import Part
+from rollout_engine.model.ranks.seat import Seat
+from rollout_engine.model.ranks.share import Share, share_of
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_ATTENTION_PARTS = {*_QKV, "o_proj", "q_norm", "k_norm"}
+_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
+_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+
+
+class LinearCut(NamedTuple):
+    """A linear cut by its outputs."""
+
+    module: nn.Module
+    share: Share
+    """Of its output features."""
+    input_share: Share | None
+    """Of its input features, where it is given the rank's own and they have to be gathered."""
+    gathers: bool
+    """Whether its result is gathered."""
+
+
+class ModelCut(NamedTuple):
+    """Which rows of a module's weights a rank holds."""
+
+    seat: Seat
+    linears: list[LinearCut]
+    experts: list[tuple[nn.Module, Share]]
+    embedding: tuple[nn.Embedding, Share] | None
+    shares: dict[str, Share]
+    """The rows of each parameter that is cut, by the module's name of it."""
+    geometry: list[LayerGeometry]
+    """Of the rank's own heads."""
+    whole: dict[str, Tensor]
+    """Every accepted name as a view of the weights as they were before, without values."""
+    parts: dict[str, Part]
+    """What the rank holds under these names."""
+
+
+def cut_module(
+    module: PreTrainedModel, geometry: list[LayerGeometry], seat: Seat, *, keep_values: bool = False
+) -> ModelCut:
+    """Replace the parameters of `module` by the rank's rows, uninitialised unless `keep_values`.
+
+    Raises `ConfigError` where it cannot be cut for so many ranks.
+    """
+    plan = _plan_of(module)
+    cut = ModelCut(seat, [], [], None, {}, list(geometry), {}, {})
+    for parent in module.modules():
+        children = {name: child for name, child in parent.named_children() if id(child) in plan}
+        if children and hasattr(parent, "layer_idx"):
+            _cut_attention(cut, parent, children, plan)
+        elif children:
+            _cut_block(cut, parent, children, plan)
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if isinstance(head, nn.Linear):
+        cut.linears.append(LinearCut(head, _share(head.out_features, seat, "its vocabulary"), None, True))
+    if isinstance(embedding, nn.Embedding):
+        share = _share(embedding.num_embeddings, seat, "its vocabulary")
+        cut = cut._replace(embedding=(embedding, share))
+    _replace_parameters(module, cut, keep_values=keep_values)
+    return cut
+
+
+def _plan_of(module: PreTrainedModel) -> dict[int, str]:
+    """The plan's style of each linear and of each module of experts, by the module's id."""
+    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise ConfigError(
+            f"tensor_parallel_size: {type(module).__name__} cannot be cut, because transformers has no tensor-parallel "
+            "plan of it (base_model_tp_plan). Leave it out."
+        )
+    styles = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in plan.items()]
+    base = getattr(module, module.base_model_prefix)
+    found = {}
+    for path, child in base.named_modules():
+        style = next((style for pattern, style in styles if pattern.fullmatch(path)), None)
+        if isinstance(child, nn.Linear) and style in (*_COLUMNS, *_ROWS):
+            found[id(child)] = style
+        elif style is not None and _are_experts(child):
+            found[id(child)] = "experts"
+    return found
+
+
+def _are_experts(child: nn.Module) -> bool:
+    dims = {name: parameter.dim() for name, parameter in child.named_parameters(recurse=False)}
+    return dims == {"gate_up_proj": 3, "down_proj": 3}
+
+
+def _cut_attention(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
+    """Cut by heads, where `parent` is built as Llama's attention is; else have every product give whole rows."""
+    layer = cut.geometry[parent.layer_idx]
+    parts = dict(parent.named_children())
+    is_known = parts.keys() <= _ATTENTION_PARTS and parts.keys() >= {*_QKV, "o_proj"} and not layer.has_sinks
+    is_known = is_known and all(plan.get(id(parts[name])) == "colwise" for name in _QKV)
+    is_known = is_known and plan.get(id(parts["o_proj"])) == "rowwise" and not list(parent.parameters(recurse=False))
+    norms = [p for name in ("q_norm", "k_norm") if name in parts for p in parts[name].parameters()]
+    is_known = is_known and all(norm.numel() == layer.head_dim_k for norm in norms)
+    sizes = (layer.num_heads * layer.head_dim_k, layer.num_kv_heads * layer.head_dim_k)
+    sizes += (layer.num_kv_heads * layer.head_dim_v,)
+    if not is_known or any(parts[name].out_features != size for name, size in zip(_QKV, sizes, strict=True)):
+        return _cut_block(cut, parent, children, plan)
+    heads, kv_heads = _share_heads(layer, cut.seat)
+    dims = (layer.head_dim_k, layer.head_dim_k, layer.head_dim_v)
+    for name, share, dim in zip(_QKV, (heads, kv_heads, kv_heads), dims, strict=True):
+        cut.linears.append(LinearCut(parts[name], share.times(dim), None, False))
+    out = parts["o_proj"]
+    share = _share(out.out_features, cut.seat, "its hidden size")
+    cut.linears.append(LinearCut(out, share, heads.times(layer.head_dim_v), True))
+    fields = {"num_heads": heads.size, "num_kv_heads": kv_heads.size}
+    cut.geometry[parent.layer_idx] = layer.__class__(**{**_fields(layer), **fields})
+
+
+def _fields(layer: LayerGeometry) -> dict[str, object]:
+    return {name: getattr(layer, name) for name in layer.__struct_fields__}
+
+
+def _share_heads(layer: LayerGeometry, seat: Seat) -> tuple[Share, Share]:
+    """The query heads of a rank, and the key/value heads that these read, of which several ranks may have the same."""
+    ranks, heads, kv_heads = seat.num_ranks, layer.num_heads, layer.num_kv_heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ConfigError(
+            f"tensor_parallel_size={ranks} is not allowed: its {heads} query heads and {kv_heads} key/value heads "
+            f"cannot be divided evenly. Give a number that divides {heads}, and divides {kv_heads} or is a multiple "
+            "of it."
+        )
+    size = heads // ranks
+    first = seat.rank * kv_heads // ranks
+    own = Share(seat.rank * size, (seat.rank + 1) * size, heads)
+    return own, Share(first, first + max(1, kv_heads // ranks), kv_heads)
+
+
+def _cut_block(cut: ModelCut, parent: nn.Module, children: dict[str, nn.Module], plan: dict[int, str]) -> None:
+    """Cut an MLP, whose activation needs each rank's own columns alone, or linears of an unknown structure."""
+    is_local = is_gated_mlp(parent) and plan.get(id(parent.gate_proj)) == plan.get(id(parent.up_proj)) == "colwise"
+    is_local = is_local and plan.get(id(parent.down_proj)) == "rowwise"
+    for child in children.values():
+        if plan[id(child)] == "experts":
+            cut.experts.append((child, _share(child.down_proj.shape[0], cut.seat, "its experts")))
+            continue
+        share = _share(child.out_features, cut.seat, "a product")
+        is_last = not is_local or child is parent.down_proj
+        inner = _share(child.in_features, cut.seat, "a product") if is_local and is_last else None
+        cut.linears.append(LinearCut(child, share, inner, is_last))
+
+
+def _share(whole: int, seat: Seat, what: str) -> Share:
+    try:
+        return share_of(whole, seat.rank, seat.num_ranks)
+    except ValueError as problem:
+        raise ConfigError(f"tensor_parallel_size={seat.num_ranks} is too many: {what}: {problem}.") from None
+
+
+def _cut_parameters(cut: ModelCut) -> Iterator[tuple[nn.Module, str, Share]]:
+    """Module, attribute and rows of every parameter that is cut; a tied one comes twice."""
+    owners = [(each.module, each.share) for each in cut.linears] + cut.experts
+    owners += [cut.embedding] if cut.embedding is not None else []
+    for child, share in owners:
+        for name, _ in list(child.named_parameters(recurse=False)):
+            yield child, name, share
+
+
+def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: bool) -> None:
+    names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
+    replaced: dict[int, nn.Parameter] = {}
+    for child, attribute, share in _cut_parameters(cut):
+        before = child.get_parameter(attribute)
+        if id(before) not in replaced:
+            cut.shares[names[id(before)]] = share
+            rows = before.data[share.first : share.stop]
+            data = rows.clone() if keep_values else torch.empty_like(rows)
+            replaced[id(before)] = nn.Parameter(data, requires_grad=False)
+        child.register_parameter(attribute, replaced[id(before)])
+    for each in cut.linears:
+        each.module.out_features = each.share.size
+    if cut.embedding is not None:
+        embedding, share = cut.embedding
+        embedding.num_embeddings, embedding.padding_idx = share.size, None

@@ -1,0 +1,93 @@
+"""Connects the parts of a module that is cut over ranks: gathers what a product needs, and what it gives."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.model.ranks.cut import LinearCut, ModelCut
+from rollout_engine.model.ranks.seat import Seat
+from rollout_engine.model.ranks.share import Share
+
+
+def connect(module: nn.Module, cut: ModelCut) -> None:
+    """Make the forward of `module`, whose linears and experts have been replaced, that of all ranks together."""
+    head = module.get_output_embeddings()
+    for each in cut.linears:
+        if each.module is head:
+            each.module.register_forward_pre_hook(_Announced(cut.seat))
+        _connect_linear(each, cut.seat)
+    for child, share in cut.experts:
+        child._own_experts = OwnExperts(cut.seat, share)
+    if cut.embedding is not None:
+        embedding, share = cut.embedding
+        own = _OwnRows(cut.seat, share)
+        embedding.register_forward_pre_hook(own.localise)
+        embedding.register_forward_hook(own.merge)
+    _announce_dense(module, cut.seat)
+
+
+def _connect_linear(cut: LinearCut, seat: Seat) -> None:
+    if (share := cut.input_share) is not None:
+        cut.module.register_forward_pre_hook(lambda _, given: (seat.exchange.gather_columns(given[0], share),))
+    if cut.gathers:
+        cut.module.register_forward_hook(lambda _, given, out: seat.exchange.gather_columns(out, cut.share))
+
+
+class OwnExperts:
+    """The experts of a mixture that this rank computes."""
+
+    def __init__(self, seat: Seat, share: Share) -> None:
+        self._exchange, self.share = seat.exchange, share
+
+    def gather(self, outputs: list[Tensor], like: Tensor, counts: list[int]) -> Tensor:
+        """All rows [T * k, H], sorted by expert, of which `outputs` are those of the own experts; `counts` [E]."""
+        part = torch.cat(outputs) if outputs else like[:0]
+        return self._exchange.gather_rows(part, sum(counts[: self.share.first]), sum(counts))
+
+
+class _Announced:
+    """Before the head: rank 0 has the others compute it too, where they do not anyway."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+
+    def __call__(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if (followers := self._seat.alone) is not None:
+            followers.head(given[0])
+
+
+class _OwnRows:
+    """An embedding of which each rank has some rows: those of other ranks come from them."""
+
+    def __init__(self, seat: Seat, share: Share) -> None:
+        self._exchange, self._share = seat.exchange, share
+        self._is_own: Tensor | None = None
+
+    def localise(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor]:
+        ids = given[0]
+        self._is_own = (ids >= self._share.first) & (ids < self._share.stop)
+        return ((ids - self._share.first).clamp(0, self._share.size - 1),)
+
+    def merge(self, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        is_own, self._is_own = self._is_own, None
+        assert is_own is not None, "the ids were seen before"
+        return self._exchange.merge_rows(out.view(-1, out.shape[-1]), is_own.view(-1)).view(out.shape)
+
+
+def _announce_dense(module: nn.Module, seat: Seat) -> None:
+    """Have the followers join when rank 0 runs the whole module over sequences, for scores."""
+    contexts: list[Any] = []
+
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if called is module and (followers := seat.alone) is not None:
+            followers.forward_dense(kwargs["input_ids"])
+            contexts.append(seat.together())
+            contexts[-1].__enter__()
+
+    def after(called: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if called is module and contexts:
+            contexts.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
