@@ -146,7 +146,11 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """On a CPU, logits of a bfloat16 model in float32: the head's products are added in float32 and not rounded. Have
     the trainer do the same by `exact.enable(model, fp32_head=True)`. A float32 model's logits are float32 anyway."""
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
-    """Threads of the model's forward. None: torch's own setting, by default one per physical core."""
+    """Threads of the model's forward, of each rank where there are several. None: torch's own setting, by default one
+    per physical core, divided among the ranks."""
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """On a CPU, processes of this machine that the model is cut over: each holds a part of every weight and of the KV
+    pool. Tokens and log-probs are those of one, to the bit. See docs/ranks.md."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"dummy": random weights from the configuration alone, for tests and measurements."""
     skip_tokenizer_init: bool = False
@@ -224,8 +228,21 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
         if not self.model:
             raise ConfigError(refused("model", self.model, "a checkpoint directory or a hub id"))
+
+    def _check_ranks(self) -> None:
+        found = {
+            'device="cuda"': (self.device == "cuda", "on devices a model is on one; leave tensor_parallel_size out"),
+            "deterministic=False": (self.deterministic is False, "a cut model has the bits of one that is whole"),
+            f"speculation={self.speculation!r}": (self.speculates is not None, "ranks draft no tokens"),
+        }
+        for other, (is_set, reason) in found.items():
+            if is_set:
+                size = f"tensor_parallel_size={self.tensor_parallel_size}"
+                raise ConfigError(f"{size} and {other} are both set: {reason}. Give one of them.")
 
     def _check_speculation(self) -> None:
         found = {'device="cuda"': self.device == "cuda", "deterministic=False": self.deterministic is False}

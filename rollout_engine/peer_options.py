@@ -65,7 +65,6 @@ ENGINE_PEERS: Peers = {
         "speculative_config": "give speculation='auto' or SpeculationConfig(draft_model=..., max_draft_tokens=...)",
         "swap_space": "preempted requests are recomputed, not swapped out; leave it out",
         "task": "generation is what there is; leave it out",
-        "tensor_parallel_size": _NO_PARALLEL,
         "tokenizer_mode": "the tokenizer that transformers loads is used; leave it out",
         "tokenizer_revision": _NO_REVISION,
         "trust_remote_code": _NO_REMOTE_CODE,

@@ -23,6 +23,7 @@ from rollout_engine.engine.update_steps import UpdateSteps
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.errors import EngineDeadError, LifecycleError, RetryableError, WeightUpdateError
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.process_executor import make_executor
 from rollout_engine.messages import EngineCoreOutputs, EngineCoreRequest, UpdateOptions
 from rollout_engine.outputs import UpdateReport
 from rollout_engine.weights.update import update_from_source
@@ -63,7 +64,7 @@ class LocalClient:
         cls, config: EngineConfig, meanwhile: Callable[[], object] = lambda: None, *, own_thread: bool = False
     ) -> "LocalClient":
         """Load the model that `config` names; `meanwhile` is called as well. Raises `ConfigError`."""
-        executor = InlineExecutor.from_config(config)
+        executor = make_executor(config)
         try:
             meanwhile()
         except BaseException:
@@ -81,6 +82,7 @@ class LocalClient:
             except RetryableError:
                 client.shutdown()
                 raise
+        executor.watch(client._die)
         gc.collect()
         gc.freeze()  # what start-up made stays; the collector need not walk it between steps
         logger.info("%s", client.info.choices)
@@ -222,7 +224,11 @@ class LocalClient:
 
     def _give_up(self, reason: str) -> None:
         """Fail every request: the client's own thread computes no more."""
-        self.dead_error = EngineDeadError(f"The engine's thread {reason}")
+        self._die(f"The engine's thread {reason}")
+
+    def _die(self, reason: str) -> None:
+        """Fail every request: nothing can be computed any more."""
+        self.dead_error = EngineDeadError(reason)
         self._fail_all(self.dead_error)
 
     def _give_up_own_thread(self, reason: str) -> None:

@@ -42,6 +42,9 @@ class InlineExecutor:
             profiler=Profiler(config.profiler_dir),
         )
 
+    def watch(self, on_death: Callable[[str], object]) -> None:
+        """Call `on_death` when a process ends that the model needs beside this one: there is none."""
+
     @property
     def worker(self) -> Worker:
         if self._worker is None:

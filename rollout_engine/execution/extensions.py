@@ -122,6 +122,10 @@ class Extensions:
         """Whether calls of this method run on a thread of their own while steps go on; False for an unknown name."""
         return name in self._methods and self._methods[name].beside_steps
 
+    def owner_of(self, name: str) -> type[WorkerExtension] | None:
+        """The class of a method; None for an unknown name."""
+        return self._methods[name].owner if name in self._methods else None
+
     def close(self) -> None:
         """Close every extension, the last one first. What one raises is logged; one that hangs is left behind."""
         while self._instances:

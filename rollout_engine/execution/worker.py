@@ -22,9 +22,12 @@ from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.tokenizer_file import tokenizer_text
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.kernels.memory import trim_allocator
+from rollout_engine.model.backend import Backend
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.sampling.logits_processors import load_processors
 from rollout_engine.user_code import UserCode
 from rollout_engine.weights.update_session import UpdateSession
@@ -39,19 +42,20 @@ class Worker:
 
     rank = 0
 
-    def __init__(self, config: EngineConfig) -> None:
-        if config.num_threads is not None:
+    def __init__(self, config: EngineConfig, seat: Seat | None = None) -> None:
+        """`seat`: rank 0's, where the model is cut over ranks."""
+        if config.num_threads is not None and seat is None:
             torch.set_num_threads(config.num_threads)
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
-        loaded = load_model(config, device.torch_device)
+        loaded = load_model(config, device.torch_device, seat)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         self.grammars = GrammarCompiler(partial(_vocabulary, config, loaded.vocab_size, tuple(loaded.eos_token_ids)))
         backend = device.backend(config, loaded, processors, self.grammars)
         self.backend, self.runner = backend, backend.runner
-        self._weights = ResidentWeights(loaded, backend, device.torch_device)
+        self._weights = self._resident_weights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
-        loaded = loaded._replace(targets={})
+        loaded = loaded._replace(targets={}, cut=None)
         trim_allocator()  # packed weights have given up their plain values
         step_seconds = step_costs(config, backend)
         speculation = config.speculates
@@ -81,6 +85,9 @@ class Worker:
         self.vocab_size, self.max_model_len = self.info.vocab_size, self.info.max_model_len
         self.update = UpdateSession(self.updater)
         self.extensions = Extensions(table, self)
+
+    def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
+        return ResidentWeights(loaded, backend, device)
 
     def live_weights(self) -> Mapping[str, Tensor]:
         return self.updater.live("live_weights")

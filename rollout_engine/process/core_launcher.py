@@ -20,6 +20,7 @@ import msgspec
 from rollout_engine.class_names import import_path, name_elsewhere
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError, EngineDeadError
+from rollout_engine.execution.child_process import environment_with_package, start_module
 from rollout_engine.process.core_directory import PREFIX, SHARED_MEMORY, lock_directory, sweep_stale_directories
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.keys import Keys
@@ -170,13 +171,8 @@ class CoreProcess:
 def _start(lifeline: int, locked: int, directory: str) -> "subprocess.Popen[bytes]":
     """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file."""
     numbers = [str(lifeline), str(locked)]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", CORE_MODULE, *numbers, directory, str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[lifeline, locked],
-        env=_environment(),
-        start_new_session=True,  # Ctrl-C is the parent's to handle
-    )
+    arguments = [*numbers, directory, str(os.getpid())]
+    return start_module(CORE_MODULE, arguments, descriptors=[lifeline, locked], environment=_environment())
 
 
 def _refuse_cores_of_cores() -> None:
@@ -198,13 +194,7 @@ def named_elsewhere(config: EngineConfig) -> EngineConfig:
 
 def _environment() -> dict[str, str]:
     """Environment of the core. Its idle threads spin only briefly: the parent needs their CPU cores to read outputs."""
-    environment = os.environ | {"PYTHONPATH": _python_path()}
+    environment = environment_with_package()
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     return environment
-
-
-def _python_path() -> str:
-    """PYTHONPATH by which the child imports this copy of the package."""
-    root = str(Path(__file__).parents[2])
-    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

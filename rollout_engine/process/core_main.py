@@ -22,6 +22,7 @@ from rollout_engine.engine.step_trace import traced
 from rollout_engine.engine.step_watchdog import StepWatchdog
 from rollout_engine.errors import RetryableError
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.process_executor import make_executor
 from rollout_engine.process import descriptors
 from rollout_engine.process.core_launcher import config_digest
 from rollout_engine.process.core_proc import EngineCoreProc, sendable_failure
@@ -54,7 +55,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
         settings.config.check()
-        executor = InlineExecutor.from_config(settings.config)
+        executor = make_executor(settings.config)
         core = RecordedCore(traced(executor, settings.config), core_config(settings.config, executor.info))
         max_clients = descriptors.num_clients_possible(2 if settings.listen else 1)
         io = CoreSocket(
@@ -80,6 +81,7 @@ def serve(lifeline: Lifeline, directory: str, watch: ParentWatch) -> int:
         if settings.config.step_deadline is not None:
             StepWatchdog(proc.driver, settings.config.step_deadline, partial(_give_up, core, io, directory))
         io.start(lambda: _ready(settings, core, executor, io), on_orphaned=lambda: _leave(directory, 1))
+        executor.watch(partial(_give_up, core, io, directory))
     except RetryableError as error:
         lifeline.write(sendable_failure(error))
         return 1

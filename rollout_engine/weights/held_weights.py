@@ -210,11 +210,16 @@ class HeldWeights:
     def num_shadow_bytes(self) -> int:
         return self._shadow.num_bytes + self._packed.num_spare_bytes
 
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes that shadows may still take."""
+        return self._memory.num_free_bytes
+
     def num_bytes_to_shadow(self) -> int:
         return self._shadow.num_bytes_lacking(self._plain(self._live)) + self._packed.num_bytes_to_spare
 
     def make_room_for_shadow(self) -> bool:
-        if self.num_bytes_to_shadow() > self._memory.num_free_bytes:
+        if self.num_bytes_to_shadow() > self.num_free_bytes:
             return False
         try:
             self._reserve_shadow()

@@ -1,0 +1,27 @@
+"""Starts child processes of this package: their environment, and the module that they run."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def start_module(
+    module: str, arguments: Sequence[str], *, descriptors: Sequence[int], environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Run a module of this package in a new process, which inherits these descriptors."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=list(descriptors),
+        env=environment,
+        start_new_session=True,  # Ctrl-C is the parent's to handle
+    )
+
+
+def environment_with_package() -> dict[str, str]:
+    """This process's environment, in which a child imports this copy of the package."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return os.environ | {"PYTHONPATH": path}

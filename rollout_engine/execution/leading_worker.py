@@ -1,0 +1,68 @@
+"""The worker of rank 0, where a model is cut over ranks: it schedules nothing, but draws, and leads the others."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.execution.rank_parts import RankParts
+from rollout_engine.execution.rank_team import RankTeam
+from rollout_engine.execution.rank_wire import ReleaseKV, ReleaseWeights, RestoreWeights
+from rollout_engine.execution.resident_weights import ResidentWeights
+from rollout_engine.execution.team_weights import TeamWeights
+from rollout_engine.execution.worker import Worker
+from rollout_engine.model.backend import Backend
+from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.weights.lazy_tensors import LazyTensors
+from rollout_engine.weights.manifest_checks import ManifestChecks
+from rollout_engine.weights.transaction import WeightUpdater
+
+
+class LeadingWorker(Worker):
+    """A `Worker` whose updates, sleeps and steps are those of all ranks."""
+
+    def __init__(self, config: EngineConfig, team: RankTeam) -> None:
+        torch.set_num_threads(team.num_threads)
+        self._team = team
+        super().__init__(config, team.seat)
+
+    def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
+        resident = super()._resident_weights(loaded, backend, device)
+        self._own = resident.updater
+        held = self._own.weights
+        parts = RankParts(held, loaded.cut.parts, self._team.seat.exchange.window)
+        weights = TeamWeights(self._team, held, parts, loaded.cut.whole)
+        checks = ManifestChecks(loaded.cut.whole, loaded.aliases)
+        resident.updater = WeightUpdater(weights, checks, weights.writer)
+        return resident
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        """The own rows of every weight."""
+        if self.updater.is_open:
+            raise LifecycleError("live_weights: an update is open; commit or abort it first.")
+        if self.updater.dirty:
+            raise DirtyWeightsError.for_verb("live_weights", forgotten=self.updater.forgotten)
+        return LazyTensors(self._own.live("live_weights"), self._own.values)
+
+    def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> NoReturn:
+        raise LifecycleError(_not_with_ranks("watch_layers", self._team.num_ranks))
+
+    def apply_model(self, fn: Callable[[nn.Module], Any]) -> NoReturn:
+        what = _not_with_ranks("apply_model", self._team.num_ranks)
+        raise LifecycleError(f"{what} A function cannot be sent to another process: use a worker extension.")
+
+    def release_kv(self) -> None:
+        self._team.ask(ReleaseKV(), super().release_kv)
+
+    def release_weights(self, *, forget: bool) -> None:
+        self._team.ask(ReleaseWeights(forget), lambda: super(LeadingWorker, self).release_weights(forget=forget))
+
+    def restore_weights(self) -> None:
+        self._team.ask(RestoreWeights(), super().restore_weights)
+
+
+def _not_with_ranks(verb: str, num_ranks: int) -> str:
+    return f"{verb}: not possible with tensor_parallel_size={num_ranks}: every rank has only a part of the model."

@@ -1,0 +1,101 @@
+"""An executor whose model is cut over ranks: rank 0 in this process, each other one in a process under it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rollout_engine.config import EngineConfig
+from rollout_engine.errors import LifecycleError, RPCError
+from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.leading_worker import LeadingWorker
+from rollout_engine.execution.profiler import Profiler
+from rollout_engine.execution.rank_team import RankTeam
+from rollout_engine.execution.rank_wire import CallExtension, pack_value
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError
+from rollout_engine.messages import ModelRunnerOutput, SchedulerOutput
+from worker_ext.score import ScoreExtension
+from worker_ext.weights import WeightSyncExtension
+
+_OF_ALL = (ScoreExtension, WeightSyncExtension)
+"""Extensions whose methods rank 0 carries out for all ranks, which take part in them."""
+
+
+def make_executor(config: EngineConfig) -> InlineExecutor:
+    """Load the model that `config` names, in this process, or over ranks. Raises `ConfigError` where it cannot be."""
+    if config.tensor_parallel_size == 1:
+        return InlineExecutor.from_config(config)
+    return ProcessExecutor.from_config(config)
+
+
+class ProcessExecutor(InlineExecutor):
+    """Runs the workers of all ranks. Once a rank has ended, steps and calls raise `EngineDeadError`, which names it."""
+
+    def __init__(self, worker: LeadingWorker, team: RankTeam, **options: Any) -> None:
+        super().__init__(worker, **options)
+        self._team = team
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "ProcessExecutor":
+        """Load the model, each rank its part. Raises `ConfigError` when it cannot be served, or not by so many."""
+        team = RankTeam(config)
+        try:
+            with _named(team):
+                worker = LeadingWorker(config, team)
+            team.wait_started()
+            team.seat.serve()
+        except BaseException:
+            team.shutdown()
+            raise
+        return cls(worker, team, async_scheduling=config.schedules_ahead, profiler=Profiler(config.profiler_dir))
+
+    def watch(self, on_death: Callable[[str], object]) -> None:
+        """Call `on_death`, on another thread, with the reason when a rank ends or fails."""
+        self._team.watch(on_death)
+
+    def score(self, *args: Any, **options: Any) -> Iterator[dict[int, np.ndarray]]:
+        with _named(self._team):
+            yield from super().score(*args, **options)
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: int | None = None
+    ) -> list[Any]:
+        """Results of an extension's method, one per rank, in order. Raises as `Extensions.call`, the first error.
+
+        What rank 0 does for all ranks, such as a weight update, has one result, the same for each.
+        """
+        own = self.worker.extensions.owner_of(method)
+        if own is None or own in _OF_ALL:
+            return super().collective_rpc(method, args, kwargs, caller=caller) * self._team.num_ranks
+        if not self.runs_beside_steps(method):
+            self._wait_until_idle()
+        try:
+            message = CallExtension(method, pack_value((list(args), dict(kwargs))))
+        except TypeError as problem:
+            raise RPCError(f"{method}: its arguments cannot travel to other ranks: {problem}.", method=method) from None
+        return self._team.ask(message, lambda: self.worker.extensions.call(method, args, kwargs))
+
+    def require_adapters(self, verb: str) -> NoReturn:
+        raise LifecycleError(
+            f"{verb}: adapters are not computed with tensor_parallel_size={self._team.num_ranks}. Merge the adapter "
+            "(merge_and_unload), or leave tensor_parallel_size out."
+        )
+
+    def shutdown(self) -> None:
+        """Drop the model and the KV pool, and end the other ranks."""
+        super().shutdown()
+        self._team.shutdown()
+
+    def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        with _named(self._team):
+            return super()._execute(work)
+
+
+@contextmanager
+def _named(team: RankTeam) -> Iterator[None]:
+    """Raise, for broken turns inside, the error that says which rank has broken them."""
+    try:
+        yield
+    except BrokenTurnsError:
+        team.raise_error()

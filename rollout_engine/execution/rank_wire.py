@@ -1,0 +1,275 @@
+"""Messages between rank 0 and another rank of an engine: both ends in one file.
+
+life    RankSettings  ──>        once
+        <── Started | Failed     once it is loaded, or where it fails; the system closes the socket when either ends
+steps   Forward | ...  ──>       no answer: the ranks meet in what they compute
+calls   StartWeights | ... ──>   one at a time
+        <── Done | Failed        each
+"""
+
+import os
+import socket
+import threading
+import weakref
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_engine import errors
+from rollout_engine.config import EngineConfig
+from sync.digests import tensor_bytes
+from sync.manifest import dtype_name, torch_dtype
+
+_ARRAY, _TENSOR = 1, 2
+
+
+class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What another rank needs to load its part."""
+
+    config: EngineConfig
+    rank: int
+    num_threads: int
+    log_level: int
+    import_path: list[str]
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """The rank has loaded its part."""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The class of an error, and its text."""
+
+    kind: str
+    text: str
+    method: str = ""
+    traceback: str = ""
+    rank: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failed":
+        """The failure that `error` is."""
+        if isinstance(error, errors.RPCError):
+            return cls(type(error).__name__, str(error), error.method, error.traceback, error.rank)
+        known = isinstance(error, errors.RolloutEngineError)
+        return cls(type(error).__name__, str(error) if known else f"{type(error).__name__}: {error}")
+
+    def as_error(self, rank: int) -> Exception:
+        """The error, as rank 0 raises it."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, errors.RolloutEngineError)):
+            return errors.EngineDeadError(f"rank {rank} failed: {self.text}")
+        if issubclass(kind, errors.RPCError):
+            return kind(self.text, method=self.method, rank=self.rank, traceback=self.traceback)
+        return kind(self.text)
+
+
+class Forward(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A step: arrays of `FlatBatch` and the rows whose logits are wanted, as bytes."""
+
+    token_ids: bytes
+    first_positions: bytes
+    token_starts: bytes
+    blocks: bytes
+    block_starts: bytes
+    logit_rows: bytes
+
+
+class ForwardDense(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Whole sequences, int64 [num_rows, T], without the KV pool."""
+
+    input_ids: bytes
+    num_rows: int
+
+
+class Head(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Hidden states whose logits are wanted."""
+
+    states: bytes
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class CopyBlocks(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Blocks of the KV pool to copy: (source, destination)."""
+
+    pairs: list[tuple[int, int]]
+
+
+StepMessage = Forward | ForwardDense | Head | CopyBlocks
+
+
+class PrepareWeights(msgspec.Struct, tag=True, frozen=True):
+    """Take memory of weights back."""
+
+
+class StartWeights(msgspec.Struct, tag=True, frozen=True):
+    """`WeightHolder.start`."""
+
+    inplace: bool
+    carried: list[str] | None
+
+
+class StageWeights(msgspec.Struct, tag=True, frozen=True):
+    """Stage what is yours of elements [start, stop) of a weight, which are in the window."""
+
+    name: str
+    start: int
+    stop: int
+    inplace: bool
+
+
+class ReadWeights(msgspec.Struct, tag=True, frozen=True):
+    """Write what is yours of elements [start, stop) of a live weight into the window."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class PackWeights(msgspec.Struct, tag=True, frozen=True):
+    """`WeightHolder.pack`."""
+
+    inplace: bool
+    names: list[str]
+
+
+class CommitWeights(msgspec.Struct, tag=True, frozen=True):
+    """`WeightHolder.commit`."""
+
+
+class SettleWeights(msgspec.Struct, tag=True, frozen=True):
+    """`WeightHolder.settle`."""
+
+
+class ReleaseKV(msgspec.Struct, tag=True, frozen=True):
+    """Give the memory of all KV back."""
+
+
+class ReleaseWeights(msgspec.Struct, tag=True, frozen=True):
+    """Free copies of weights; `forget`: the weights too."""
+
+    forget: bool
+
+
+class RestoreWeights(msgspec.Struct, tag=True, frozen=True):
+    """Undo `ReleaseWeights(forget=False)`."""
+
+
+class SaveShard(msgspec.Struct, tag=True, frozen=True):
+    """Write the rank's part to a directory."""
+
+    directory: str
+    version: int
+
+
+class CallExtension(msgspec.Struct, tag=True, frozen=True):
+    """Call a method of a worker extension; arguments and result as `pack_value` writes them."""
+
+    method: str
+    arguments: bytes
+
+
+CallMessage = (
+    PrepareWeights
+    | StartWeights
+    | StageWeights
+    | ReadWeights
+    | PackWeights
+    | CommitWeights
+    | SettleWeights
+    | ReleaseKV
+    | ReleaseWeights
+    | RestoreWeights
+    | SaveShard
+    | CallExtension
+)
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """A call's result, as `pack_value` writes it."""
+
+    value: bytes = b"\xc0"
+
+
+class Channel:
+    """One end of a socket that carries messages. Several threads may send; one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        end.set_inheritable(False)
+        _HERE.add(self)
+        self._sending = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message. Raises `OSError` if the other end is gone."""
+        body = msgspec.msgpack.encode(message)
+        with self._sending:
+            self.socket.sendall(len(body).to_bytes(8, "little") + body)
+
+    def receive(self, kind: Any) -> Any:
+        """Wait for the next message, of type `kind`. Raises `EOFError` or `OSError` if the other end is gone."""
+        size = int.from_bytes(self._exactly(8), "little")
+        return msgspec.msgpack.decode(self._exactly(size), type=kind)
+
+    def close(self) -> None:
+        """Close this end, which tells the other one, also while a thread waits here."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end is gone
+        self.socket.close()
+
+    def _exactly(self, count: int) -> bytearray:
+        data, filled = bytearray(count), 0
+        while filled < count:
+            received = self.socket.recv_into(memoryview(data)[filled:])
+            if not received:
+                raise EOFError("the other end is gone")
+            filled += received
+        return data
+
+
+_HERE: "weakref.WeakSet[Channel]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close a forked child's copies, which would keep ranks alive that its parent has left."""
+    for channel in list(_HERE):
+        channel.socket.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def pack_value(value: Any) -> bytes:
+    """Encode a value with arrays and tensors in it. Raises `TypeError` for what cannot be sent."""
+    return msgspec.msgpack.encode(value, enc_hook=_encoded)
+
+
+def unpack_value(body: bytes) -> Any:
+    """Decode a value; structs arrive as dicts, tuples as lists."""
+    return msgspec.msgpack.decode(body, ext_hook=_decoded)
+
+
+def _encoded(value: Any) -> msgspec.msgpack.Ext:
+    if isinstance(value, np.ndarray):
+        tensor, code = torch.from_numpy(np.ascontiguousarray(value)), _ARRAY
+    elif isinstance(value, Tensor):
+        tensor, code = value.detach().cpu().contiguous(), _TENSOR
+    else:
+        raise TypeError(f"a {type(value).__name__} cannot be sent to another rank")
+    header = msgspec.msgpack.encode((dtype_name(tensor.dtype), tuple(tensor.shape)))
+    return msgspec.msgpack.Ext(code, len(header).to_bytes(4, "little") + header + bytes(tensor_bytes(tensor)))
+
+
+def _decoded(code: int, data: memoryview) -> Any:
+    end = 4 + int.from_bytes(data[:4], "little")
+    name, shape = msgspec.msgpack.decode(data[4:end], type=tuple[str, tuple[int, ...]])
+    values = torch.frombuffer(bytearray(data[end:]) or bytearray(8), dtype=torch_dtype(name))
+    tensor = values[: int(np.prod(shape))].view(shape)
+    return tensor if code == _TENSOR else tensor.numpy()

@@ -1,0 +1,148 @@
+"""A rank other than the first: its part of the model, what it computes with the others, and calls of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from rollout_engine.errors import LifecycleError
+from rollout_engine.execution.extensions import Extensions, ExtensionTable
+from rollout_engine.execution.rank_parts import RankParts
+from rollout_engine.execution.rank_wire import (
+    CallExtension,
+    CallMessage,
+    CommitWeights,
+    CopyBlocks,
+    Forward,
+    ForwardDense,
+    Head,
+    PackWeights,
+    PrepareWeights,
+    RankSettings,
+    ReadWeights,
+    ReleaseKV,
+    ReleaseWeights,
+    RestoreWeights,
+    SettleWeights,
+    StageWeights,
+    StartWeights,
+    StepMessage,
+    unpack_value,
+)
+from rollout_engine.execution.resident_weights import ResidentWeights
+from rollout_engine.kernels.cpu.attention import ChunkColumns
+from rollout_engine.kernels.memory import trim_allocator
+from rollout_engine.model.backends import device_of
+from rollout_engine.model.cpu.flat_batch import FlatBatch
+from rollout_engine.model.kv_size import cap_model_len
+from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.ranks.seat import Seat
+from sync.manifest import torch_dtype
+
+
+class RankWorker:
+    """Satisfies `worker_ext.base.WorkerLike` as far as one rank's part can: weights are its own rows."""
+
+    def __init__(self, settings: RankSettings, seat: Seat) -> None:
+        torch.set_num_threads(settings.num_threads)
+        config, self.rank = settings.config, settings.rank
+        table = ExtensionTable.load(config.worker_extensions)
+        device = device_of(config)
+        loaded = load_model(config, device.torch_device, seat)
+        self._backend = backend = device.backend(config, loaded, ())
+        self._weights = ResidentWeights(loaded, backend, device.torch_device)
+        self._held = self._weights.updater.weights
+        self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
+        self.module, self.vocab_size = loaded.module, loaded.vocab_size
+        self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
+        self._extensions = Extensions(table, self)
+        trim_allocator()
+
+    @property
+    def update(self) -> NoReturn:
+        raise LifecycleError("Weight updates are rank 0's; the other ranks take part in them.")
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        return self._weights.updater.live("live_weights")
+
+    def score(self, sequences: Sequence[list[int]], num_prompt: Sequence[int], temperature: float) -> list[np.ndarray]:
+        raise LifecycleError("score: rank 0 alone computes scores; the other ranks take part in them.")
+
+    def block_tables(self) -> dict[int, list[int]]:
+        return {}
+
+    def memory_usage(self) -> dict[str, int]:
+        return {
+            "weights": self._weights.num_bytes,
+            "derived": self._held.num_resident_bytes,
+            "kv_cache": self._backend.runner.model.kv.num_resident_bytes,
+            "process": psutil.Process().memory_info().rss,
+        }
+
+    def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
+        raise LifecycleError("watch_layers: not possible with tensor_parallel_size above 1.")
+
+    def take_part(self, message: StepMessage) -> None:
+        """Compute with the other ranks what rank 0 has told."""
+        model = self._backend.runner.model
+        match message:
+            case Forward():
+                columns = ChunkColumns(
+                    _integers(message.first_positions),
+                    _integers(message.token_starts),
+                    np.frombuffer(bytearray(message.blocks), np.int32),
+                    _integers(message.block_starts),
+                )
+                batch = FlatBatch(_integers(message.token_ids), columns)
+                model.forward_states(batch, _integers(message.logit_rows), ())
+            case ForwardDense(input_ids, num_rows):
+                ids = torch.frombuffer(bytearray(input_ids), dtype=torch.int64).view(num_rows, -1)
+                with torch.no_grad():
+                    model.module(input_ids=ids, use_cache=False)
+            case Head(states, shape, dtype):
+                with torch.inference_mode():
+                    hidden = torch.frombuffer(bytearray(states), dtype=torch_dtype(dtype)).view(shape)
+                    model.module.get_output_embeddings()(hidden)
+            case CopyBlocks(pairs):
+                model.kv.copy_blocks(pairs)
+
+    def carry_out(self, message: CallMessage) -> Any:
+        """The result of a call."""
+        held, parts = self._held, self._parts
+        match message:
+            case StageWeights(name, start, stop, inplace):
+                return parts.stage(name, start, stop, inplace=inplace)
+            case ReadWeights(name, start, stop):
+                return parts.read(name, start, stop)
+            case PrepareWeights():
+                return held.prepare()
+            case StartWeights(inplace, carried):
+                known = None if carried is None else parts.known(carried)
+                return held.start(inplace=inplace, lacking=None, carried=known)
+            case PackWeights(inplace, names):
+                return held.pack(inplace=inplace, lacking=None, names=parts.known(names))
+            case CommitWeights():
+                return held.commit(lacking=None)
+            case SettleWeights():
+                return held.settle()
+            case ReleaseKV():
+                return self._backend.runner.model.kv.release()
+            case ReleaseWeights(forget):
+                return self._weights.release(forget=forget)
+            case RestoreWeights():
+                return self._weights.restore()
+            case CallExtension(method, arguments):
+                args, kwargs = unpack_value(arguments)
+                return self._extensions.call(method, args, kwargs)
+        raise AssertionError(f"{type(message).__name__} is no call")
+
+    def close(self) -> None:
+        """Close the extensions."""
+        self._extensions.close()
+
+
+def _integers(content: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(content), np.int64)

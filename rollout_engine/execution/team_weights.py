@@ -1,0 +1,151 @@
+"""The weights of all ranks, as rank 0 stages, packs and commits them: no rank ever holds a whole weight for long.
+
+tensor that arrives ── 8 MiB at a time ──> window ──> every rank stages its own rows
+pack: on all ranks, each beside its live copies; where one fails nothing is live yet
+commit: on all ranks, between two steps
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from rollout_engine.execution.rank_parts import RankParts
+from rollout_engine.execution.rank_team import RankTeam
+from rollout_engine.execution.rank_wire import (
+    CommitWeights,
+    PackWeights,
+    PrepareWeights,
+    ReadWeights,
+    SettleWeights,
+    StageWeights,
+    StartWeights,
+)
+from rollout_engine.kernels.cpu.stream import streaming_copy
+from rollout_engine.model.ranks.exchange import WINDOW_BYTES
+from rollout_engine.weights.held_weights import HeldWeights
+from sync.manifest import dtype_name
+from sync.pieces import Lacking
+from sync.tensor_writer import TensorWriter
+
+
+class TeamWeights:
+    """Satisfies `WeightHolder` for the weights of all ranks; made on rank 0.
+
+    Args:
+        team: the other ranks.
+        parts: rank 0's own.
+        whole: every accepted name as a view of the whole weights, without values.
+    """
+
+    takes_parts = False
+
+    def __init__(self, team: RankTeam, own: HeldWeights, parts: RankParts, whole: Mapping[str, Tensor]) -> None:
+        self._team, self._own, self._parts = team, own, parts
+        self.metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in whole.items()}
+        self._dtypes = {name: view.dtype for name, view in whole.items()}
+        self._window = team.seat.exchange.window
+        self._using_window = threading.Lock()
+        self._inplace = False
+        self._placed: dict[int, tuple[str, Tensor]] = {}
+        """Names of what `place` returned, by its id."""
+        self.writer = TensorWriter(
+            find_copy=streaming_copy, find_upload=lambda out: self._upload if out.is_meta else None
+        )
+        """Writes to what `place` returns."""
+
+    def values(self, name: str) -> Tensor:
+        """The whole live values, a copy."""
+        dtype, (_, shape) = self._dtypes[name], self.metadata[name]
+        out = torch.empty(shape, dtype=dtype)
+        flat = out.view(-1)
+        for start, stop in _pieces(flat.numel(), dtype.itemsize):
+            with self._using_window:
+                message = ReadWeights(name, start, stop)
+                self._team.ask(message, lambda start=start, stop=stop: self._parts.read(name, start, stop))
+                flat[start:stop] = self._window[: (stop - start) * dtype.itemsize].view(dtype)
+        return out
+
+    def is_packed(self, name: str) -> bool:
+        return name not in self._own.metadata or self._own.is_packed(name)
+
+    def takes_pieces(self, name: str) -> bool:
+        return False
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        return sum(math.prod(self.metadata[name][1]) * self._dtypes[name].itemsize for name in names)
+
+    def prepare(self) -> None:
+        self._team.ask(PrepareWeights(), self._own.prepare)
+
+    def start(self, *, inplace: bool, lacking: Lacking | None, carried: Iterable[str] | None) -> None:
+        assert lacking is None, "updates of a team bring all they announce"
+        names = None if carried is None else list(carried)
+        own = None if names is None else self._parts.known(names)
+        self._inplace, self._placed = inplace, {}
+        self._team.ask(
+            StartWeights(inplace, names), lambda: self._own.start(inplace=inplace, lacking=None, carried=own)
+        )
+
+    def place(self, name: str, *, inplace: bool) -> Tensor:
+        out = torch.empty(self.metadata[name][1], dtype=self._dtypes[name], device="meta")
+        self._placed[id(out)] = name, out
+        return out
+
+    def pack(self, *, inplace: bool, lacking: Lacking | None, names: Iterable[str]) -> None:
+        every = list(names)
+        known = self._parts.known(every)
+        self._placed = {}
+        self._team.ask(PackWeights(inplace, every), lambda: self._own.pack(inplace=inplace, lacking=None, names=known))
+
+    def commit(self, *, lacking: Lacking | None) -> None:
+        self._team.ask(CommitWeights(), lambda: self._own.commit(lacking=None))
+
+    def settle(self) -> None:
+        self._placed = {}
+        self._team.ask(SettleWeights(), self._own.settle)
+
+    def release(self) -> None:
+        """Free rank 0's; the others do so when they release their weights."""
+        self._own.release()
+
+    def copies(self) -> Iterator[Tensor]:
+        return self._own.copies()
+
+    @property
+    def num_resident_bytes(self) -> int:
+        return self._own.num_resident_bytes
+
+    @property
+    def num_shadow_bytes(self) -> int:
+        return self._own.num_shadow_bytes * self._team.num_ranks
+
+    def num_bytes_to_shadow(self) -> int:
+        return self._own.num_bytes_to_shadow() * self._team.num_ranks
+
+    def make_room_for_shadow(self) -> bool:
+        return self.num_bytes_to_shadow() <= self._own.num_free_bytes
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        return self._own.beside_steps()
+
+    def _upload(self, out: Tensor, fill: Callable[[memoryview, int], None]) -> None:
+        """Have `fill` write the bytes of a whole weight, piece by piece, into the window, for all ranks to stage."""
+        name, _ = self._placed[id(out)]
+        for start, stop in _pieces(out.numel(), out.itemsize):
+            with self._using_window:
+                fill(self._window[: (stop - start) * out.itemsize].numpy().data, start * out.itemsize)
+                message = StageWeights(name, start, stop, self._inplace)
+                self._team.ask(message, lambda start=start, stop=stop: self._stage(name, start, stop))
+
+    def _stage(self, name: str, start: int, stop: int) -> None:
+        self._parts.stage(name, start, stop, inplace=self._inplace)
+
+
+def _pieces(count: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that fit the window."""
+    step = WINDOW_BYTES // itemsize
+    return ((start, min(start + step, count)) for start in range(0, count, step))

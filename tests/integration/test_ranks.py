@@ -1,0 +1,169 @@
+"""A model cut over ranks: the tokens, log-probs and digests of one process, from a part of the memory in each."""
+
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from rollout_engine import LLM, EngineConfig, LoRARequest, SamplingParams
+from rollout_engine.errors import ConfigError, EngineDeadError, LifecycleError, RolloutEngineError, RPCError
+from rollout_engine.kernels.cpu import turns
+from rollout_engine.testing import tiny_checkpoint, tiny_model
+
+pytestmark = pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
+_RANK_MODULE = "rollout_engine.execution.rank_main"
+STEM = [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 13, 14]
+PROMPTS = [{"prompt_token_ids": STEM * times} for times in (1, 2, 5)] + [{"prompt_token_ids": [7, 8]}]
+SAMPLED = SamplingParams(max_tokens=16, temperature=1.0, n=3, logprobs=0, seed=5)
+TRUNCATED = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.8, logprobs=2, prompt_logprobs=0, seed=7)
+
+
+def started(path, num_ranks, **options):
+    """An engine whose pool is so small that sequences are preempted."""
+    settings = dict(skip_tokenizer_init=True, num_kv_blocks=12, max_num_batched_tokens=48, log_stats=False)
+    return LLM(str(path), **(settings | dict(tensor_parallel_size=num_ranks) | options))
+
+
+def plain(value):
+    """A result in a form that can be compared: without ids and times."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return {key: plain(each) for key, each in value.items()} if isinstance(value, dict) else repr(value)
+
+
+def results_of(engine, params):
+    found = engine.generate(PROMPTS, params, use_tqdm=False)
+    fields = ("token_ids", "logprobs", "top_logprobs", "kept_logprob_mass", "finish_reason")
+    samples = [[plain(getattr(c, field, None)) for field in fields] for r in found for c in r.outputs]
+    return samples, [plain(r.prompt_logprobs) for r in found]
+
+
+def all_of(path, architecture, num_ranks, **options):
+    """What an engine answers: samples, scores, the same after updates, and digests."""
+    engine = started(path, num_ranks, **options)
+    try:
+        found = [results_of(engine, SAMPLED), results_of(engine, TRUNCATED)]
+        found.append([scores.tobytes() for scores in engine.score([STEM, [7]], [[4, 5, 6], [8]])])
+        report = engine.update_weights(tiny_model(architecture, seed=3))
+        found += [report.digest, results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0]]
+        engine.sleep(level=1)
+        engine.wake_up()
+        found.append(results_of(engine, SAMPLED))
+        engine.sleep(level=2)
+        engine.wake_up()
+        engine.update_weights(tiny_model(architecture, seed=4), staging="inplace")
+        found += [results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0]]
+        return found
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    engine = started(checkpoint, 2)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("architecture, dtype, options", [
+    ("qwen3", "float32", {}),
+    pytest.param("mixtral", "bfloat16", {}, marks=pytest.mark.slow),
+    pytest.param("llama", "bfloat16", dict(async_scheduling=True), marks=pytest.mark.slow),
+    pytest.param("qwen2", "float32", dict(tensor_parallel_size=4), marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", "float32", dict(tensor_parallel_size=4), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ranks_give_the_bits_of_one_process(tmp_path, architecture, dtype, options):
+    path = tiny_checkpoint(tmp_path, architecture)
+    whole = all_of(path, architecture, 1, dtype=dtype)
+    assert all_of(path, architecture, 2, **dict(dtype=dtype, **options)) == whole
+
+
+def test_each_rank_holds_its_part_of_weights_and_of_the_pool(engine, checkpoint):
+    engine.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    ranks = engine.collective_rpc("get_memory_usage")
+    assert len(ranks) == 2
+    whole = started(checkpoint, 1)
+    try:
+        whole.generate(PROMPTS, SAMPLED, use_tqdm=False)
+        (one,) = whole.collective_rpc("get_memory_usage")
+    finally:
+        whole.shutdown()
+    for rank in ranks:
+        assert 0 < rank["kv_cache"] <= 0.6 * one["kv_cache"]
+        assert 0 < rank["weights"] <= 0.8 * one["weights"], "whole pages, of few panels"
+
+
+def test_every_rank_answers_calls_with_its_own_rows(engine, checkpoint):
+    name = "model.layers.0.mlp.down_proj.weight"
+    rows = engine.collective_rpc("get_weight_rows", kwargs={"name": name, "count": 1000})
+    assert [len(part) for part in rows] == [32, 32]
+    with pytest.raises(RPCError, match="unknown|Unknown"):
+        engine.collective_rpc("no_such_method")
+    with pytest.raises(RPCError, match="not among the module's weights"):
+        engine.collective_rpc("get_weight_rows", kwargs={"name": "nothing"})
+    assert engine.collective_rpc("get_weight_digest")[0] == engine.collective_rpc("get_weight_digest")[1]
+
+
+def test_an_update_that_is_refused_changes_no_rank(engine):
+    before = engine.collective_rpc("get_weight_digest")[0]
+    broken = tiny_model("qwen3", seed=9)
+    broken.lm_head.weight.data[3, 5] = float("nan")
+    with pytest.raises(RolloutEngineError, match=r"lm_head.weight.*NaN"):
+        engine.update_weights(broken)
+    assert engine.collective_rpc("get_weight_digest")[0] == before
+
+
+@pytest.mark.parametrize("options, match", [
+    (dict(device="cuda"), r'tensor_parallel_size=2 and device="cuda" are both set: .* leave tensor_parallel_size out'),
+    (dict(deterministic=False), "tensor_parallel_size=2 and deterministic=False"),
+    (dict(speculation="auto"), "tensor_parallel_size=2 and speculation='auto'"),
+])  # fmt: skip
+def test_options_that_ranks_cannot_have_are_refused_by_name(options, match):
+    with pytest.raises(ConfigError, match=match):
+        EngineConfig(model="m", tensor_parallel_size=2, **options)
+
+
+@pytest.mark.parametrize("architecture, overrides, match", [
+    ("gpt2", {}, "no tensor-parallel plan"),
+    ("qwen3", dict(num_attention_heads=3, num_key_value_heads=3), "3 query heads and 3 key/value heads"),
+])  # fmt: skip
+def test_models_that_cannot_be_cut_are_refused_with_the_reason(tmp_path, architecture, overrides, match):
+    path = tiny_checkpoint(tmp_path, architecture, **overrides)
+    with pytest.raises(ConfigError, match=match):
+        started(path, 2)
+
+
+def test_what_ranks_cannot_do_is_refused_by_name(engine):
+    with pytest.raises(LifecycleError, match="apply_model: not possible with tensor_parallel_size=2"):
+        engine.apply_model(lambda module: None)
+    with pytest.raises(LifecycleError, match="adapters are not computed with tensor_parallel_size=2"):
+        engine.add_lora(LoRARequest("math", path="/nowhere"))
+
+
+def ranks_below(pid=None):
+    """The processes of ranks that are children of this one, or of `pid`."""
+    return [child for child in psutil.Process(pid).children() if _RANK_MODULE in child.cmdline()]
+
+
+def test_a_rank_that_dies_ends_the_engine_by_its_name(checkpoint):
+    before = set(ranks_below())
+    engine = started(checkpoint, 2)
+    try:
+        (rank,) = set(ranks_below()) - before
+        rank.kill()
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {rank.pid}\) has ended with status -9"):
+            while True:
+                engine.generate(PROMPTS, SAMPLED, use_tqdm=False)
+        assert time.monotonic() - start < 5
+    finally:
+        engine.shutdown()
+    assert set(ranks_below()) <= before
