@@ -31,7 +31,7 @@ ENGINE_PEERS: Peers = {
         "distributed_executor_backend": _NO_PARALLEL,
         "download_dir": "set the environment variable HF_HOME, or give a directory as model",
         "enable_chunked_prefill": f"{_ALWAYS_ON}; max_num_batched_tokens bounds a chunk",
-        "enable_expert_parallel": _NO_PARALLEL,
+        "enable_expert_parallel": "tensor_parallel_size divides the experts, too; leave it out",
         "enable_lora": _ADD_LORA,
         "enable_return_routed_experts": "it belongs to one request: SamplingParams(return_routed_experts=True)",
         "enable_sleep_mode": _ALWAYS_ON,

@@ -159,13 +159,6 @@ class RestoreWeights(msgspec.Struct, tag=True, frozen=True):
     """Undo `ReleaseWeights(forget=False)`."""
 
 
-class SaveShard(msgspec.Struct, tag=True, frozen=True):
-    """Write the rank's part to a directory."""
-
-    directory: str
-    version: int
-
-
 class CallExtension(msgspec.Struct, tag=True, frozen=True):
     """Call a method of a worker extension; arguments and result as `pack_value` writes them."""
 
@@ -184,7 +177,6 @@ CallMessage = (
     | ReleaseKV
     | ReleaseWeights
     | RestoreWeights
-    | SaveShard
     | CallExtension
 )
 

@@ -93,7 +93,7 @@ SIGNATURES = {
 FIELDS = {
     "EngineConfig": "model tokenizer dtype device max_model_len block_size kv_cache_bytes num_kv_blocks max_num_seqs "
     "max_num_batched_tokens enable_prefix_caching async_scheduling seed deterministic num_threads load_format "
-    "skip_tokenizer_init logits_processors worker_extensions admission stream_interval",
+    "tensor_parallel_size skip_tokenizer_init logits_processors worker_extensions admission stream_interval",
     "SamplingParams": "n temperature top_p top_k min_p max_tokens min_tokens stop stop_token_ids ignore_eos "
     "seed logprobs logprobs_mode detokenize skip_special_tokens include_stop_str_in_output truncate_prompt_tokens "
     "spaces_between_special_tokens stop_regex logprob_token_ids "

@@ -73,6 +73,7 @@ CONFIG_EXTREMES = {
     "seed": [0, 2**63 - 1, 2**63],
     "deterministic": [True, False, "auto", "sometimes"],
     "num_threads": [1, 2, 0, 10**6],
+    "tensor_parallel_size": [1, 0, 65, 2**70],
     "load_format": ["dummy", "auto", "magic"],
     "skip_tokenizer_init": [True, False],
     "admission": ["queue", "reject", "maybe"],

@@ -19,7 +19,8 @@ async def server_info(served: Served, asked: Asked) -> Reply:
     """The engine's configuration: vLLM's `vllm_config`, and SGLang's flat fields."""
     info = served.engine.frontend.client.info
     config = info.config
-    has_loras = config.deterministic is not False and not config.device.startswith("cuda")
+    num_ranks = config.tensor_parallel_size
+    has_loras = config.deterministic is not False and not config.device.startswith("cuda") and num_ranks == 1
     vllm_config: dict[str, Any] = {
         "model_config": {
             "model": config.model,
@@ -30,7 +31,7 @@ async def server_info(served: Served, asked: Asked) -> Reply:
             "seed": config.seed,
         },
         "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
-        "parallel_config": {"world_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1},
+        "parallel_config": {"world_size": num_ranks, "tensor_parallel_size": num_ranks, "data_parallel_size": 1},
         "weight_transfer_config": {"backend": "gloo"},
         "lora_config": {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank} if has_loras else None,
     }
@@ -43,7 +44,7 @@ async def server_info(served: Served, asked: Asked) -> Reply:
         "max_total_num_tokens": info.num_blocks * info.block_size,
         "max_running_requests": config.max_num_seqs,
         "random_seed": config.seed,
-        "tp_size": 1,
+        "tp_size": num_ranks,
         "dp_size": 1,
         "pp_size": 1,
         "ep_size": 1,
