@@ -22,7 +22,7 @@ CLIENTS = {"inspect_ai", "lm_eval"}
 """Clients of the HTTP server, and evaluation packages; no extras: tests/clients/make_clients.sh has them."""
 WRAPPERS = {"accelerate", "peft"}
 """What wraps models that are sent, in the environment of TRL's tests."""
-VERL = {"httpx", "omegaconf", "pandas", "ray", "safetensors", "verl"}
+VERL = {"httpx", "numpy", "omegaconf", "pandas", "ray", "safetensors", "verl"}
 """What verl's adapter and its tests import, in an environment of their own."""
 TOOLS = {"httptools", "mypy", "pytest-xdist", "ruff", "uvicorn", "uvloop"}
 
