@@ -70,7 +70,7 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{name} is not allowed: must be ASCII text without spaces around it, not empty.")
         missing = [f"--{name.replace('_', '-')}" for name in ("api_key", "admin_key") if getattr(self, name) is None]
         if missing and not self.is_loopback:
-            what = f"host='{self.host}' can be reached from other machines, and {' and '.join(missing)} is missing"
+            what = f"host='{self.host}' can be reached from other machines, and there is no {' and no '.join(missing)}"
             raise ConfigError(f"{what}: give both keys, or listen on 127.0.0.1.")
         if self.api_key is not None and self.api_key == self.admin_key:
             raise ConfigError("api_key and admin_key are the same: clients could change the weights. Give two.")

@@ -117,7 +117,8 @@ class PendingUpdate:
         """Have the engine take a published store or a safetensors checkpoint. Raises as `commit`."""
         number = as_version(version)
         if not os.path.exists(path):  # False too for what is no path
-            raise RequestError.for_field("weight_dir", path, "a directory that this server can read")
+            hint = f"A relative path is looked for in the server's working directory, {os.getcwd()}."
+            raise RequestError.for_field("weight_dir", path, "a directory that this server can read", hint)
         self.drop()
         self.last = await self._engine.update_weights(path, version=number, **options)
         return self.last

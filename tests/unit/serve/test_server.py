@@ -186,8 +186,8 @@ def test_an_address_in_use_is_named(server, policy):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"host": "0.0.0.0"}, "--api-key and --admin-key is missing"),
-        ({"host": "0.0.0.0", "api_key": "a"}, "--admin-key is missing"),
+        ({"host": "0.0.0.0"}, "no --api-key and no --admin-key"),
+        ({"host": "0.0.0.0", "api_key": "a"}, "there is no --admin-key"),
         ({"api_key": "a", "admin_key": "a"}, "are the same"),
         ({"api_key": ""}, "api_key is not allowed"),
         ({"prot": 1}, "port"),
