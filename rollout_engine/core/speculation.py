@@ -44,6 +44,8 @@ _SHARE_TO_PROBE = 0.005
 """Share of the time that is spent on following sequences while drafts do not pay."""
 _STEPS_PER_CHOICE = 16
 """Steps of the same size for which that is decided at once."""
+_CHOICES_PER_LOOK = 8
+"""While drafts do not pay, sequences are followed in one such run of steps of so many: a step without costs nothing."""
 _NUM_REMEMBERED = 64
 """Tokens over which the rate of all followed sequences is a mean."""
 _MAX_MISSES = 4
@@ -74,6 +76,8 @@ class Speculator:
         self._every = self._num_steps_left = 0
         """Which sequences are followed, and for how many more steps of these sizes."""
         self._sizes = (0, 0)
+        self._num_choices = 0
+        """Since sequences were followed, while drafts do not pay."""
 
     def add_drafts(self, step: Step) -> None:
         """Extend decode rows by drafts, where that gives more tokens a second. No step may be in flight."""
@@ -84,6 +88,8 @@ class Speculator:
             self._sizes, self._num_steps_left = (num_rows, num_samples), _STEPS_PER_CHOICE
             self._every = self._which_to_follow(num_rows, num_samples)
         self._num_steps_left -= 1
+        if not self._every and self.model is None:
+            return
         proposals = self._follow_rows(step) if self._every else []
         if self.model is not None:
             proposals = self.model.improve(proposals, step)
@@ -112,13 +118,19 @@ class Speculator:
             self.model.end(sequence)
 
     def _which_to_follow(self, num_rows: int, num_samples: int) -> int:
-        """1: every sequence; k: one in k, to see whether drafts would be right; 0: none."""
+        """1: every sequence; k: one in k; 0: none.
+
+        Where drafts do not pay, some sequences are followed now and then, to see whether they would be right.
+        """
         if not self._uses_index or self._gain(1.0, num_rows, num_samples) < _LEAST_POSSIBLE_GAIN:
             return 0
         if self._gain(self._rates.mean, num_rows, num_samples) >= LEAST_EXPECTED_GAIN:
             return 1
         seconds = self._costs.of(num_rows) + SECONDS_PER_TOKEN * num_samples
-        return math.ceil(num_samples * _SECONDS_TO_FOLLOW / (_SHARE_TO_PROBE * seconds))
+        every = math.ceil(num_samples * _SECONDS_TO_FOLLOW / (_SHARE_TO_PROBE * seconds))
+        num_choices = min(every, _CHOICES_PER_LOOK)
+        self._num_choices = (self._num_choices + 1) % num_choices
+        return 0 if self._num_choices else math.ceil(every / num_choices)
 
     def _gain(self, rate: float, num_rows: int, num_samples: int) -> float:
         """Tokens a second with drafts that are right at this rate, over those without."""

@@ -78,3 +78,15 @@ def test_right_drafts_save_steps(make_oracle_rig, make_rig):
     fast, slow = (rig.core.stats for rig in rigs)
     assert fast.num_steps < slow.num_steps / 3
     assert slow.num_steps - fast.num_steps == sum(fast.drafts.num_accepted)
+
+
+def test_where_drafts_do_not_pay_few_sequences_are_followed_now_and_then(make_rig):
+    rig = make_rig(speculation=SpeculationConfig(), step_seconds=((1, 1e-3), (64, 1.1e-3)))
+    speculator = rig.core._scheduler.speculator
+    speculator._rates.mean = 0.0
+    choices = [speculator._which_to_follow(8, 8) for _ in range(64)]
+    assert choices.count(0) == 7 * 8
+    share_followed = sum(1 / every for every in choices if every) / len(choices)
+    assert 0.0025 < share_followed * 8 * 10e-6 / (1e-3 + 8 * 40e-6) < 0.0055
+    speculator._rates.mean = 0.9  # of what was followed then
+    assert speculator._which_to_follow(8, 8) == 1
