@@ -3,9 +3,11 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from rollout_engine.batches.jsonl import samples
+from rollout_engine.batches.output_samples import output_samples
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.episodes.rows import episode_batch
@@ -72,21 +74,29 @@ class GroupBatcher:
             layout=layout,
         )
 
+    def samples(self, group: AnyGroup) -> Iterable[dict[str, Any]]:
+        """The samples of a group as `rollout_engine.batches.jsonl` describes them."""
+        if isinstance(group, EpisodeGroup):
+            return samples(self.batch([group], "padded"))
+        rewards = group.rewards
+        total, by_function = (None, {}) if rewards is None else (rewards.total, rewards.by_function)
+        return output_samples(group.output, group.index, group.task.columns, total, by_function)
+
     def tell(self, listeners: GroupListeners, group: AnyGroup, layout: Layout) -> None:
         """Give the TensorDict of a group to who wants it."""
         if any(listeners):
-            batch = self.batch([group], layout)
+            batch = None if listeners.on_group is None else self.batch([group], layout)
             with allowed():
                 if listeners.log is not None:
-                    listeners.log.write(batch, group.params)
-                if listeners.on_group is not None:
+                    listeners.log.write(self.samples(group), group.params)
+                if listeners.on_group is not None and batch is not None:
                     listeners.on_group(batch)
 
     def count_staleness(self, groups: Sequence[AnyGroup]) -> None:
         """Add the samples of groups that are handed out now to the engine's metrics."""
         live, histogram = self._frontend.client.policy_version, self._frontend.streams.stats.rollout_staleness
-        samples = [sample for group in groups for sample in group.samples if sample.version_spans]
-        ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in samples)
+        sampled = [sample for group in groups for sample in group.samples if sample.version_spans]
+        ages = Counter(staleness(live, [span.policy_version for span in s.version_spans]) for s in sampled)
         with held(), self._counting:
             for age, times in ages.items():
                 histogram.observe(age, times)

@@ -14,14 +14,14 @@ A line has the keys of `rollout_engine.batches.jsonl`, and these:
 
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from tensordict import TensorDictBase
 
 from rollout_engine._version import VERSION
-from rollout_engine.batches.jsonl import line_of, samples
+from rollout_engine.batches.jsonl import line_of
 from rollout_engine.batches.rollout_files import SCHEMA, end_last_line
 from rollout_engine.errors import LifecycleError, RequestError
 from rollout_engine.faces.verb_methods import BlockingVerbs
@@ -53,12 +53,12 @@ class LoggedSamples:
         self._engine = describe_engine(policy)
         self._learn_digest()
 
-    def of(self, batch: TensorDictBase, params: SamplingParams) -> list[dict[str, Any]]:
-        """One dict for each sample of a group that was drawn with `params`."""
+    def of(self, samples: Iterable[dict[str, Any]], params: SamplingParams) -> list[dict[str, Any]]:
+        """The samples of a group that was drawn with `params`, as `rollout_engine.batches.jsonl` describes them."""
         self._learn_digest()
         made_by = {"sampling": _drawn_by(params), "lora": self._describe_lora(), "engine": self._engine}
         lines = []
-        for sample in samples(batch):
+        for sample in samples:
             versions = sorted({*sample["policy_version"], *sample["kv_min_version"]} - {-1})
             weights = {str(version): self._digests.get(version) for version in versions}
             lines.append({"schema": SCHEMA, **sample, "weights": weights, **made_by})
@@ -98,10 +98,10 @@ class RolloutLog:
             raise RequestError.for_field("log_to", str(path), "a file that can be written", f"{problem}.") from problem
         self._samples = LoggedSamples(policy, lora)
 
-    def write(self, batch: TensorDictBase, params: SamplingParams) -> None:
+    def write(self, samples: Iterable[dict[str, Any]], params: SamplingParams) -> None:
         """Append the samples of one group, drawn with `params`."""
         with self._writing:
-            text = "".join(line_of(sample) + "\n" for sample in self._samples.of(batch, params))
+            text = "".join(line_of(sample) + "\n" for sample in self._samples.of(samples, params))
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(text)
 

@@ -104,16 +104,12 @@ class Evaluator:
         self, ledger: Ledger, checkpoint: Checkpoint, cells: Sequence[_Missing], progress: EvalProgress
     ) -> None:
         progress.begin(checkpoint.name)
-        if checkpoint.source is not None:
-            self._load(ledger, checkpoint)
-        version = self._policy.policy_version
-        ledger.note_checkpoint(checkpoint.name, {"digest": live_digest(self._policy), "version": version})
-        lines = LoggedSamples(self._policy)
-        with held(), ExitStack() as stack:
+        with self._loaded(ledger, checkpoint) as lora, held(), ExitStack() as stack:
+            lines = LoggedSamples(self._policy, lora)
             runs = []
             for missing in cells:
                 with _named(missing):
-                    runs.append((missing, self._run_of(missing)))
+                    runs.append((missing, self._run_of(missing, lora)))
                 stack.callback(runs[-1][1].close)
             for missing, run in _turns(runs):
                 deliver()
@@ -123,13 +119,37 @@ class Evaluator:
                         progress.count(group.num_tokens)
                 progress.show(lambda: sum(run.num_open_tokens for _, run in runs))
 
+    @contextmanager
+    def _loaded(self, ledger: Ledger, checkpoint: Checkpoint) -> Iterator[str | None]:
+        """Load a checkpoint and note what it is. Yields the name of its adapter, which is removed behind the block."""
+        request = checkpoint.lora
+        if request is None:
+            if checkpoint.source is not None:
+                self._load(ledger, checkpoint)
+            self._note(ledger, checkpoint.name, live_digest(self._policy))
+            yield None
+            return
+        is_new = request.name not in {info.name for info in self._policy.list_loras()}
+        if request.has_values:
+            self._policy.add_lora(request)
+        try:
+            [digest] = [info.digest for info in self._policy.list_loras() if info.name == request.name] or [""]
+            self._note(ledger, checkpoint.name, f"{live_digest(self._policy)} {digest}")
+            yield request.name
+        finally:
+            if is_new and request.has_values:
+                self._policy.remove_lora(request.name)
+
+    def _note(self, ledger: Ledger, name: str, digest: str) -> None:
+        ledger.note_checkpoint(name, {"digest": digest, "version": self._policy.policy_version})
+
     def _load(self, ledger: Ledger, checkpoint: Checkpoint) -> None:
         """Load weights, as the version that they had before, or would have if all checkpoints were loaded in turn."""
         noted = ledger.plan["checkpoints"][checkpoint.name].get("version")
         version = self._first_version + self._names.index(checkpoint.name) if noted is None else noted
         self._policy.update_weights(checkpoint.source, version=max(version, self._policy.policy_version + 1))
 
-    def _run_of(self, missing: _Missing) -> AnyRun:
+    def _run_of(self, missing: _Missing, lora: str | None) -> AnyRun:
         task, params, chat = missing.task, missing.setting.params, dict(missing.task.task.chat)
         seed = seed_of(self._seed, task.name, missing.setting.name)
         frontend: Any = self._policy.frontend
@@ -137,17 +157,19 @@ class Evaluator:
         if task.spec is not None:
             plan = EpisodePlan.of(frontend, params, self._num_samples, seed, chat, options)  # type: ignore[arg-type]
             first, starts = task.task.first_seed, missing.prompts
-            plan = msgspec.structs.replace(plan, first_env_seed=first, starts=starts, num_episodes=len(starts))
+            plan = msgspec.structs.replace(
+                plan, first_env_seed=first, starts=starts, num_episodes=len(starts), lora=lora
+            )
             return EpisodeRun(frontend, plan, self._kept_workers)
         given: Any = (task.prompts, params, self._num_samples, task.columns, seed, chat)
-        groups = RolloutPlan.of(*given).tasks()
+        groups = RolloutPlan.of(*given, lora=lora).tasks()
         wanted, weights = [groups[prompt] for prompt in missing.prompts], task.task.reward_weights
         return RolloutRun(frontend, wanted, task.reward_fn, reward_weights=weights, keeps_aborted=True)
 
     def _samples_of(self, missing: _Missing, group: AnyGroup, lines: LoggedSamples) -> list[dict[str, Any]]:
         """The lines of a group: of episodes with several seats, those of the first that the policy plays."""
         found: dict[int, dict[str, Any]] = {}
-        for sample in lines.of(self._batcher.batch([group], "padded"), group.params):
+        for sample in lines.of(self._batcher.samples(group), group.params):
             found.setdefault(sample["sample_index"], sample)
         for sample in found.values():
             info = sample.pop("info", None) or {}  # of any kind, not JSON's alone

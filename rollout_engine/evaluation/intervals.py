@@ -4,6 +4,7 @@ The unit is the prompt: samples of one prompt are not independent, so prompts ar
 Draws have a fixed seed: the same results give the same interval.
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -42,14 +43,22 @@ def mean_interval(
     mean = float(np.mean(values))
     if len(values) < 2:
         return Estimate(mean, None, None)
-    generator, count = np.random.default_rng(0), len(values)
-    rows = max(1, _CHUNK // count)
-    means = [
-        values[generator.integers(0, count, (min(rows, num_resamples - start), count))].mean(1)
-        for start in range(0, num_resamples, rows)
-    ]
-    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
+    apart = np.asarray(values, np.float64) - values[0]  # so that equal values have an interval of no width
+    means = values[0] + np.concatenate([times @ apart for times in _redraws(len(values), num_resamples)]) / len(values)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Estimate(mean, float(low), float(high))
+
+
+@functools.lru_cache(maxsize=1)
+def _redraws(count: int, num_resamples: int) -> list[np.ndarray]:
+    """How often each of `count` prompts is drawn, uint16 [resamples, count] in parts, the same for all values."""
+    generator, rows = np.random.default_rng(0), max(1, _CHUNK // count)
+    parts = []
+    for start in range(0, num_resamples, rows):
+        drawn = generator.integers(0, count, (min(rows, num_resamples - start), count))
+        drawn += np.arange(len(drawn))[:, None] * count
+        parts.append(np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape).astype(np.uint16))
+    return parts
 
 
 def paired_difference(a: np.ndarray, b: np.ndarray) -> Difference:
@@ -72,6 +81,7 @@ def _p_value(differences: np.ndarray) -> float:
         return float((np.abs(signs @ differences) >= least).mean())
     generator, rows, as_large = np.random.default_rng(0), max(1, _CHUNK // count), 0
     for start in range(0, _NUM_FLIPS, rows):
-        flips = generator.integers(0, 2, (min(rows, _NUM_FLIPS - start), count), np.int8)
-        as_large += int((np.abs((2.0 * flips - 1.0) @ differences) >= least).sum())
+        shape = min(rows, _NUM_FLIPS - start), -(-count // 8)
+        flips = np.unpackbits(generator.integers(0, 256, shape, np.uint8), axis=1, count=count)
+        as_large += int((np.abs(2 * (flips @ differences) - differences.sum()) >= least).sum())
     return (1 + as_large) / (1 + _NUM_FLIPS)

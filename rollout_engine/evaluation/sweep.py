@@ -10,6 +10,7 @@ import msgspec
 
 from rollout_engine._structs import UserStruct
 from rollout_engine.errors import RequestError, unknown_name
+from rollout_engine.lora_request import LoRARequest
 from rollout_engine.sampling_params import SamplingParams, as_sampling_params
 from rollout_engine.seeds import mix
 
@@ -33,12 +34,21 @@ class Checkpoint(NamedTuple):
 
     name: str
     source: Any
-    """A source that `update_weights` takes; None: the live weights."""
+    """A source that `update_weights` takes, a `LoRARequest`, or the directory of an adapter; None: the live weights."""
 
     @property
     def path(self) -> str | None:
         """Where they are, if they are on disk."""
-        return os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else None
+        source = self.source.path if isinstance(self.source, LoRARequest) else self.source
+        return os.fspath(source) if isinstance(source, str | os.PathLike) else None
+
+    @property
+    def lora(self) -> LoRARequest | None:
+        """The adapter that samples over the live weights; None for whole weights."""
+        if isinstance(self.source, LoRARequest):
+            return self.source
+        is_adapter = self.path is not None and os.path.isfile(os.path.join(self.path, "adapter_config.json"))
+        return LoRARequest(self.name, path=self.path) if is_adapter else None
 
 
 class Sweep(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass]
@@ -52,8 +62,8 @@ class Sweep(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass]
     grid: dict[str, list[Any]] = {}
     """Field of `SamplingParams` -> values: each setting with each combination of them."""
     checkpoints: Any = None
-    """Sources that `update_weights` takes: a list of paths, or a dict from names to sources. None: the live weights,
-    named by their version."""
+    """Sources that `update_weights` takes, and LoRA adapters: a list of paths, or a dict from names to sources.
+    None: the live weights, named by their version."""
 
     def named_settings(self) -> list[Setting]:
         """All settings. Raises `RequestError` for one that does not fit, and for names that are not distinct."""
@@ -90,10 +100,12 @@ class Sweep(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass]
         else:
             listed = given if isinstance(given, list | tuple) else [given]
             for index, source in enumerate(listed):
-                if not isinstance(source, str | os.PathLike):
+                if not isinstance(source, str | os.PathLike | LoRARequest):
                     hint = "Give a dict from names to sources."
-                    raise RequestError.for_field(f"checkpoints[{index}]", source, "a path", hint)
-            found = [Checkpoint(os.fspath(source), source) for source in listed]
+                    raise RequestError.for_field(f"checkpoints[{index}]", source, "a path, or a LoRARequest", hint)
+            found = [
+                Checkpoint(each.name if isinstance(each, LoRARequest) else os.fspath(each), each) for each in listed
+            ]
         if not found:
             raise RequestError.for_field("checkpoints", given, "at least one, or None for the live weights")
         _check_distinct("checkpoints", [checkpoint.name for checkpoint in found])

@@ -6,13 +6,14 @@ import threading
 
 import pyarrow.parquet
 import pytest
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from envs_adapters import Observation
 from rollout_engine import EvalReport, EvalTask, RolloutPolicy, SamplingParams, Sweep, read_jsonl, replay
 from rollout_engine.errors import ConfigError, RequestError, RewardError
 from rollout_engine.evaluation.sweep import seed_of
-from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.integration.test_replay import other_weights
 
 OPTIONS = dict(dtype="float32", num_kv_blocks=1024, max_model_len=256)
@@ -362,3 +363,29 @@ def test_parquet_has_a_row_per_sample_and_the_table(policy, tmp_path):
     assert lines == report.table + report.differences
     with pytest.raises(RequestError, match="a file that can be written"):
         report.to_html(tmp_path / "none" / "page.html")
+
+
+def test_adapters_are_checkpoints_over_the_live_weights(policy, tmp_path):
+    ours, other = (random_adapter(tiny_model(), name, seed=seed) for name, seed in (("ours", 1), ("other", 2)))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "adapter_config.json").write_text(json.dumps(other.sendable().config))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in other.tensors.items()}, saved / "adapter_model.safetensors"
+    )
+    sweep = {"settings": SETTINGS, "checkpoints": {"ours": ours, "saved": saved}}
+    report = evaluated(policy, sweep=sweep, out=tmp_path / "out", seed=7)
+    assert policy.list_loras() == [] and policy.policy_version == 0
+    policy.add_lora(ours)
+    for name, settings in SETTINGS.items():
+        options = dict(num_samples=3, seed=seed_of(7, "letters", name), lora_request="ours", use_tqdm=False)
+        batch = policy.rollout([row["prompt"] for row in ROWS], settings, **options)
+        found = [
+            s for s in report.samples if (s["evaluation"]["checkpoint"], s["evaluation"]["setting"]) == ("ours", name)
+        ]
+        assert [s["response"] for s in found] == [batch["text", "response"][i] for i in range(12)]
+    assert {s["lora"]["name"] for s in report.samples} == {"ours", "saved"}
+    tokens = {name: [s["response"] for s in report.samples if s["lora"]["name"] == name] for name in ("ours", "saved")}
+    assert tokens["ours"] != tokens["saved"]
+    assert essence(evaluated(policy, sweep=sweep, out=tmp_path / "out", seed=7).samples) == essence(report.samples)
+    assert all(each.is_equal for each in replay(policy, [s for s in report.samples if s["lora"]["name"] == "ours"]))
