@@ -5,13 +5,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rollout_engine import LLM, AsyncLLM, LifecycleError, RolloutPolicy, RolloutService, SamplingParams
+from rollout_engine import (
+    LLM,
+    AsyncLLM,
+    EvalTask,
+    LifecycleError,
+    RequestError,
+    RolloutPolicy,
+    RolloutService,
+    SamplingParams,
+)
 from rollout_engine.fleet.client import FleetClient
 from tests.conformance.clients import CLIENTS
 from tests.conformance.running import plain, told_of_sample
 
 PROMPTS = ["hello", [5, 6, 7], {"messages": [{"role": "user", "content": "hi"}]}]
 PARAMS = SamplingParams(n=2, seed=5, max_tokens=12, logprobs=0)
+NAMED = {
+    "type": "object",
+    "properties": {"is": {"enum": ["x", "y"]}},
+    "required": ["is"],
+    "additionalProperties": False,
+}
+FORMS = [{"json": NAMED}, {"regex": "[0-9]{3}(-[0-9]{2})+"}, {"choice": ["yes", "no"]}]
 
 
 def samples_of(outputs):
@@ -70,6 +86,26 @@ def test_a_policy_rolls_out_what_stepping_gives(engine, same, expected):
     alone = [policy.rollout([prompt], PARAMS, use_tqdm=False) for prompt in PROMPTS]
     assert [told_of_batch(by_prompt[i])[:3] for i in range(3)] == [told_of_batch(group)[:3] for group in alone]
     same(told_of_batch(batch))
+
+
+def test_outputs_with_a_form_are_the_same_over_every_client(engine, same):
+    params = [PARAMS.clone(max_tokens=40, structured_outputs=form) for form in FORMS]
+    outputs = LLM.from_engine(engine).generate(["hello"] * len(FORMS), params, use_tqdm=False)
+    assert {sample.text for sample in outputs[2].outputs} <= {"yes", "no"}
+    with pytest.raises(RequestError, match="unclosed group"):
+        engine.add_request("broken", "hello", PARAMS.clone(structured_outputs={"regex": "(a"}))
+    same(samples_of(outputs))
+
+
+def test_an_evaluation_samples_the_same_over_every_client(engine, same, tmp_path):
+    settings = {"hot": {"max_tokens": 8}, "cool": {"max_tokens": 8, "temperature": 0.5}}
+    task = EvalTask(name="short", rows=["one", "two"], reward_fn=lambda completions: [len(c) % 3 for c in completions])
+    options = dict(sweep={"settings": settings}, num_samples=3, k=(1, 3), out=tmp_path / "out", use_tqdm=False)
+    report = RolloutPolicy(engine).evaluate(task, **options)
+    again = RolloutPolicy(engine).evaluate(task, **options)
+    keys = "group_id", "sample_index", "seed", "response_token_ids", "log_probs", "reward"
+    assert again.samples == report.samples
+    same([[sample["evaluation"]["setting"], *(sample[key] for key in keys)] for sample in report.samples])
 
 
 def test_no_face_waits_for_ever_while_paused(engine):
