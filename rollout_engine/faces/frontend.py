@@ -74,7 +74,8 @@ class Frontend:
         client.listen(self.streams)
         read = _metrics_of(client, self.streams)
         self._stat_thread = StatThread(loggers, read, self.streams.has_live, config.log_interval)
-        self.shutdown = weakref.finalize(self, _close, self._process, self._stat_thread, client, self.spans)
+        parts = self._process, self._stat_thread, client, self.spans, self.inputs.close
+        self.shutdown = weakref.finalize(self, _close, *parts)
         """Leave the engine, or end it if it is ours. Calling it again is a no-op."""
 
     @classmethod
@@ -325,8 +326,15 @@ def _metrics_of(client: EngineClient, streams: OpenStreams) -> MetricsReader:
     return read
 
 
-def _close(process: OwnerProcess, stat_thread: StatThread, client: EngineClient, spans: Spans) -> None:
+def _close(
+    process: OwnerProcess,
+    stat_thread: StatThread,
+    client: EngineClient,
+    spans: Spans,
+    close_inputs: Callable[[], object],
+) -> None:
     if process.is_current:  # a forked child has none of their threads, and they are the parent's to end
         stat_thread.close()
         client.shutdown()
         spans.close()
+        close_inputs()

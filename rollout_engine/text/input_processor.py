@@ -99,6 +99,8 @@ class InputProcessor:
         self.default_params = default_params
         """Reads the sampling settings that the checkpoint recommends."""
         self._trials = GrammarTrials(lambda: serialized(codec.hf) if codec else "", vocab_size, eos_token_ids)
+        self.close: Callable[[], object] = self._trials.close
+        """Ends the process that tries grammars."""
         self._prepared: tuple[SamplingParams, SamplingParams, list[list[int]]] | None = None
         self._num_admitted = 0
         self._next_sequence_id = first_sequence_id
