@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 
 from rollout_engine.process.core_launcher import CORE_MODULE, _environment
 
@@ -24,11 +25,14 @@ class WarmCores:
     def __init__(self):
         self._environment = _environment()
         self._socket = self._process = None
+        self._beginning = threading.Lock()
+        """A fleet starts its replicas on threads."""
 
     def start(self, lifeline, locked, directory):
         """Start a core that inherits two descriptors; returns what can be used like a `subprocess.Popen`."""
-        if self._process is None:
-            self._begin()
+        with self._beginning:
+            if self._process is None:
+                self._begin()
         reader, writer = os.pipe()
         request = {"directory": directory, "environment": _environment(), "folder": os.getcwd()}
         try:
