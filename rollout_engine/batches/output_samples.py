@@ -27,7 +27,7 @@ def output_samples(
         if sample.logprobs is None and sample.token_ids:
             raise RequestError.for_field("logprobs", None, "set for rollouts", "logprobs=0 is cheap.")
         is_done = sample.finish_reason == "stop"
-        made = {
+        made: dict[str, Any] = {
             "group_id": group_id,
             "sample_index": sample.index,
             "seed": sample.seed,

@@ -161,8 +161,8 @@ class Evaluator:
                 plan, first_env_seed=first, starts=starts, num_episodes=len(starts), lora=lora
             )
             return EpisodeRun(frontend, plan, self._kept_workers)
-        given: Any = (task.prompts, params, self._num_samples, task.columns, seed, chat)
-        groups = RolloutPlan.of(*given, lora=lora).tasks()
+        given: Any = (task.prompts, params, self._num_samples, task.columns, seed, chat, None, None, lora)
+        groups = RolloutPlan.of(*given).tasks()
         wanted, weights = [groups[prompt] for prompt in missing.prompts], task.task.reward_weights
         return RolloutRun(frontend, wanted, task.reward_fn, reward_weights=weights, keeps_aborted=True)
 
