@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import logging
@@ -55,6 +56,19 @@ class Held(NamedTuple):
     threads: int
     tasks: int
     bytes: int
+    malloc_used: int
+    """Bytes of C's heap that are in use; Python's own allocator has others. 0 where the C library is not glibc."""
+    malloc_free: int
+    """Bytes of it that are free and not given back: what fragments it."""
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
 
 
 def soak(checkpoint: Path, seconds: float, count: int) -> dict[str, Any]:
@@ -77,6 +91,8 @@ def soak(checkpoint: Path, seconds: float, count: int) -> dict[str, Any]:
         statuses={str(status): number for status, number in sorted(fuzz.statuses.items())},
         slowest_exchange_ms=round(1e3 * fuzz.slowest, 1),
         grown_mib=[round(mib[1] - mib[0], 1), round(grown, 1)],
+        malloc_used_mib=[round(each.malloc_used / (1 << 20), 1) for each in held],
+        malloc_free_mib=[round(each.malloc_free / (1 << 20), 1) for each in held],
         hangs=0,
         leaks=0,
         internal_errors=0,
@@ -126,9 +142,8 @@ class HttpFuzz:
         """What is held now."""
         gc.collect()
         tasks = sum(isinstance(each, asyncio.Task) and not each.done() for each in gc.get_objects())
-        return Held(
-            len(os.listdir("/proc/self/fd")), threading.active_count(), tasks, psutil.Process().memory_info().rss
-        )
+        resident, (used, free) = psutil.Process().memory_info().rss, _malloc()
+        return Held(len(os.listdir("/proc/self/fd")), threading.active_count(), tasks, resident, used, free)
 
     async def _settle(self) -> None:
         """Wait until the server knows that all have gone."""
@@ -288,3 +303,13 @@ def _no_errors() -> Iterator[None]:
         for logger in loggers:
             logger.removeHandler(handler)
     assert not found, f"{len(found)} errors were logged: {found[0]}"
+
+
+def _malloc() -> tuple[int, int]:
+    """Bytes of C's heap that are used, and that are free."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0, 0
+    mallinfo2.restype = _MallInfo
+    found = mallinfo2()
+    return found.uordblks + found.hblkhd, found.fordblks
