@@ -1,11 +1,19 @@
 """A module cut over ranks computes the bits of the whole one, and each rank holds its part alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from rollout_engine.errors import ConfigError
 from rollout_engine.kernels.cpu import turns
+from rollout_engine.model.loading.weight_table import WeightTable
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.geometry import probe_geometry
+from rollout_engine.model.ranks.cut import cut_module
+from rollout_engine.model.ranks.part import part_of
 from rollout_engine.model.ranks.share import Share, share_of
-from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing import tiny_checkpoint, tiny_model
 from tests.unit.model.ranked import Partner, backend_of, logits_of
 
 pytestmark = [
@@ -55,3 +63,37 @@ def test_shares_hold_every_row_once_at_panels_where_there_are_enough():
     with pytest.raises(ValueError, match="3 rows cannot be divided among 4 ranks"):
         share_of(3, 0, 4)
     assert Share(1, 3, 4).times(8) == Share(8, 24, 32)
+
+
+@pytest.mark.parametrize("architecture, overrides, num_ranks, match", [
+    ("gpt2", {}, 2, "no tensor-parallel plan"),
+    ("qwen3", dict(num_attention_heads=3, num_key_value_heads=3), 2, "its 3 query heads and 3 key/value heads"),
+    ("qwen3", dict(num_attention_heads=8, num_key_value_heads=4), 3, "Give a number that divides 8"),
+    ("mixtral", dict(num_attention_heads=16, num_local_experts=8), 16, "is too many: its experts: 8 rows"),
+])  # fmt: skip
+def test_models_that_cannot_be_cut_are_refused_with_the_reason(architecture, overrides, num_ranks, match):
+    module = tiny_model(architecture, attn_implementation=ATTENTION_NAME, **overrides)
+    with pytest.raises(ConfigError, match=match):
+        cut_module(module, probe_geometry(module), SimpleNamespace(rank=0, num_ranks=num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_ranks_together_hold_every_named_value_once(num_ranks):
+    module = tiny_model("qwen3_moe", num_key_value_heads=4)
+    table = WeightTable.of(module)
+    geometry, seen = probe_geometry(module), {name: [] for name in table.views}
+    for rank in range(num_ranks):
+        module = tiny_model("qwen3_moe", num_key_value_heads=4)
+        whole = WeightTable.of(module)
+        cut = cut_module(module, geometry, SimpleNamespace(rank=rank, num_ranks=num_ranks), keep_values=True)
+        live = module.state_dict()
+        for name, view in whole.views.items():
+            owner = whole.owners[name]
+            part = part_of(name, view, whole.views[owner], live[owner], cut.shares.get(owner))
+            start, stop = part.elements
+            assert torch.equal(part.view.reshape(-1), view.reshape(-1)[start:stop]), name
+            if owner in cut.shares:
+                seen[name].append((part.rows.first, part.rows.stop))
+    for name, rows in seen.items():
+        held = [rows[i] for i in range(len(rows)) if rows[i][0] < rows[i][1]]
+        assert sum(stop - first for first, stop in held) == (len(table.views[name]) if rows else 0), name
