@@ -33,9 +33,12 @@ test-worlds: build/worlds/installed
 	set -e; for world in build/worlds/*/bin/python; do $$world -m pytest tests/envs; done
 
 # Adapters of trainers, each in an environment that has its trainer; examples learn there for minutes.
+# Beside other work one takes more than the ten minutes after which a test counts as one that hangs.
 # verl's excludes this engine's packages, which the shared fixtures need: its server runs in the environment of TRL's.
 test-trainers: build/trainers/installed build/verl/installed
-	set -e; for trainer in build/trainers/*/bin/python; do $$trainer -m pytest tests/trainers; done
+	set -e; for trainer in build/trainers/*/bin/python; do \
+		$$trainer -m pytest --override-ini faulthandler_timeout=3600 tests/trainers; \
+	done
 	ROLLOUT_ENGINE_PYTHON=$(CURDIR)/build/trainers/trl/bin/python \
 		build/verl/bin/python -m pytest --noconftest tests/trainers/test_verl.py
 
