@@ -125,7 +125,7 @@ class RankWorker:
             case PackWeights(inplace, names):
                 return held.pack(inplace=inplace, lacking=None, names=parts.known(names))
             case CommitWeights():
-                return held.commit(lacking=None)
+                return self._commit()
             case SettleWeights():
                 return held.settle()
             case ReleaseKV():
@@ -138,6 +138,12 @@ class RankWorker:
                 args, kwargs = unpack_value(arguments)
                 return self._extensions.call(method, args, kwargs)
         raise AssertionError(f"{type(message).__name__} is no call")
+
+    def _commit(self) -> None:
+        """Make the packed weights live: all of them, where `ReleaseWeights` had forgotten them."""
+        self._held.commit(lacking=None)
+        updater = self._weights.updater
+        updater.dirty = updater.forgotten = False
 
     def close(self) -> None:
         """Close the extensions."""
