@@ -195,12 +195,14 @@ class RankTeam:
                 return
             self.error, on_death = error, self._on_death
         logger.critical("%s", error)
-        self._has_failed.set()
-        self.seat.exchange.turns.break_()
-        for rank in self._ranks:
-            rank.is_started.set()
-        if on_death is not None:
-            on_death(str(error))
+        try:
+            if on_death is not None:
+                on_death(str(error))  # first: a step that fails ends its requests, and the engine would take others
+        finally:
+            self._has_failed.set()
+            self.seat.exchange.turns.break_()
+            for rank in self._ranks:
+                rank.is_started.set()
 
     def shutdown(self) -> None:
         """End all processes."""
