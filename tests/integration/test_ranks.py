@@ -146,8 +146,10 @@ def test_what_ranks_cannot_do_is_refused_by_name(engine):
 
 
 def ranks_below():
-    """The processes of ranks that are children of this one."""
-    return [child for child in psutil.Process().children() if _RANK_MODULE in child.cmdline()]
+    """The living processes of ranks that are children of this one; `process_iter` tells nothing of ended ones."""
+    own = psutil.Process().pid
+    children = [child for child in psutil.process_iter(["ppid", "cmdline"]) if child.info["ppid"] == own]
+    return [child for child in children if _RANK_MODULE in (child.info["cmdline"] or ())]
 
 
 def test_a_rank_that_dies_ends_the_engine_by_its_name(engine):

@@ -20,6 +20,7 @@ class OneLayer:
     dtype = torch.bfloat16
     max_model_len = 16
     vocab_size = 10
+    num_ranks = 1
     module = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
 
 
