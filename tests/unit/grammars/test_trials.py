@@ -11,8 +11,8 @@ from rollout_engine.grammars.trials import GrammarTrials
 from rollout_engine.testing import byte_tokenizer
 
 GOOD = {"json": {"type": "object", "properties": {"a": {"type": "string"}}}}
+ENDLESS = {"json": {"type": "integer", "multipleOf": 99999989}}
 HOSTILE = [
-    {"json": {"type": "integer", "multipleOf": 99999989}},
     {"regex": "((a{1000}){1000}){1000}"},
     {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8000)}}},
     {"json": {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": True}} for j in range(6)]} for i in range(6)]}},
@@ -34,18 +34,17 @@ def refusal(trials, given):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("given", HOSTILE[:2], ids=["multiples", "repeats"])
-def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials, given):
+def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials):
     trials.require(GOOD)
     [process] = trials._processes
-    assert "takes" in refusal(trials, given)
+    assert "takes" in refusal(trials, ENDLESS)
     assert process._process.returncode is not None
     trials.require({"regex": "a+"})
-    assert "takes" in refusal(trials, given)  # at once: it is known
+    assert "takes" in refusal(trials, ENDLESS)  # at once: it is known
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", HOSTILE[2:], ids=["properties", "products", "intersections"])
+@pytest.mark.parametrize("given", HOSTILE, ids=["repeats", "properties", "products", "intersections"])
 def test_other_hostile_grammars_are_refused(trials, given):
     assert "must be a grammar that can be compiled" in refusal(trials, given)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -24,10 +25,25 @@ def server(policy):
 
 
 @pytest.fixture
-def connection(server):
+def connect(server):
+    """Makes connections, which end with the test."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as made:
-        yield made
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+
+
+@pytest.fixture
+def connection(connect):
+    return connect()
+
+
+@contextmanager
+def paused(policy):
+    policy.pause_generation(mode="keep")
+    try:
+        yield
+    finally:
+        policy.resume_generation()
 
 
 def request(method, path, body=None, *lines, version=b"1.1"):
@@ -138,29 +154,30 @@ def test_a_client_that_closes_its_sending_side_within_a_request_is_left(connecti
 @pytest.mark.parametrize("behind", [b"", request(b"GET", b"/health")])
 @pytest.mark.parametrize("half_first", [False, True])
 def test_a_client_that_leaves_aborts_its_requests(server, connection, policy, stream, behind, half_first):
-    policy.pause_generation(mode="keep")
-    connection.sendall(request(b"POST", b"/v1/completions", {"prompt": "x", "stream": stream}) + behind)
-    if half_first:
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
-    while not policy.get_num_unfinished_requests():
-        time.sleep(0.001)
-    connection.close()
-    while policy.get_num_unfinished_requests() or server.app.served.num_open:
-        time.sleep(0.001)
-    policy.resume_generation()
+    with paused(policy):
+        connection.sendall(request(b"POST", b"/v1/completions", {"prompt": "x", "stream": stream}) + behind)
+        if half_first:
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+        while not policy.get_num_unfinished_requests():
+            time.sleep(0.001)
+        connection.close()
+        while policy.get_num_unfinished_requests() or server.app.served.num_open:
+            time.sleep(0.001)
 
 
-def test_a_client_that_leaves_a_stream_that_has_begun_aborts_it(server, connection, policy):
+def test_a_client_that_leaves_a_stream_that_has_begun_aborts_it(server, connect, policy):
     body = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "n": 64, "stream": True}
-    connection.sendall(request(b"POST", b"/v1/completions", body))
-    assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-    connection.shutdown(socket.SHUT_WR)
-    policy.pause_generation(mode="keep")
-    connection.close()
-    assert policy.get_num_unfinished_requests()
-    sampled = policy.get_metrics().core.counters.num_tokens_sampled
-    policy.resume_generation()
+    num_open = 0
+    while not num_open:  # on a busy machine all may be sampled before the pause
+        connection = connect()
+        connection.sendall(request(b"POST", b"/v1/completions", body))
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        connection.shutdown(socket.SHUT_WR)
+        with paused(policy):
+            connection.close()
+            num_open = policy.get_num_unfinished_requests()
+            sampled = policy.get_metrics().core.counters.num_tokens_sampled
     while policy.get_num_unfinished_requests() or server.app.served.num_open:
         time.sleep(0.001)
     assert policy.get_metrics().core.counters.num_tokens_sampled < sampled + 64 * 200
