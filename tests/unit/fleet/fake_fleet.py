@@ -32,6 +32,7 @@ class FakeClient(LocalClient):
         return self.dead_error or self.draining
 
     def add_request(self, request):
+        self._require_alive()
         try:
             self._sent.submit(self._add, request)
         except RuntimeError:  # it has been shut down
@@ -47,8 +48,7 @@ class FakeClient(LocalClient):
             answer.succeed("of a fake model")
         else:
             answer = super().call(name, arguments)
-        if self.dead_error is not None:  # as over a socket
-            raise EngineDeadError(*self.dead_error.args)
+        self._require_alive()
         return answer
 
     def shutdown(self):
@@ -58,8 +58,15 @@ class FakeClient(LocalClient):
     def _add(self, request):
         try:
             super().add_request(request)
+        except EngineDeadError:  # the dead refuse nothing: it fails with all others
+            pass
         except RolloutEngineError as error:
             self._came.submit(self._listener.refuse, request.first_sequence_id, error)
+
+    def _require_alive(self):
+        """Raise, as over a socket, where it is known that the engine has died."""
+        if self.dead_error is not None:
+            raise EngineDeadError(*self.dead_error.args)
 
     def _deliver(self, outputs):
         self._came.submit(super()._deliver, outputs)
