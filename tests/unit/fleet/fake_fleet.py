@@ -1,6 +1,7 @@
 """A fleet over fake models: everything but the models and the processes is real."""
 
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -51,6 +52,17 @@ class FakeClient(LocalClient):
         self._require_alive()
         return answer
 
+    def hold_sent(self):
+        """Keep what is sent from now on from the engine; the function returned passes it on, and waits for that."""
+        held = threading.Event()
+        self._sent.submit(held.wait)
+
+        def release():
+            held.set()
+            self._sent.submit(lambda: None).result()
+
+        return release
+
     def shutdown(self):
         super().shutdown()
         self._sent.shutdown(wait=False)
@@ -94,7 +106,10 @@ class FakeReplica:
         self.executor = executor
         self.client = FakeClient(EngineCore(executor, config), executor, executor.info)
 
-    def kill(self):
+    def kill(self, unnoticed=lambda: None):
+        """End the engine; its fleet hears of it after `unnoticed` is called."""
+        self.client.dead_error = EngineDeadError("The engine's thread was killed")
+        unnoticed()
         self.client._give_up("was killed")
         self.client.shutdown()
 
