@@ -2,8 +2,9 @@
 
     PYTHONPATH=examples build/trainers/trl/bin/python tests/benchmarks/trl_step.py
 
-The trainers of examples/trl_grpo.py take turns in one process, and train the same model from the same start. Seconds
-are CPU seconds of that process, medians over steps, so that other processes do not count.
+The trainers of examples/trl_grpo.py take turns in one process, and train the same model from the same start. Medians
+over steps: CPU seconds of that process, of all its threads, in which other processes do not count; and seconds by the
+clock, which mean something where the machine does nothing else.
 """
 
 import argparse
@@ -24,27 +25,33 @@ from rollout_engine import RolloutPolicy
 KINDS = {"TRL generates": ["--generation", "trl"], "engine generates": ["--plain"], "engine generates, exact": []}
 
 
-class StepTimes(TrainerCallback):
-    """CPU seconds of each step, and of each call that it was asked to time."""
+CLOCKS = {"CPU s": time.process_time, "clock s": time.perf_counter}
 
-    def __init__(self, seconds: dict[str, list[float]]) -> None:
+Seconds = dict[str, list[tuple[float, ...]]]
+"""What was timed -> for each time that it ran, seconds by each of `CLOCKS`."""
+
+
+class StepTimes(TrainerCallback):
+    """Times each step, and each call that it was asked to time."""
+
+    def __init__(self, seconds: Seconds) -> None:
         self._seconds = seconds
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._start = time.process_time()
+        self._start = _now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._seconds["step"].append(time.process_time() - self._start)
+        self._seconds["step"].append(_since(self._start))
 
     def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """The same call, timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
+            start = _now()
             try:
                 return call(*args, **kwargs)
             finally:
-                self._seconds[name].append(time.process_time() - start)
+                self._seconds[name].append(_since(start))
 
         return timed
 
@@ -55,7 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up-steps", type=int, default=150, help="imitation steps of the model")
     options = parser.parse_args()
-    seconds: dict[str, dict[str, list[float]]] = {kind: defaultdict(list) for kind in KINDS}
+    seconds: dict[str, Seconds] = {kind: defaultdict(list) for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         given = {kind: _given(arguments, options, f"{folder}/{i}") for i, (kind, arguments) in enumerate(KINDS.items())}
         training, _ = make_items(0)
@@ -65,10 +72,24 @@ def main() -> None:
                 for kind in list(KINDS)[:: 1 if i % 2 else -1]:
                     given[kind].model = model
                     _train(policy, training, given[kind], StepTimes(seconds[kind]))
-    for kind, found in seconds.items():
-        parts = {name: round(statistics.median(values), 3) for name, values in found.items()}
-        own = parts["step"] - parts["generation"] - parts.get("weights", 0.0)
-        print(f"{kind:24} {parts | {'trainer': round(own, 3)}}", flush=True)
+    for place, clock in enumerate(CLOCKS):
+        for kind, found in seconds.items():
+            print(f"{clock:8} {kind:24} {_medians(found, place)}", flush=True)
+
+
+def _now() -> tuple[float, ...]:
+    return tuple(read() for read in CLOCKS.values())
+
+
+def _since(start: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(now - then for now, then in zip(_now(), start, strict=True))
+
+
+def _medians(found: Seconds, place: int) -> dict[str, float]:
+    """Medians by one clock; "trainer" is what is left of a step."""
+    parts = {name: statistics.median(each[place] for each in values) for name, values in found.items()}
+    parts["trainer"] = parts["step"] - parts["generation"] - parts.get("weights", 0.0)
+    return {name: round(value, 3) for name, value in parts.items()}
 
 
 def _given(arguments: list[str], options: argparse.Namespace, out: str) -> argparse.Namespace:
