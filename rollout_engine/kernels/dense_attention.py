@@ -91,16 +91,17 @@ def _backward_of_sequences(
     grad_q, grad_k, grad_v = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
     for j, (count, first_row) in enumerate(plan.steps):
         heads, rows = slice(count * num_kv_heads), slice(first_row, None)
-        part = (heads, rows)
-        scores = scores_of(query[part] * params.scale, keys[heads, j], plan, j, num_kv_heads, params)
+        num_keys = padded_rows(length - j * KV_TILE)  # fewer than a tile in the last one
+        part, tile = (heads, rows), (heads, j, slice(num_keys))
+        scores = scores_of(query[part] * params.scale, keys[tile], plan, j, num_kv_heads, params)
         weights = (scores - lse[part][..., None]).exp()
         weights.view(count, num_kv_heads, *weights.shape[1:]).masked_fill_(padding[:count, :, rows], 0.0)
-        grad_scores = weights * (torch.bmm(grad_out[part], values[heads, j].transpose(1, 2)) - delta[part])
+        grad_scores = weights * (torch.bmm(grad_out[part], values[tile].transpose(1, 2)) - delta[part])
         if params.softcap:
             grad_scores *= (1 - (scores / params.softcap) ** 2).nan_to_num_(0.0, 0.0, 0.0)
-        grad_q[part] += torch.bmm(grad_scores, keys[heads, j]) * params.scale
-        grad_k[heads, j] = torch.bmm(grad_scores.transpose(1, 2), query[part]) * params.scale
-        grad_v[heads, j] = torch.bmm(weights.transpose(1, 2), grad_out[part])
+        grad_q[part] += torch.bmm(grad_scores, keys[tile]) * params.scale
+        grad_k[tile] = torch.bmm(grad_scores.transpose(1, 2), query[part]) * params.scale
+        grad_v[tile] = torch.bmm(weights.transpose(1, 2), grad_out[part])
     by_token = _from_rows(grad_q, num_sequences, num_heads, length).transpose(1, 2)
     return by_token, _from_tiles(grad_k, k), _from_tiles(grad_v, v)
 

@@ -114,12 +114,13 @@ def _rows_of_heads(values: Tensor, num_kv_heads: int, shape: torch.Size) -> Tens
 def scores_of(
     query: Tensor, keys: Tensor, plan: TilePlan, j: int, num_kv_heads: int, params: AttentionParams
 ) -> Tensor:
-    """Scores [n * Hk, rows, KV_TILE] of scaled queries, -inf where masked."""
+    """Scores of scaled queries and the first L keys [n * Hk, L, Dk] of a tile: [n * Hk, rows, L], -inf where masked."""
     scores = torch.bmm(query, keys.transpose(1, 2))
     if params.softcap:
         scores = scores.div_(params.softcap).tanh_().mul_(params.softcap)
     hidden = plan.hidden(j, params.sliding_window)
     if hidden is not None:
+        hidden = hidden[..., : keys.shape[1]]
         scores.view(-1, num_kv_heads, *scores.shape[1:]).masked_fill_(hidden, float("-inf"))
     return scores
 
