@@ -6,6 +6,7 @@
 
 Each step: the engine samples 8 answers to each of 32 prompts, the trainer takes one GRPO step on them, the new weights
 go back into the engine. Engine and trainer agree on every log-prob bit for bit, so the last column says 0.0.
+Every sample goes to rollouts.jsonl: `rollout-engine view` shows them, `rollout-engine replay` makes them again.
 
 Items and scorer are reasoning-gym's `spell_backward`. The made policy first imitates a careless teacher, who is right
 on short words but on long ones makes one of three mistakes three times in four: imitation alone stays far below 45 %
@@ -75,6 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--speculation", choices=["off", "auto"], default="off", help="draft from earlier answers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shuffle-advantages", action="store_true", help="control: nothing should be learned")
+    parser.add_argument("--save-every", type=int, default=0, help="keep weights of every so many steps in OUT/steps")
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"))
     options = parser.parse_args(arguments)
     if options.learning_rate is None:
@@ -98,7 +100,9 @@ def train(
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=options.learning_rate, weight_decay=0.0)
     draws = random.Random(options.seed)
     sampling = SamplingParams(max_tokens=task.max_tokens)
-    with open(options.out / "metrics.jsonl", "w") as metrics, open(options.out / "rollouts.jsonl", "w") as rollouts:
+    rollouts = options.out / "rollouts.jsonl"
+    rollouts.unlink(missing_ok=True)  # of an earlier run: lines are appended
+    with open(options.out / "metrics.jsonl", "w") as metrics:
         for step in range(options.steps + 1):
             entries = draws.sample(training, NUM_PROMPTS)
             start = time.perf_counter()
@@ -110,6 +114,7 @@ def train(
                 reward_fn=task.reward,
                 seed=draws.getrandbits(63),
                 use_tqdm=False,
+                log_to=rollouts,
             )
             seconds = time.perf_counter() - start
             row = {
@@ -119,12 +124,13 @@ def train(
                 "tokens_per_second": batch["masks", "response"].sum().item() / seconds,
             }
             row["rollout_seconds"], start = seconds, time.perf_counter()
+            if options.save_every and step % options.save_every == 0:
+                trainer.save_pretrained(options.out / "steps" / str(step))
             row["max_logprob_diff"] = update(trainer, optimizer, batch, options)
             row["training_seconds"] = time.perf_counter() - start
             row["update_ms"] = 1000 * policy.update_weights(trainer).seconds
             report(row)
             metrics.write(json.dumps(row) + "\n")
-            rollouts.writelines(json.dumps(sample) + "\n" for sample in first_group(step, batch))
             yield row
 
 
@@ -302,18 +308,6 @@ def time_shares(history: list[dict[str, float]], seconds: float) -> str:
     rollout, training = (sum(row[f"{part}_seconds"] for row in history) / seconds for part in ("rollout", "training"))
     rest = 1 - rollout - training
     return f"{seconds:.0f} s: rollouts {rollout:.0%}, training {training:.0%}, evaluation and the rest {rest:.0%}"
-
-
-def first_group(step: int, batch: Any) -> Iterator[dict[str, Any]]:
-    """The samples of the step's first prompt, as plain values."""
-    for i in range(GROUP_SIZE):
-        yield {
-            "step": step,
-            "prompt": batch["text", "prompt"][i],
-            "response": batch["text", "response"][i],
-            "reward": batch["next", "reward"][i].item(),
-            "policy_version": batch["policy_version"][i].max().item(),
-        }
 
 
 def draw(history: list[dict[str, float]], path: Path) -> None:
