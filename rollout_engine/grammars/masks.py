@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from rollout_engine.grammars.compiler import DaemonThread, Grammar
-from rollout_engine.grammars.vocabulary import GrammarError, MaskBits, readable
+from rollout_engine.grammars.vocabulary import GrammarError, MaskBits, Vocabulary, readable
 
 _MAX_MASK_SECONDS = 0.5
 """Computing time of one mask, beyond which its sequence ends with an error."""
+_SLOW_SECONDS = 0.1
+"""A call that takes longer has the next masks of its states computed one by one, each with its time taken."""
 _ALL = 0xFFFFFFFF
 """Word of a mask that allows all."""
 
@@ -33,7 +35,9 @@ class GrammarState:
         self._stop_ids = tuple(stop_ids)
         self._matcher: Any = None
         """None before the first mask."""
+        self._vocabulary: Vocabulary
         self._bits: MaskBits
+        self._is_timed = False
         self._num_followed = num_prompt_tokens
         self._has_ended = False
         self._failure: str | None = None
@@ -70,26 +74,21 @@ class GrammarState:
             except GrammarError as problem:
                 self._failure = str(problem)
 
-    def _follow(self, token_ids: list[int]) -> bool:
-        """Go on to the last of a sequence's tokens; whether a mask can be computed there. Notes what fails."""
-        if self._failure is not None:
-            return False
-        try:
-            if self._matcher is None:
-                vocabulary, self._matcher = self._grammar.start()
-                self._bits = vocabulary.bits(self._stop_ids)
-            for token_id in token_ids[self._num_followed :]:
-                if token_id in self._stop_ids:
-                    self._has_ended = True
-                elif not self._has_ended and not self._matcher.consume_token(token_id):
-                    raise GrammarError(f"token {token_id} is not allowed ({readable(self._matcher.get_error())})")
-        except GrammarError as problem:
-            self._failure = str(problem)
-            return False
+    def _begin(self, token_ids: list[int]) -> list[int]:
+        """Tokens that the matcher has to take yet; from now on they count as taken. Raises `GrammarError`."""
+        if self._matcher is None:
+            self._vocabulary, self._matcher = self._grammar.start()
+            self._bits = self._vocabulary.bits(self._stop_ids)
+        new = [] if self._has_ended else token_ids[self._num_followed :]
         self._num_followed = len(token_ids)
-        if self._has_ended:  # the row is dropped
-            self._keep(np.full_like(self._bits.text, _ALL))
-        return not self._has_ended
+        for place, token_id in enumerate(new):
+            if token_id in self._stop_ids:
+                self._has_ended = True
+                return new[:place]
+        return new
+
+    def _refuse(self, token_id: int) -> None:
+        self._failure = f"token {token_id} is not allowed ({readable(self._matcher.get_error())})"
 
     def _keep(self, mask: np.ndarray) -> None:
         self._masks, self._place = {(): mask}, self._num_followed
@@ -112,24 +111,38 @@ class GrammarState:
 
 def _fill_together(asked: Iterable[tuple[GrammarState, list[int]]]) -> None:
     """Compute the masks behind the tokens of sequences. Notes what fails."""
-    states = [state for state, token_ids in asked if state._follow(token_ids)]
+    states = _followed(asked)
     for state, mask in zip(states, _masks_of(states) if states else (), strict=True):
         state._keep(mask)
+
+
+def _followed(asked: Iterable[tuple[GrammarState, list[int]]]) -> list[GrammarState]:
+    """Go on to the last of the sequences' tokens; the states where a mask can be computed. Notes what fails."""
+    going_on: list[tuple[GrammarState, list[int]]] = []
+    for state, token_ids in asked:
+        if state._failure is None:
+            try:
+                going_on.append((state, state._begin(token_ids)))
+            except GrammarError as problem:
+                state._failure = str(problem)
+    # All take their first token, then their second ...: nearly always they have one each.
+    for place in range(max((len(new) for _, new in going_on), default=0)):
+        taking = [(state, new[place]) for state, new in going_on if place < len(new) and state._failure is None]
+        executor = taking[0][0]._vocabulary.executor
+        taken = executor.consume_token_par([(state._matcher, token_id) for state, token_id in taking])
+        for (state, token_id), is_taken in zip(taking, taken, strict=True):
+            if not is_taken:
+                state._refuse(token_id)
+    for state, _ in going_on:
+        if state._has_ended and state._failure is None:  # the row is dropped
+            state._keep(np.full_like(state._bits.text, _ALL))
+    return [state for state, _ in going_on if state._failure is None and not state._has_ended]
 
 
 def _masks_of(states: Sequence[GrammarState]) -> np.ndarray:
     """Masks uint32 [N, words] of N states where their matchers stand. Notes what fails."""
     masks = np.zeros((len(states), len(states[0]._bits.text)), np.uint32)
-    place, size, clock = masks.ctypes.data, masks.strides[0], _MaskClock()
-    for state in states:
-        if not state._matcher.is_stopped():
-            state._matcher.unsafe_compute_mask_ptr(place, size)
-        place += size
-        seconds = clock.seconds()
-        if state._matcher.is_error():
-            state._failure = readable(state._matcher.get_error())
-        elif seconds > _MAX_MASK_SECONDS:
-            state._failure = f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
+    _compute(states, masks)
     for bits in {id(state._bits): state._bits for state in states}.values():  # one, but for requests with stop ids
         rows = [row for row, state in enumerate(states) if state._bits is bits]
         ends = [row for row in rows if states[row]._matcher.is_accepting()]
@@ -142,22 +155,31 @@ def _masks_of(states: Sequence[GrammarState]) -> np.ndarray:
     return masks
 
 
-class _MaskClock:
-    """Computing time of one mask after the other, up to 0.1 s of those before it included.
-
-    The system's clock of a thread's computing is slow to read, so it is read where a tenth of a second has passed.
-    """
-
-    def __init__(self) -> None:
-        self._wall, self._computed = time.perf_counter(), time.thread_time()
-
-    def seconds(self) -> float:
-        """Computing time since the last one that was told, or since the start."""
-        wall = time.perf_counter()
-        if wall - self._wall < 0.1:
-            return 0.0
-        before, self._computed, self._wall = self._computed, time.thread_time(), wall
-        return self._computed - before
+def _compute(states: Sequence[GrammarState], masks: np.ndarray) -> None:
+    """Fill the masks with llguidance's; all in one call, but for states that were among slow ones. Notes what fails."""
+    place, size = masks.ctypes.data, masks.strides[0]
+    together = []
+    for row, state in enumerate(states):
+        if state._matcher.is_stopped():
+            continue
+        if not state._is_timed:
+            together.append((state._matcher, row))
+            continue
+        start = time.thread_time()
+        state._matcher.unsafe_compute_mask_ptr(place + row * size, size)
+        seconds = time.thread_time() - start
+        state._is_timed = seconds > _SLOW_SECONDS
+        if seconds > _MAX_MASK_SECONDS:
+            state._failure = f"the tokens that may come next took {seconds:.1f} s to find: give a simpler grammar"
+    if together:
+        start = time.perf_counter()
+        states[0]._vocabulary.executor.unsafe_compute_mask_ptr(together, place, size, len(states))
+        if time.perf_counter() - start > _SLOW_SECONDS:
+            for _, row in together:
+                states[row]._is_timed = True
+    for state in states:
+        if state._failure is None and state._matcher.is_error():
+            state._failure = readable(state._matcher.get_error())
 
 
 def begin_masks(thread: DaemonThread, asked: Iterable[tuple[GrammarState, list[int], list[int]]]) -> None:

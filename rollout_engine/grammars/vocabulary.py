@@ -61,6 +61,8 @@ class Vocabulary:
         self.eos_token_ids = list(self._tokens.eos_tokens)
         """Tokens whose bits llguidance sets where a grammar accepts."""
         self._limits = module.LLParserLimits(**_LIMITS)
+        self.executor = module.LLExecutor(num_threads=1)
+        """Works on many matchers in one call, without the interpreter."""
         self._bits: dict[tuple[int, ...], MaskBits] = {}
 
     def bits(self, stop_ids: tuple[int, ...]) -> MaskBits:

@@ -1,12 +1,14 @@
 """Masks of a grammar: exactly the tokens by which the output can still become what it has to be."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import regex
 import torch
 
+from rollout_engine.grammars import masks
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.masks import GrammarState, begin_masks, forbid
 from rollout_engine.grammars.vocabulary import GrammarError
@@ -136,3 +138,16 @@ def test_forbidden_tokens_get_no_logit():
     masks = [np.array([1 << 3, 1 << 7], np.uint32), np.array([0xFFFFFFFF, 0], np.uint32)]
     forbid(logits := torch.zeros(2, 40), masks)
     assert [(row > -torch.inf).nonzero()[:, 0].tolist() for row in logits] == [[3, 39], list(range(32))]
+
+
+def test_behind_a_slow_call_each_mask_is_timed_and_a_slow_one_fails_its_sequence_alone(compiler, monkeypatch):
+    tokens, later = list(PROMPT), [*PROMPT, *TOKENIZER.encode("1")]
+    fast, slow = state_of(compiler, "[0-9]+"), state_of(compiler, "[0-9]*")
+    wall, computed = iter([0.0, 0.2]), iter([0.0, 0.01, 1.0, 1.7])
+    clocks = SimpleNamespace(perf_counter=lambda: next(wall), thread_time=lambda: next(computed))
+    monkeypatch.setattr(masks, "time", clocks)
+    for known in (tokens, later):
+        begin_masks(compiler.mask_thread, [(fast, known, []), (slow, known, [])])
+        assert allowed(fast.mask(known)) & set(ASCII) == set(TOKENIZER.encode("0123456789"))
+    with pytest.raises(GrammarError, match=r"took 0\.7 s to find"):
+        slow.mask(later)
