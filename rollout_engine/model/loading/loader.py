@@ -41,9 +41,10 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
 
     `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment.
     """
-    directory = find_directory(config.model, weights=config.load_format == "auto")
+    is_dummy = config.load_format == "dummy"
+    directory = find_directory(config.model, weights=not is_dummy)
     hf_config, config_file = _read_config(directory)
-    entries = read_entries(directory) if config.load_format == "auto" else []
+    entries = [] if is_dummy else read_entries(directory)
     dtype = _resolve_dtype(config.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
     _check_head_device(head_kind, device)
@@ -63,12 +64,12 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     else:
         _refuse_to_cut(head_kind)
         table = WeightTable.of(module)
-    if config.load_format != "auto":
+    if is_dummy:
         initialize(module)
     if seat is not None:
-        cut, parts = _cut(module, geometry, seat, table, keep_values=config.load_format != "auto")
+        cut, parts = _cut(module, geometry, seat, table, keep_values=is_dummy)
         geometry, targets = cut.geometry, {name: part.view for name, part in parts.items() if part.rows.size}
-    if config.load_format == "auto":
+    if not is_dummy:
         ignored = _NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ())
         table.load(entries, ignored=ignored, parts=None if seat is None else parts)
         with as_config_errors():
