@@ -151,8 +151,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """On a CPU, processes of this machine that the model is cut over: each holds a part of every weight and of the KV
     pool. Tokens and log-probs are those of one, to the bit. See docs/ranks.md."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """"dummy": random weights from the configuration alone, for tests and measurements."""
+    load_format: Literal["auto", "dummy", "sharded"] = "auto"
+    """"auto": `model` is a checkpoint. "sharded": it is a directory of `save_sharded_state`, from which each rank reads
+    its own file; the same `tensor_parallel_size` and dtype are needed (docs/ranks.md). "dummy": random weights from the
+    configuration alone, for tests and measurements."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, outputs have no text."""
     admission: Literal["queue", "reject"] = "queue"

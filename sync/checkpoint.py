@@ -27,7 +27,7 @@ CONFIG_FILE = "config.json"
 
 _MAX_HEADER_BYTES = 100_000_000
 _AGAIN = "Save or download it again."
-_DTYPES = {
+STORED_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -44,6 +44,7 @@ _DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
+"""Dtypes by the names that safetensors gives them."""
 
 
 class StoredTensor(FileTensor):
@@ -58,7 +59,7 @@ class StoredTensor(FileTensor):
         start: int,
         check: Callable[[], None],
     ) -> None:
-        super().__init__(shape, _DTYPES[stored_dtype], lambda out, at: file.fetch(out, start + at), check)
+        super().__init__(shape, STORED_DTYPES[stored_dtype], lambda out, at: file.fetch(out, start + at), check)
         self.name, self.path = name, file.path
         self.stored_dtype = stored_dtype
         """The dtype as safetensors spells it: F32, BF16, I64, ..."""
@@ -191,7 +192,7 @@ def _checked(path: Path, name: str, raw: msgspec.Raw, num_bytes: int) -> _Declar
     declared = decode_json(bytes(raw), _Declared, f"{path}: the header's entry of tensor '{name}' is not valid")
     check_shape(name, declared.shape, f"{path}: tensor ")
     start, end = declared.data_offsets
-    dtype = _DTYPES.get(declared.dtype)
+    dtype = STORED_DTYPES.get(declared.dtype)
     if dtype is None:
         raise ManifestMismatch(f"{path}: tensor '{name}' has dtype {declared.dtype}, which is not supported.")
     shape = list(declared.shape)

@@ -21,6 +21,7 @@ COMMANDS = {
     "postmortem": "the last steps of a core that died, and whether its scheduler fails alone",
     "serve": "an HTTP server for clients that speak OpenAI's, vLLM's or SGLang's dialect",
     "core": "a core that listens on TCP, for front ends on other machines",
+    "shard": "a directory from which each rank of an engine loads its own part of a model",
     "bench": "tokens per second of a model, and the share of what memory and arithmetic allow",
     "tune": "threads, budgets and speculation for a model on this machine, by measuring, as a TOML file",
     "simulate": "throughput, latency, staleness and failures of a fleet of thousands, from what its steps cost",

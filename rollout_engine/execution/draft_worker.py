@@ -36,6 +36,7 @@ class DraftWorker:
         own = msgspec.structs.replace(
             config, model=self.name, tokenizer=None, deterministic="auto", fp32_head=False, speculation="off",
             max_model_len=None, kv_cache_bytes=None, num_kv_blocks=None,
+            load_format="dummy" if config.load_format == "dummy" else "auto",
         )  # fmt: skip
         try:
             loaded = load_model(own)

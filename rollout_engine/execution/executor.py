@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -138,6 +139,11 @@ class InlineExecutor:
         """Results of `fn(module)`, one per rank. Raises as `Worker.apply_model`."""
         self._wait_until_idle()
         return [self.worker.apply_model(fn)]
+
+    def save_sharded_state(self, path: str) -> None:
+        """Write the live weights to a directory, between two steps. Raises as `Worker.save_sharded_state`."""
+        self._wait_until_idle()
+        self.worker.save_sharded_state(Path(path))
 
     def start_profile(self, directory: str | None, num_steps: int | None, **options: bool) -> None:
         """Begin a profile between two steps. Raises as `Profiler.start`."""

@@ -1,8 +1,11 @@
 """The worker of rank 0, where a model is cut over ranks: it schedules nothing, but draws, and leads the others."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -10,15 +13,17 @@ from rollout_engine.config import EngineConfig
 from rollout_engine.errors import DirtyWeightsError, LifecycleError
 from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.execution.rank_wire import ReleaseKV, ReleaseWeights, RestoreWeights
+from rollout_engine.execution.rank_wire import ReleaseKV, ReleaseWeights, RestoreWeights, WriteShard
 from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_weights import TeamWeights
 from rollout_engine.execution.worker import Worker
 from rollout_engine.model.backend import Backend
+from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.weights.lazy_tensors import LazyTensors
 from rollout_engine.weights.manifest_checks import ManifestChecks
 from rollout_engine.weights.transaction import WeightUpdater
+from sync.manifest import TensorSpec
 
 
 class LeadingWorker(Worker):
@@ -53,6 +58,11 @@ class LeadingWorker(Worker):
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> NoReturn:
         what = _not_with_ranks("apply_model", self._team.num_ranks)
         raise LifecycleError(f"{what} A function cannot be sent to another process: use a worker extension.")
+
+    def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
+        num_ranks, live = self._team.num_ranks, self.live_weights()
+        own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live)
+        return msgspec.convert(self._team.ask(WriteShard(str(directory)), own), list[list[TensorSpec]])
 
     def release_kv(self) -> None:
         self._team.ask(ReleaseKV(), super().release_kv)

@@ -159,6 +159,12 @@ class RestoreWeights(msgspec.Struct, tag=True, frozen=True):
     """Undo `ReleaseWeights(forget=False)`."""
 
 
+class WriteShard(msgspec.Struct, tag=True, frozen=True):
+    """Write your live weights to your file in a directory; the result are their specs."""
+
+    directory: str
+
+
 class CallExtension(msgspec.Struct, tag=True, frozen=True):
     """Call a method of a worker extension; arguments and result as `pack_value` writes them."""
 
@@ -177,6 +183,7 @@ CallMessage = (
     | ReleaseKV
     | ReleaseWeights
     | RestoreWeights
+    | WriteShard
     | CallExtension
 )
 

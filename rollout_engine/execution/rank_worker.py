@@ -1,6 +1,7 @@
 """A rank other than the first: its part of the model, what it computes with the others, and calls of it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,6 +31,7 @@ from rollout_engine.execution.rank_wire import (
     StageWeights,
     StartWeights,
     StepMessage,
+    WriteShard,
     unpack_value,
 )
 from rollout_engine.execution.resident_weights import ResidentWeights
@@ -39,6 +41,7 @@ from rollout_engine.model.backends import device_of
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.ranks.seat import Seat
 from sync.manifest import torch_dtype
 
@@ -48,7 +51,7 @@ class RankWorker:
 
     def __init__(self, settings: RankSettings, seat: Seat) -> None:
         torch.set_num_threads(settings.num_threads)
-        config, self.rank = settings.config, settings.rank
+        config, self.rank, self._num_ranks = settings.config, settings.rank, seat.num_ranks
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         loaded = load_model(config, device.torch_device, seat)
@@ -134,6 +137,9 @@ class RankWorker:
                 return self._weights.release(forget=forget)
             case RestoreWeights():
                 return self._weights.restore()
+            case WriteShard(directory):
+                forms, live = self._weights.updater.metadata(), self.live_weights()
+                return write_shard(Path(directory), self.rank, self._num_ranks, forms, live)
             case CallExtension(method, arguments):
                 args, kwargs = unpack_value(arguments)
                 return self._extensions.call(method, args, kwargs)

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ from rollout_engine.model.backend import Backend
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.sharded_state import save_state, write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.sampling.logits_processors import load_processors
 from rollout_engine.user_code import UserCode
 from rollout_engine.weights.update_session import UpdateSession
-from sync.manifest import first_names
+from sync.manifest import TensorSpec, first_names
 
 
 class Worker:
@@ -81,7 +83,7 @@ class Worker:
                 f"{'' if self.draft is None else f', {self.draft.choices}'}"
             ),
         )
-        self.module = loaded.module
+        self.module, self._files = loaded.module, loaded.files
         self.vocab_size, self.max_model_len = self.info.vocab_size, self.info.max_model_len
         self.update = UpdateSession(self.updater)
         self.extensions = Extensions(table, self)
@@ -128,6 +130,14 @@ class Worker:
         pieces = self.backend.score(sequences, num_prompt, temperature)
         found = {index: values for piece in pieces for index, values in piece.items()}
         return [found[i] for i in range(len(sequences))]
+
+    def save_sharded_state(self, path: Path) -> None:
+        """Write the live weights to a directory, as `load_format="sharded"` reads them. Raises as `save_state`."""
+        save_state(path, self._files, self.info.dtype, self.updater.version, self._write_shards)
+
+    def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
+        """Have every rank write its weights to a file in `directory`; what each has written, in order."""
+        return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"))]
 
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system."""

@@ -316,6 +316,18 @@ def start_profile(engine):
         return max(steps_in(path) for path in paths)
 
 
+@scenario(refused_in="asleep dirty updating", path=f"{TRACES.name}/state")
+def save_sharded_state(engine):
+    with tempfile.TemporaryDirectory() as directory:
+        for wrong in (3, "", directory + "/file/state"):
+            Path(directory, "file").touch()
+            with pytest.raises(RequestError, match="save_sharded_state: path=.* is not allowed"):
+                engine.save_sharded_state(wrong)
+        engine.save_sharded_state(Path(directory) / "state")
+        state = json.loads(Path(directory, "state/sharded.json").read_text())
+        return [shard["digest"] for shard in state["shards"]]
+
+
 @scenario()
 def stop_profile(engine):
     with pytest.raises(LifecycleError, match="stop_profile: no profile is running"):

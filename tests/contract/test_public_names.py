@@ -26,6 +26,7 @@ SIGNATURES = {
             "is_sleeping": "self",
             "reset_prefix_cache": "self reset_running_requests",
             "collective_rpc": "self method timeout args kwargs",
+            "save_sharded_state": "self path",
         }.items()
     },
     "AsyncLLM.from_config": "config",

@@ -224,6 +224,18 @@ def test_bench_reports_work_and_shares(checkpoint, capsys, monkeypatch):
     assert result["machine"]["cpu"] and result["versions"]["torch"]
 
 
+def test_shard_writes_what_generate_loads(checkpoint, tmp_path, capsys):
+    prompt = ["--prompt", "one two", "--json", POOL, "max_tokens=6"]
+    assert run("generate", checkpoint, *prompt) == 0
+    expected = capsys.readouterr().out
+    assert run("shard", checkpoint, str(tmp_path / "state"), POOL) == 0
+    assert "load_format=sharded" in capsys.readouterr().out
+    assert run("generate", str(tmp_path / "state"), *prompt, "load_format=sharded") == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == json.loads(expected)["samples"]
+    assert run("shard", checkpoint, str(tmp_path / "state"), POOL) == 2
+    assert "it is there already" in capsys.readouterr().err
+
+
 def test_doctor_knows_kernels_plans_and_versions(capsys):
     assert run("doctor", "--json") == 0
     found = json.loads(capsys.readouterr().out)

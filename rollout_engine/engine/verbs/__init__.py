@@ -30,6 +30,7 @@ from rollout_engine.engine.verbs.model import (
     apply_model,
     collective_rpc,
     get_model_metadata,
+    save_sharded_state,
     score,
 )
 from rollout_engine.engine.verbs.reports import (
@@ -64,6 +65,7 @@ __all__ = [
     "apply_model",
     "collective_rpc",
     "get_model_metadata",
+    "save_sharded_state",
     "score",
     "check_health",
     "check_integrity",

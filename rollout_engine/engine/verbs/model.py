@@ -1,6 +1,7 @@
 """Verbs that ask the model: scores, methods of worker extensions, functions on the module, its weights' names."""
 
 import math
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +19,11 @@ from rollout_engine.engine.verb_table import VERBS
 from rollout_engine.errors import (
     CallTimeoutError,
     LifecycleError,
+    RequestError,
     RolloutEngineError,
     RPCError,
     RPCTimeoutError,
+    refused,
 )
 from rollout_engine.lora_request import LoRALike, as_lora_request
 from rollout_engine.pooling_params import check_generation
@@ -150,10 +153,7 @@ def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any], *, timeout
     read. `DirtyWeightsError` too where `fn` wrote to some: then the engine is DIRTY until a complete update. (A write
     through `.data` goes unnoticed.)
     """
-    lifecycle = driver.core.lifecycle
-    lifecycle.require_weights("apply_model")
-    if lifecycle.updating:
-        raise LifecycleError("apply_model: not possible while the engine is UPDATING: wait until it has ended.")
+    _require_whole_weights(driver, "apply_model")
     driver.core.begin_update("apply_model")
     try:
         with allowed():
@@ -162,7 +162,41 @@ def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any], *, timeout
         driver.core.end_update(dirty=driver.executor.dirty)
 
 
+def _prepare_save(path: str | os.PathLike[str], timeout: float | None) -> Arguments:
+    if isinstance(path, os.PathLike) or (isinstance(path, str) and path):
+        path = os.path.abspath(path)  # here: the engine's process may be in another directory
+    else:
+        problem = refused("path", path, "the path of a directory to write")
+        raise RequestError(f"save_sharded_state: {problem}", field="path", value=path)
+    return {"path": path, "timeout": timeout}
+
+
+@VERBS.add(prepare=_prepare_save)
+def save_sharded_state(driver: EngineDriver, path: str, *, timeout: float | None = None) -> None:
+    """Write the live weights to a new directory, for engines with `load_format="sharded"`; steps wait meanwhile.
+
+    Each rank writes the rows that it holds to a file of its own, with their digests, so a model that is cut over ranks
+    is nowhere whole. The model's configuration and tokenizer are copied beside them: the directory is a `model` for an
+    engine of the same `tensor_parallel_size` and dtype, whose weights, tokens and log-probs are these to the bit. It is
+    on the machine where the model runs; of a fleet one replica writes it. Adapters and a draft model are not saved.
+
+    The directory is there with all of it when this returns, and nothing is there after an error. Raises `RequestError`
+    where it cannot be written or is not empty; `LifecycleError` and `DirtyWeightsError` where there are no weights to
+    read.
+    """
+    _require_whole_weights(driver, "save_sharded_state")
+    with allowed():
+        driver.executor.save_sharded_state(path)
+
+
 @VERBS.add()
 def get_model_metadata(driver: EngineDriver, *, timeout: float | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (dtype, shape) of every weight."""
     return driver.executor.metadata()
+
+
+def _require_whole_weights(driver: EngineDriver, verb: str) -> None:
+    """Raise, naming `verb`, where there are no weights to read, or an update is under way."""
+    driver.core.lifecycle.require_weights(verb)
+    if driver.core.lifecycle.updating:
+        raise LifecycleError(f"{verb}: not possible while the engine is UPDATING: wait until it has ended.")

@@ -12,7 +12,7 @@ from rollout_engine.locations import describe_missing, located
 from sync.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, is_checkpoint, read_checkpoint
 from sync.errors import SyncError
 
-_DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+DESCRIPTION_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
 """The same weights again, in formats of other programs."""
 
@@ -25,7 +25,7 @@ def find_directory(model: str, *, weights: bool) -> Path:
     path = Path(located("model", model))
     if path.is_dir():
         return path
-    wanted = _DESCRIPTION_FILES + (["*.safetensors"] if weights else [])
+    wanted = DESCRIPTION_FILES + (["*.safetensors"] if weights else [])
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
     except (OSError, HFValidationError) as problem:  # offline, absent and forbidden are all OSErrors

@@ -2,23 +2,26 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.model.admission.gate import admit, build_module, position_limit
 from rollout_engine.model.loading.checkpoint import as_config_errors, find_directory, read_entries
+from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.construct import initialize, place_on
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind, check_head, head_kind_of, with_labels
-from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.modules.loaded_model import LoadedModel, ModelFiles
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.part import Part, part_of
@@ -44,8 +47,9 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
     hf_config, config_file = _read_config(directory)
-    entries = [] if is_dummy else read_entries(directory)
-    dtype = _resolve_dtype(config.dtype, hf_config, entries, device)
+    state = _read_state(config, directory, config_file, seat) if config.load_format == "sharded" else None
+    entries = read_entries(directory) if config.load_format == "auto" else []
+    dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
     _check_head_device(head_kind, device)
     module = build_module(with_labels(hf_config), dtype, ATTENTION_NAME, head_kind)
@@ -56,7 +60,7 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if device != _CPU:
         place_on(module, device)
     vocab_size = (module.get_output_embeddings() or module.get_input_embeddings()).weight.shape[0]
-    cut, targets = None, None
+    cut, parts = None, None
     if seat is None:
         fuse_projections(module)
         table = WeightTable.of(module)
@@ -69,11 +73,13 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if seat is not None:
         cut, parts = _cut(module, geometry, seat, table, keep_values=is_dummy)
         geometry, targets = cut.geometry, {name: part.view for name, part in parts.items() if part.rows.size}
-    if not is_dummy:
+    if state is not None:
+        state.load(directory, 0 if seat is None else seat.rank, _each_once(table, targets))
+    elif not is_dummy:
         ignored = _NEVER_EXPECTED + list(module._keys_to_ignore_on_load_unexpected or ())
-        table.load(entries, ignored=ignored, parts=None if seat is None else parts)
-        with as_config_errors():
-            config_file.check()
+        table.load(entries, ignored=ignored, parts=parts)
+    with as_config_errors():
+        config_file.check()
     if head_kind is not None:
         check_head(module, head_kind)
     return LoadedModel(
@@ -86,9 +92,23 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
         vocab_size=vocab_size,
         targets=targets,
         aliases=table.aliases(),
+        files=ModelFiles(directory, xxhash.xxh3_128_hexdigest(config_file.content())),
         head_kind=head_kind,
         cut=cut,
     )
+
+
+def _read_state(config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None) -> ShardedState:
+    state = ShardedState.read(directory, 1 if seat is None else seat.num_ranks)
+    with as_config_errors():
+        state.check_description(directory, config_file.content())
+    state.check_dtype(config.dtype)
+    return state
+
+
+def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of `targets` by the module's own names; tied ones by the first."""
+    return {name: targets[name] for name in dict.fromkeys(table.owners.values()) if name in targets}
 
 
 def _cut(

@@ -1,5 +1,6 @@
 """The result of loading a model, which a backend puts to work."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,14 @@ from transformers import PreTrainedModel
 
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.heads import HeadKind
+
+
+class ModelFiles(NamedTuple):
+    """The directory of a model."""
+
+    directory: Path
+    config_digest: str
+    """xxh3-128 of config.json as the module was made from it."""
 
 
 class LoadedModel(NamedTuple):
@@ -30,6 +39,7 @@ class LoadedModel(NamedTuple):
     """Live storage by name, the module's names and the checkpoint's: where a weight update writes."""
     aliases: list[list[str]]
     """Names of `targets` that denote the same storage: tied weights, or both namings of one weight."""
+    files: ModelFiles
     head_kind: HeadKind | None = None
     """The head that classifies in place of the output head; None in a causal LM."""
     cut: Any = None

@@ -1,0 +1,34 @@
+"""Writes a model's weights with one file for each rank, so that engines of as many ranks load their parts alone.
+
+    rollout-engine shard Qwen/Qwen3-0.6B sharded tensor_parallel_size=2 dtype=bfloat16
+
+Then EngineConfig(model="sharded", load_format="sharded", tensor_parallel_size=2) has the weights of the model, to the
+bit. The directory must not be there yet, or be empty. Engines save what they have after updates themselves, by
+save_sharded_state.
+"""
+
+import argparse
+
+from rollout_engine import LLM
+from rollout_engine.cli.overrides import add_overrides, parse_overrides
+from rollout_engine.errors import ConfigError
+
+_SMALL = {"skip_tokenizer_init": True, "log_stats": False}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `shard`."""
+    parser.add_argument("model", help="checkpoint directory or hub id")
+    parser.add_argument("directory", help="where to write; it must not be there yet, or be empty")
+    add_overrides(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Load the model and write its weights."""
+    overrides = parse_overrides(arguments.overrides)
+    if overrides.sampling:
+        names = ", ".join(overrides.sampling)
+        raise ConfigError(f"{names}: nothing is sampled; shard takes fields of EngineConfig.")
+    with LLM(arguments.model, **(_SMALL | overrides.engine)) as engine:
+        engine.save_sharded_state(arguments.directory)
+    print(f"{arguments.directory}: load it with load_format=sharded and the same tensor_parallel_size")

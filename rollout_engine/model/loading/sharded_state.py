@@ -1,0 +1,223 @@
+"""The weights of an engine in a directory, one file for each rank: written and read without a whole weight anywhere.
+
+    config.json, tokenizer.json, ...     copies of the model's
+    rank-0-of-2.safetensors              the rows of rank 0, by the module's own names
+    rank-1-of-2.safetensors
+    sharded.json                         `ShardedState`: the dtype, and digests of config.json and of every tensor
+
+All of it is written to a directory beside the one that is asked for, which takes its name once it is on the disk.
+"""
+
+import fnmatch
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import xxhash
+from torch import Tensor
+
+from rollout_engine.errors import ConfigError, RequestError
+from rollout_engine.model.loading.checkpoint import DESCRIPTION_FILES, as_config_errors
+from rollout_engine.model.modules.loaded_model import ModelFiles
+from sync.base import Metadata
+from sync.checkpoint import CONFIG_FILE, read_tensor_file
+from sync.errors import SyncError
+from sync.file_snapshot import SnapshotFile
+from sync.manifest import TensorSpec, WeightManifest, decode_json, dtype_name, first_names
+from sync.tensor_file import write_tensor_file
+from sync.tensor_writer import HOST_WRITER
+
+STATE_FILE = "sharded.json"
+_FORM = 1
+"""Version of the layout. A reader refuses later ones."""
+_NOT_COPIED = ("*.index.json", STATE_FILE)
+_AGAIN = "Save the state again (save_sharded_state)."
+
+WriteShards: TypeAlias = Callable[[Path], Sequence[list[TensorSpec]]]
+"""Has every rank write its file into a directory; returns what each has written."""
+
+
+class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of sharded.json."""
+
+    form: int
+    dtype: str
+    """Dtype of the engine that was saved."""
+    config_digest: str
+    shards: list[WeightManifest]
+    """The tensors of each rank's file; the version is the policy's when it was saved."""
+
+    @classmethod
+    def read(cls, directory: Path, num_ranks: int) -> "ShardedState":
+        """The state in a directory. Raises `ConfigError` where there is none, or one of another number of ranks."""
+        path = directory / STATE_FILE
+        if not os.path.lexists(path):
+            raise ConfigError(
+                f"load_format='sharded': {directory} has no {STATE_FILE}, so no sharded state was saved there, or not "
+                "to its end. Give a directory that save_sharded_state has written, or load a checkpoint with "
+                "load_format='auto'."
+            )
+        with as_config_errors():
+            state = decode_json(SnapshotFile(path).content(), cls, f"{path} is damaged", f" {_AGAIN}")
+            if state.form != _FORM:
+                raise ConfigError(
+                    f"{path} has form {state.form} of sharded states; this release reads form {_FORM}. {_AGAIN}"
+                )
+            for shard in state.shards:
+                shard.check()
+        if len(state.shards) != num_ranks:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks} is not allowed: {directory} was saved with tensor_parallel_size="
+                f"{len(state.shards)}. Give that, or load the checkpoint that it was made from."
+            )
+        return state
+
+    def check_description(self, directory: Path, config: bytes) -> None:
+        """Raise `ConfigError` unless the bytes of config.json are those that belong to this state."""
+        if xxhash.xxh3_128_hexdigest(config) != self.config_digest:
+            raise ConfigError(
+                f"{directory / CONFIG_FILE} is not the one that this sharded state was saved with, so its weights may "
+                f"be another model's. Put that file back, or save the state again."
+            )
+
+    def check_dtype(self, asked: str) -> None:
+        """Raise `ConfigError` for a dtype, one of `EngineConfig.dtype`, that the state does not have."""
+        if asked not in ("auto", self.dtype):
+            raise ConfigError(
+                f"dtype='{asked}' is not allowed: the sharded state was saved by an engine of dtype='{self.dtype}'. "
+                f"Leave dtype out, or load the checkpoint that it was made from."
+            )
+
+    def load(self, directory: Path, rank: int, targets: Mapping[str, Tensor]) -> None:
+        """Fill `targets`, every weight of a rank once, from its file.
+
+        Raises `ConfigError`, naming the file, and the tensor where one is at fault, unless it holds exactly these
+        weights, each with its digest.
+        """
+        path = directory / shard_name(rank, len(self.shards))
+        shard = {spec.name: spec for spec in self.shards[rank].tensors}
+        _check_forms(path, {n: (dtype_name(t.dtype), tuple(t.shape)) for n, t in targets.items()}, _forms_of(shard))
+        with as_config_errors():
+            stored = {entry.name: entry for entry in read_tensor_file(path)}
+            found = {name: (dtype_name(entry.dtype), entry.shape) for name, entry in stored.items()}
+            if found != _forms_of(shard):
+                raise ConfigError(f"{path} does not have the tensors that {STATE_FILE} lists. {_AGAIN}")
+            for name, entry in stored.items():
+                if HOST_WRITER.read(targets[name], entry.fetch).digest != shard[name].digest:
+                    raise ConfigError(
+                        f"{path}: '{name}' does not have the digest that {STATE_FILE} lists: the file was changed or "
+                        f"damaged, or is another save's. {_AGAIN}"
+                    )
+            for entry in stored.values():
+                entry.check()
+
+
+def shard_name(rank: int, num_ranks: int) -> str:
+    """The file of one rank."""
+    return f"rank-{rank}-of-{num_ranks}.safetensors"
+
+
+def write_shard(
+    directory: Path, rank: int, num_ranks: int, forms: Metadata, live: Mapping[str, Tensor]
+) -> list[TensorSpec]:
+    """Write the file of one rank; returns the specs of its tensors.
+
+    Args:
+        forms: (dtype, shape) of all names of `live`, and perhaps others.
+        live: the rank's weights, each once; one at a time is asked for.
+
+    Raises `RequestError` where the file cannot be written.
+    """
+    path = directory / shard_name(rank, num_ranks)
+    with _refusing(path):
+        return write_tensor_file(path, {name: forms[name] for name in live}, live.__getitem__)
+
+
+def save_state(path: Path, files: ModelFiles, dtype: str, version: int, write_shards: WriteShards) -> None:
+    """Write a sharded state to `path`, which may be an empty directory but not another one.
+
+    `path` has all of it when this returns, and nothing after an error. Raises `RequestError` where it cannot be
+    written, or the files of the model are not those that were loaded.
+    """
+    if os.path.lexists(path) and not (path.is_dir() and not os.listdir(path)):
+        raise _refused(path, "it is there already, and nothing is written over. Give another, or remove it first.")
+    unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}")
+    with _refusing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir()
+        try:
+            _copy_files(files, unfinished)
+            shards = [WeightManifest.of(version, specs) for specs in write_shards(unfinished)]
+            state = ShardedState(form=_FORM, dtype=dtype, config_digest=files.config_digest, shards=shards)
+            _write(unfinished / STATE_FILE, msgspec.json.encode(state))
+            _sync_directory(unfinished)
+            os.rename(unfinished, path)
+            _sync_directory(path.parent)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _copy_files(files: ModelFiles, to: Path) -> None:
+    for name in sorted(os.listdir(files.directory)):
+        wanted = any(fnmatch.fnmatch(name, pattern) for pattern in DESCRIPTION_FILES)
+        source = files.directory / name
+        if wanted and source.is_file() and not any(fnmatch.fnmatch(name, pattern) for pattern in _NOT_COPIED):
+            _write(to / name, source.read_bytes())
+    config = to / CONFIG_FILE
+    if not config.is_file() or xxhash.xxh3_128_hexdigest(config.read_bytes()) != files.config_digest:
+        raise RequestError(
+            f"save_sharded_state: {files.directory / CONFIG_FILE} has changed since the model was loaded, and a "
+            "state has the configuration that its weights were loaded with. Put that file back."
+        )
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _check_forms(path: Path, wanted: Metadata, found: Metadata) -> None:
+    """Raise `ConfigError` unless a file has the forms of the model's weights, by name."""
+    if wanted == found:
+        return
+    offenders = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    shown = (f"{name}: expected {wanted.get(name, 'none')}, found {found.get(name, 'none')}" for name in offenders)
+    raise ConfigError(
+        f"{path} is not of this model: {len(offenders)} tensors are other ones: {first_names(shown, 5)}. Give the "
+        f"directory as save_sharded_state has written it."
+    )
+
+
+def _forms_of(specs: Mapping[str, TensorSpec]) -> Metadata:
+    return {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Re-raise errors of the system as `RequestError` about `path`."""
+    try:
+        yield
+    except (OSError, ValueError, SyncError) as problem:  # ValueError: a path with a NUL in it
+        if isinstance(problem, RequestError):
+            raise
+        raise _refused(path, f"{type(problem).__name__}: {problem}.") from problem
+
+
+def _refused(path: Path, why: str) -> RequestError:
+    error = RequestError.for_field("path", str(path), "a directory that can be written", why)
+    return RequestError(f"save_sharded_state: {error}", field="path", value=str(path), bound=error.bound)
