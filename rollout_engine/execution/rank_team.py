@@ -179,7 +179,7 @@ class RankTeam:
                 for rank in self._ranks:
                     answer = rank.calls.receive(Done | Failed)
                     if isinstance(answer, Failed):
-                        failure = failure or answer.as_error(rank.rank)
+                        failure = failure or answer.as_error(rank.rank, type(message).__name__)
                     else:
                         results.append(unpack_value(answer.value))
             except (EOFError, OSError):
@@ -227,7 +227,7 @@ class RankTeam:
             if isinstance(answer, Started):
                 rank.is_started.set()
                 answer = rank.life.receive(Failed)
-            self.fail(answer.as_error(rank.rank))
+            self.fail(answer.as_death(rank.rank))
         except (EOFError, OSError, msgspec.MsgspecError):
             if not self._is_closing:
                 status = rank.process.wait()

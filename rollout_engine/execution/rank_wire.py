@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import weakref
+from traceback import format_exception
 from typing import Any
 
 import msgspec
@@ -54,14 +55,25 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         """The failure that `error` is."""
         if isinstance(error, errors.RPCError):
             return cls(type(error).__name__, str(error), error.method, error.traceback, error.rank)
-        known = isinstance(error, errors.RolloutEngineError)
-        return cls(type(error).__name__, str(error) if known else f"{type(error).__name__}: {error}")
+        if isinstance(error, errors.RolloutEngineError):
+            return cls(type(error).__name__, str(error))
+        lines = "".join(format_exception(error))
+        return cls(type(error).__name__, f"{type(error).__name__}: {error}", traceback=lines)
 
-    def as_error(self, rank: int) -> Exception:
-        """The error, as rank 0 raises it."""
+    def as_error(self, rank: int, method: str) -> Exception:
+        """The error of a call of `method`, as rank 0 raises it: the rank lives on."""
+        text = f"rank {rank}: {self.text.rstrip('.')}."
+        return self._as_ours() or errors.RPCError(text, method=method, rank=rank, traceback=self.traceback)
+
+    def as_death(self, rank: int) -> Exception:
+        """The error by which a rank has ended."""
+        return self._as_ours() or errors.EngineDeadError(f"rank {rank} failed: {self.text}")
+
+    def _as_ours(self) -> Exception | None:
+        """An error of this library; None for any other."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, errors.RolloutEngineError)):
-            return errors.EngineDeadError(f"rank {rank} failed: {self.text}")
+            return None
         if issubclass(kind, errors.RPCError):
             return kind(self.text, method=self.method, rank=self.rank, traceback=self.traceback)
         return kind(self.text)

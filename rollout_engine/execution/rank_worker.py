@@ -123,6 +123,7 @@ class RankWorker:
             case PrepareWeights():
                 return held.prepare()
             case StartWeights(inplace, carried):
+                self._weights.updater.dirty |= inplace
                 known = None if carried is None else parts.known(carried)
                 return held.start(inplace=inplace, lacking=None, carried=known)
             case PackWeights(inplace, names):
@@ -147,8 +148,9 @@ class RankWorker:
 
     def _commit(self) -> None:
         """Make the packed weights live: all of them, where `ReleaseWeights` had forgotten them."""
-        self._held.commit(lacking=None)
         updater = self._weights.updater
+        updater.dirty = True  # until all of them are
+        self._held.commit(lacking=None)
         updater.dirty = updater.forgotten = False
 
     def close(self) -> None:

@@ -150,6 +150,28 @@ class Sample(WorkerExtension):
         return self
 
 
+class RankFaults(WorkerExtension):
+    """Faults of ranks other than the first."""
+
+    @rpc
+    def break_weights(self, rank: int, method: str) -> None:
+        """The next call of a method of what holds the weights of one rank raises."""
+        if self.worker.rank != rank:
+            return
+        held = self.worker._held
+
+        def fail(*_, **__):
+            del vars(held)[method]
+            raise MemoryError("injected")
+
+        vars(held)[method] = fail
+
+    @rpc
+    def num_weights_elsewhere(self) -> int:
+        """Weights that ranks other than the first can read."""
+        return 0 if self.worker.rank == 0 else len(self.worker.live_weights())
+
+
 class NoSocketThread(Sample):
     """The thread of the core's socket cannot start."""
 

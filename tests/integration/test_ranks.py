@@ -8,7 +8,14 @@ import psutil
 import pytest
 
 from rollout_engine import LLM, EngineConfig, LoRARequest, SamplingParams
-from rollout_engine.errors import ConfigError, EngineDeadError, LifecycleError, RolloutEngineError, RPCError
+from rollout_engine.errors import (
+    ConfigError,
+    DirtyWeightsError,
+    EngineDeadError,
+    LifecycleError,
+    RolloutEngineError,
+    RPCError,
+)
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
@@ -42,18 +49,21 @@ def results_of(engine, params):
     return samples, [plain(r.prompt_logprobs) for r in found]
 
 
-def all_of(engine, architecture):
-    """What an engine answers: samples, scores, the same after updates and sleeps, and digests."""
+def all_of(engine, architecture, **fields):
+    """What an engine answers: samples, scores, the same after updates and sleeps, and digests.
+
+    `fields`: of the model's configuration, where they are others than those of a tiny model.
+    """
     found = [results_of(engine, SAMPLED), results_of(engine, TRUNCATED)]
     found.append([scores.tobytes() for scores in engine.score([STEM, [7]], [[4, 5, 6], [8]])])
-    report = engine.update_weights(tiny_model(architecture, seed=3))
+    report = engine.update_weights(tiny_model(architecture, seed=3, **fields))
     found += [report.digest, results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0]]
     engine.sleep(level=1)
     engine.wake_up()
     found.append(results_of(engine, SAMPLED))
     engine.sleep(level=2)
     engine.wake_up()
-    engine.update_weights(tiny_model(architecture, seed=4), staging="inplace")
+    engine.update_weights(tiny_model(architecture, seed=4, **fields), staging="inplace")
     return [*found, results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0]]
 
 
@@ -73,14 +83,43 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(checkpoint):
-    engine = started(checkpoint, 2)
-    yield engine
-    engine.shutdown()
+    with running(checkpoint, 2, worker_extensions=("tests.integration.sample_extensions:RankFaults",)) as engine:
+        yield engine
 
 
-def test_ranks_give_the_bits_of_one_process(engine, checkpoint):
-    with running(checkpoint, 1) as whole:
-        assert all_of(engine, "qwen3") == all_of(whole, "qwen3")
+@pytest.fixture(scope="module")
+def whole(checkpoint):
+    """The same engine on one process."""
+    with running(checkpoint, 1) as engine:
+        yield engine
+
+
+def test_ranks_give_the_bits_of_one_process(engine, whole):
+    assert all_of(engine, "qwen3") == all_of(whole, "qwen3")
+    stats = [each.llm_engine.stats for each in (engine, whole)]
+    assert stats[0].num_preemptions == stats[1].num_preemptions > 0
+
+
+def test_updates_in_flight_change_the_same_tokens_to_the_same_bits(engine, whole):
+    assert with_updates(engine.llm_engine) == with_updates(whole.llm_engine)
+
+
+def with_updates(engine):
+    """Samples of requests that go on through updates, of each the versions of its tokens."""
+    engine.update_weights(tiny_model("qwen3"), version=10, reset_version=True)
+    ids = [engine.add_request(f"r{i}", each, SAMPLED) for i, each in enumerate(PROMPTS)]
+    ended, updates = {}, {3: ("keep", 3), 7: ("recompute", 4), 12: ("keep", 5)}
+    for step in range(1000):
+        if step in updates:
+            kv, seed = updates[step]
+            report = engine.update_weights(tiny_model("qwen3", seed=seed), kv=kv, staging="shadow")
+            assert report.num_in_flight > 0
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+        if not engine.has_unfinished_requests():
+            break
+    samples = [sample for name in ids for sample in ended[name].outputs]
+    assert max(len(sample.version_spans) for sample in samples) > 2
+    return [[plain(s.token_ids), plain(s.logprobs), repr(s.version_spans)] for s in samples]
 
 
 @pytest.mark.slow
@@ -89,6 +128,8 @@ def test_ranks_give_the_bits_of_one_process(engine, checkpoint):
     ("llama", 2, dict(dtype="bfloat16", async_scheduling=True)),
     ("qwen2", 4, {}),
     ("qwen3_moe", 4, {}),
+    ("mixtral", 4, {}),
+    ("qwen3", 4, dict(dtype="bfloat16")),
 ])  # fmt: skip
 def test_more_models_and_ranks_give_the_bits_of_one_process(tmp_path, architecture, num_ranks, options):
     path = tiny_checkpoint(tmp_path, architecture)
@@ -96,13 +137,21 @@ def test_more_models_and_ranks_give_the_bits_of_one_process(tmp_path, architectu
         assert all_of(cut, architecture) == all_of(whole, architecture)
 
 
-def test_each_rank_holds_its_part_of_weights_and_of_the_pool(engine, checkpoint):
+@pytest.mark.slow
+def test_one_key_head_is_held_by_every_rank(tmp_path):
+    path = tiny_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
+    with running(path, 1) as whole, running(path, 2) as cut:
+        assert all_of(cut, "qwen3", num_key_value_heads=1) == all_of(whole, "qwen3", num_key_value_heads=1)
+        usages = [each.collective_rpc("get_memory_usage") for each in (cut, whole)]
+    assert {rank["kv_cache"] for ranks in usages for rank in ranks} == {usages[1][0]["kv_cache"]} != {0}
+
+
+def test_each_rank_holds_its_part_of_weights_and_of_the_pool(engine, whole):
     engine.generate(PROMPTS, SAMPLED, use_tqdm=False)
     ranks = engine.collective_rpc("get_memory_usage")
     assert len(ranks) == 2
-    with running(checkpoint, 1) as whole:
-        whole.generate(PROMPTS, SAMPLED, use_tqdm=False)
-        (one,) = whole.collective_rpc("get_memory_usage")
+    whole.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    (one,) = whole.collective_rpc("get_memory_usage")
     for rank in ranks:
         assert 0 < rank["kv_cache"] <= 0.6 * one["kv_cache"]
         assert 0 < rank["weights"] <= 0.8 * one["weights"], "whole pages, of few panels"
@@ -126,6 +175,33 @@ def test_an_update_that_is_refused_changes_no_rank(engine):
     with pytest.raises(RolloutEngineError, match=r"lm_head.weight.*NaN"):
         engine.update_weights(broken)
     assert engine.collective_rpc("get_weight_digest")[0] == before
+
+
+def test_a_rank_that_cannot_prepare_an_update_leaves_all_ranks_as_they_were(engine):
+    before = results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0]
+    for method in ("start", "place", "pack"):
+        engine.collective_rpc("break_weights", args=[1, method])
+        with pytest.raises(RPCError, match="rank 1: MemoryError: injected") as caught:
+            engine.update_weights(tiny_model("qwen3", seed=9))
+        assert caught.value.rank == 1 and "raise MemoryError" in caught.value.traceback
+        assert before == (results_of(engine, SAMPLED), engine.collective_rpc("get_weight_digest")[0])
+    assert engine.collective_rpc("num_weights_elsewhere")[1] > 0
+    engine.check_health()
+
+
+@pytest.mark.parametrize("method, staging", [("commit", "shadow"), ("pack", "inplace")])
+def test_a_rank_that_fails_half_way_makes_all_ranks_ask_for_a_whole_update(engine, method, staging):
+    engine.update_weights(tiny_model("qwen3", seed=8))
+    before = results_of(engine, SAMPLED)
+    engine.collective_rpc("break_weights", args=[1, method])
+    with pytest.raises(DirtyWeightsError, match="rank 1: MemoryError: injected.* Live weights .* mixture"):
+        engine.update_weights(tiny_model("qwen3", seed=9), staging=staging)
+    with pytest.raises(DirtyWeightsError, match="num_weights_elsewhere|live_weights"):
+        engine.collective_rpc("num_weights_elsewhere")
+    with pytest.raises(RolloutEngineError, match="weights are incomplete"):
+        engine.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    engine.update_weights(tiny_model("qwen3", seed=8))
+    assert results_of(engine, SAMPLED) == before
 
 
 @pytest.mark.parametrize("options, match", [
