@@ -27,7 +27,8 @@ from rollout_engine.execution.rank_wire import (
 from rollout_engine.kernels.cpu.stream import streaming_copy
 from rollout_engine.model.ranks.exchange import WINDOW_BYTES
 from rollout_engine.weights.held_weights import HeldWeights
-from sync.manifest import dtype_name
+from sync.digests import Digest, tensor_bytes
+from sync.manifest import TensorSpec, dtype_name
 from sync.pieces import Lacking
 from sync.tensor_writer import TensorWriter
 
@@ -59,15 +60,32 @@ class TeamWeights:
 
     def values(self, name: str) -> Tensor:
         """The whole live values, a copy."""
-        dtype, (_, shape) = self._dtypes[name], self.metadata[name]
-        out = torch.empty(shape, dtype=dtype)
-        flat = out.view(-1)
-        for start, stop in _pieces(flat.numel(), dtype.itemsize):
+        out = torch.empty(self.metadata[name][1], dtype=self._dtypes[name])
+        flat, start = out.view(-1), 0
+        for piece in self._read(name):
+            flat[start : start + len(piece)] = piece
+            start += len(piece)
+        return out
+
+    def describe(self, names: Iterable[str]) -> list[TensorSpec]:
+        """Specs of live values, which are digested as they pass through the window."""
+        return [self._described(name) for name in names]
+
+    def _described(self, name: str) -> TensorSpec:
+        digest, (dtype, shape) = Digest(), self.metadata[name]
+        for piece in self._read(name):
+            digest.update(tensor_bytes(piece))
+        digest.hexdigest()
+        return TensorSpec.of_pieces(name, shape, dtype, digest.pieces)
+
+    def _read(self, name: str) -> Iterator[Tensor]:
+        """The elements of a live weight in order, in the window until the next ones are asked for."""
+        dtype = self._dtypes[name]
+        for start, stop in _pieces(math.prod(self.metadata[name][1]), dtype.itemsize):
             with self._using_window:
                 message = ReadWeights(name, start, stop)
                 self._team.ask(message, lambda start=start, stop=stop: self._parts.read(name, start, stop))
-                flat[start:stop] = self._window[: (stop - start) * dtype.itemsize].view(dtype)
-        return out
+                yield self._window[: (stop - start) * dtype.itemsize].view(dtype)
 
     def is_packed(self, name: str) -> bool:
         return name not in self._own.metadata or self._own.is_packed(name)

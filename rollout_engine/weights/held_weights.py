@@ -18,7 +18,7 @@ from rollout_engine.model.packing.packed_weights import PackedWeights
 from rollout_engine.weights.coverage import storage_runs
 from rollout_engine.weights.shadow import Shadow
 from sync.base import Metadata
-from sync.manifest import dtype_name
+from sync.manifest import TensorSpec, describe_all, dtype_name
 from sync.pieces import Lacking
 
 
@@ -41,6 +41,10 @@ class WeightHolder(Protocol):
 
     def values(self, name: str) -> Tensor:
         """The live values of a name, to be read only. Raises `LifecycleError` when they were released."""
+        ...
+
+    def describe(self, names: Iterable[str]) -> list[TensorSpec]:
+        """Specs, with digests, of live values. Raises as `values`."""
         ...
 
     def is_packed(self, name: str) -> bool:
@@ -145,6 +149,10 @@ class HeldWeights:
         if view.numel() and not view.untyped_storage().nbytes():
             raise LifecycleError(f"'{name}' has no values now: weights were released. Wake up, or send a whole update.")
         return view
+
+    def describe(self, names: Iterable[str]) -> list[TensorSpec]:
+        with self.beside_steps():
+            return describe_all((name, self.values(name)) for name in names)
 
     def is_packed(self, name: str) -> bool:
         return self._packed.holds(name)

@@ -34,7 +34,7 @@ from rollout_engine.weights.staged_update import StagedUpdate
 from sync import errors
 from sync.base import WeightReceiver
 from sync.cast_notice import CastNotice
-from sync.manifest import TensorSpec, WeightManifest, describe_all, total_digest
+from sync.manifest import WeightManifest, total_digest
 from sync.pieces import Lacking, described, num_bytes_lacking
 from sync.tensor_writer import HOST_WRITER, TensorWriter, WriteBatch
 
@@ -102,7 +102,7 @@ class WeightUpdater:
         """
         if self._open is not None and self._open.inplace:
             raise LifecycleError("digest: an update is open; commit or abort it first.")
-        return total_digest(self._describe(self._checks.canonical))
+        return total_digest(self.weights.describe(self._checks.canonical))
 
     def live(self, verb: str) -> Mapping[str, Tensor]:
         """The module's own names and their live values, tied weights once; not to be written.
@@ -245,7 +245,8 @@ class WeightUpdater:
         try:
             written: Lacking = dict.fromkeys(update.specs) if update.lacking is None else update.lacking
             plain = {name: part for name, part in written.items() if not self.weights.is_packed(name)}
-            specs = {spec.name: spec for spec in self._describe(name for name, part in plain.items() if part is None)}
+            as_wholes = [name for name, part in plain.items() if part is None]
+            specs = {spec.name: spec for spec in self.weights.describe(as_wholes)}
             specs |= {name: described(part, self.values(name)) for name, part in plain.items() if part is not None}
             found = total_digest((update.specs | specs).values())
             if found != update.manifest.digest:
@@ -318,15 +319,10 @@ class WeightUpdater:
             return None
         return self._known.lacking(update.specs, self.weights.takes_pieces) if self.weights.takes_parts else None
 
-    def _describe(self, names: Iterable[str]) -> list[TensorSpec]:
-        """Specs, with digests, of live values; steps may go on."""
-        with self.weights.beside_steps():
-            return describe_all((name, self.values(name)) for name in names)
-
     def _is_live(self, manifest: WeightManifest) -> bool:
         if self.dirty or manifest.version != self.version:
             return False
-        return total_digest(self._describe(spec.name for spec in manifest.tensors)) == manifest.digest
+        return total_digest(self.weights.describe(spec.name for spec in manifest.tensors)) == manifest.digest
 
 
 def _half_way(manifest: WeightManifest, problem: Exception) -> DirtyWeightsError:

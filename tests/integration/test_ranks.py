@@ -16,8 +16,11 @@ from rollout_engine.errors import (
     RolloutEngineError,
     RPCError,
 )
+from rollout_engine.execution import team_weights
+from rollout_engine.execution.team_weights import TeamWeights
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import tiny_checkpoint, tiny_model
+from sync.manifest import describe_all, total_digest
 
 pytestmark = pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
 _RANK_MODULE = "rollout_engine.execution.rank_main"
@@ -202,6 +205,18 @@ def test_a_rank_that_fails_half_way_makes_all_ranks_ask_for_a_whole_update(engin
         engine.generate(PROMPTS, SAMPLED, use_tqdm=False)
     engine.update_weights(tiny_model("qwen3", seed=8))
     assert results_of(engine, SAMPLED) == before
+
+
+def test_updates_and_digests_make_no_weight_whole(engine, monkeypatch):
+    def refuse(self, name):
+        raise AssertionError(f"{name} is made whole")
+
+    monkeypatch.setattr(TeamWeights, "values", refuse)
+    monkeypatch.setattr(team_weights, "WINDOW_BYTES", 4096)  # less than most weights have
+    model = tiny_model("qwen3", seed=6)
+    report = engine.update_weights(model)
+    assert report.digest == total_digest(describe_all(model.state_dict().items()))
+    assert engine.collective_rpc("get_weight_digest") == [report.digest] * 2
 
 
 @pytest.mark.parametrize("options, match", [
