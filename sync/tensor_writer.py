@@ -76,7 +76,7 @@ class TensorWriter:
                 return _copied(out, tensor, copy, check_finite=check_finite)
             check.update(tensor_bytes(out), _writer(out, tensor))
         elif not is_plain(out) and (upload := self._find_upload(out)) is not None:
-            values = tensor.detach().cpu().reshape(-1)
+            values = _in_a_row(tensor.detach().cpu())
 
             def fill(memory: memoryview, start: int) -> None:
                 piece = torch.frombuffer(memory, dtype=out.dtype)
@@ -95,7 +95,7 @@ class TensorWriter:
         `known`: what was written to `out` before, None if it is new. Returns what it has then.
         """
         on_host = tensor.detach() if tensor.is_cpu else tensor.detach().to(out.dtype).cpu()  # cast before it travels
-        values, width, copy = on_host.reshape(-1), out.itemsize, self._find_copy()
+        values, width, copy = _in_a_row(on_host), out.itemsize, self._find_copy()
         from_width, is_cast, origin = values.itemsize, values.dtype != out.dtype, values.data_ptr()
         memory, end = tensor_bytes(values), len(values)
         # Casts to a wider dtype keep all values apart: a piece has changed exactly if what it is cast from has.
@@ -222,6 +222,11 @@ class WriteBatch:
     def results(self) -> dict[str, CheckResult]:
         """The check of each written tensor, by name."""
         return self._done | dict(zip(self._pending, self._check.results(), strict=True))
+
+
+def _in_a_row(tensor: Tensor) -> Tensor:
+    """All elements as one run of memory, [n]. `reshape(-1)` alone leaves the strides of a vector, and of 0."""
+    return tensor.reshape(-1).contiguous()
 
 
 def is_plain(tensor: Tensor) -> bool:

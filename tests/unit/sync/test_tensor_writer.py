@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sync.digests import PIECE_BYTES as PIECE
-from sync.digests import tensor_bytes, tensor_digest
+from sync.digests import digest_of, tensor_bytes, tensor_digest
 from sync.errors import ManifestMismatch
 from sync.tensor_writer import TensorWriter
 
@@ -49,6 +49,29 @@ def test_a_tensor_arrives_whole_under_its_digest(writer, size, dtype):
     assert writer.write(out, source) == (tensor_digest(source), True)
     assert torch.equal(out, source)
     assert writer.write(torch.zeros(size, dtype=dtype), source, check_finite=False).digest == tensor_digest(source)
+
+
+@pytest.mark.parametrize("source", [
+    pytest.param(filled(64, torch.float32).view(8, 8)[:, 3], id="a column"),
+    pytest.param(torch.tensor(0.5).expand(PIECE // 2), id="one number"),
+    pytest.param(filled(64, torch.float32).view(8, 8).t(), id="transposed"),
+    pytest.param(filled(64, torch.bfloat16)[::4], id="a column, to be cast"),
+])  # fmt: skip
+def test_a_strided_source_arrives_as_its_values(writer, source):
+    out = torch.zeros(source.shape)
+    expected = source.float().contiguous()
+    assert digest_of(writer.write_changed(out, source).digests) == tensor_digest(expected)
+    assert torch.equal(out, expected)
+    target, parts = torch.empty(source.shape, device="meta"), []
+
+    def upload(out, fill):
+        for start in range(0, out.nbytes, PIECE):
+            piece = bytearray(min(PIECE, out.nbytes - start))
+            fill(memoryview(piece), start)
+            parts.append(bytes(piece))
+
+    assert TensorWriter(find_upload=lambda out: upload).write(target, source).digest == tensor_digest(expected)
+    assert b"".join(parts) == bytes(tensor_bytes(expected))
 
 
 def test_the_copy_function_makes_every_plain_copy_and_nothing_else(writer, copies):
