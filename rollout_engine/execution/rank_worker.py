@@ -62,7 +62,8 @@ class RankWorker:
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
         self._extensions = Extensions(table, self)
-        trim_allocator()
+        del loaded
+        trim_allocator()  # packed weights have given up their plain values
 
     @property
     def update(self) -> NoReturn:

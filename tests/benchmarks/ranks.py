@@ -1,16 +1,24 @@
-"""Tokens per second of two ranks with a thread each, beside one process with two threads, in turns.
+"""Two ranks with a thread each beside one process with two threads: tokens per second in turns, and memory.
 
     python -m tests.benchmarks.ranks [--rounds 5] [--dtype float32]
+    python -m tests.benchmarks.ranks --memory [--dtype float32] [--layers 12]
 
 A model as large as M of the other benchmarks generates for 32 prompts; ratios compare rounds that follow one another.
+Memory is that of each process of an engine which is alone in a program of its own, after generations and after an
+update beside the live weights: PSS, which counts a page that n processes share as 1/n, and USS, which leaves it out.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 
+import psutil
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.testing import tiny_checkpoint
@@ -29,23 +37,87 @@ PROMPTS = [{"prompt_token_ids": [5 + (7 * i + j) % 900 for j in range(64)]} for 
 
 
 def main() -> None:
-    """Print tokens per second of each round, and the median of the ratios."""
+    """Print tokens per second of each round and the median of the ratios, or what each process takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--layers", type=int, default=M["num_hidden_layers"])
+    parser.add_argument("--memory", action="store_true", help="print memory, not speed")
+    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)  # of the engine whose memory this program measures
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    fields = M | dict(num_hidden_layers=arguments.layers)
+    if arguments.checkpoint:
+        print(json.dumps(_memory_here(arguments.checkpoint, arguments.ranks, arguments.dtype)))
+        return
     with tempfile.TemporaryDirectory() as directory:
-        path = str(tiny_checkpoint(directory, "qwen3", **M))
-        options = dict(dtype=arguments.dtype, skip_tokenizer_init=True, log_stats=False, num_kv_blocks=1024)
-        two = LLM(path, tensor_parallel_size=2, num_threads=1, **options)
-        one = LLM(path, num_threads=2, **options)
-        try:
-            print(two.collective_rpc("get_memory_usage"), one.collective_rpc("get_memory_usage"))
-            ratios = [_round(one, two, number) for number in range(arguments.rounds)]
-            print(f"median ratio {statistics.median(ratios):.2f}")
-        finally:
-            two.shutdown()
-            one.shutdown()
+        path = str(tiny_checkpoint(directory, "qwen3", **fields))
+        if arguments.memory:
+            _compare_memory(path, arguments.dtype)
+        else:
+            _compare_speed(path, arguments.dtype, arguments.rounds)
+
+
+def _compare_speed(path: str, dtype: str, num_rounds: int) -> None:
+    two = _engine(path, 2, dtype, num_threads=1)
+    one = _engine(path, 1, dtype, num_threads=2)
+    try:
+        print(two.collective_rpc("get_memory_usage"), one.collective_rpc("get_memory_usage"))
+        ratios = [_round(one, two, number) for number in range(num_rounds)]
+        print(f"median ratio {statistics.median(ratios):.2f}")
+    finally:
+        two.shutdown()
+        one.shutdown()
+
+
+def _engine(path: str, num_ranks: int, dtype: str, num_threads: int) -> LLM:
+    options = dict(dtype=dtype, skip_tokenizer_init=True, log_stats=False, num_kv_blocks=1024)
+    return LLM(path, tensor_parallel_size=num_ranks, num_threads=num_threads, **options)
+
+
+def _compare_memory(path: str, dtype: str) -> None:
+    found = {}
+    for num_ranks in (1, 2):
+        command = [sys.executable, "-m", "tests.benchmarks.ranks", "--checkpoint", path, "--ranks", str(num_ranks)]
+        command += ["--dtype", dtype]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found[num_ranks] = json.loads(output.splitlines()[-1])
+        print(f"{num_ranks} ranks, MB: {json.dumps(found[num_ranks])}")
+    for moment in ("generated", "updated"):
+        for kind in ("pss", "uss"):
+            (one,), ranks = (found[n][moment][kind] for n in (1, 2))
+            beyond = [each - found[1]["imported"][kind][0] for each in (max(ranks), one)]
+            print(
+                f"{moment}, {kind}: the largest rank {max(ranks) / one:.2f} of one process, "
+                f"{beyond[0] / beyond[1]:.2f} of what it takes beyond imports"
+            )
+
+
+def _memory_here(path: str, num_ranks: int, dtype: str) -> dict[str, dict[str, list[int]]]:
+    """MB of every process of an engine of this program: as imported, after generations, after updates."""
+    found = {"imported": _memory_of_processes()}
+    with _engine(path, num_ranks, dtype, num_threads=2 // num_ranks) as engine:
+        for seed in range(2):
+            _tokens_per_second(engine, 2 // num_ranks, seed)
+        found["generated"] = _memory_of_processes()
+        for seed in range(2):
+            engine.update_weights(_source(path, getattr(torch, dtype)))
+            _tokens_per_second(engine, 2 // num_ranks, seed)
+        found["updated"] = _memory_of_processes()
+    return found
+
+
+def _source(path: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights that take no memory: each is one number, over and over."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return {name: torch.tensor(0.01, dtype=dtype).expand(t.shape) for name, t in module.state_dict().items()}
+
+
+def _memory_of_processes() -> dict[str, list[int]]:
+    own = psutil.Process()
+    each = [process.memory_full_info() for process in (own, *own.children())]
+    return {kind: [getattr(info, kind) // 10**6 for info in each] for kind in ("pss", "uss")}
 
 
 def _round(one: LLM, two: LLM, number: int) -> float:

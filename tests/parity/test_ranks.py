@@ -35,7 +35,8 @@ def draw_model(rng):
     fields = dict(SIZES[architecture])
     if architecture in FUZZED:
         heads, kv_heads = rng.choice(HEADS)
-        fields |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=rng.choice([48, 56, 128]))
+        fields |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
+        fields |= dict(hidden_size=heads * rng.choice([8, 14, 24]))
         fields |= dict(intermediate_size=rng.choice([75, 88, 160]), moe_intermediate_size=rng.choice([40, 72]))
         fields |= dict(tie_word_embeddings=rng.random() < 0.3, vocab_size=rng.choice([259, 301]))
     heads = fields.get("num_attention_heads")
