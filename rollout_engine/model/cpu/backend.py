@@ -49,7 +49,7 @@ class CpuBackend:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.is_deterministic = config.deterministic is not False and _made_deterministic(config, loaded)
-        self.packed = PackedWeights(loaded.module)
+        self.packed = PackedWeights(loaded.module, loaded.num_ranks)
         self.num_blocks = size_pool(config, loaded)
         cut = loaded.cut
         if cut is not None:

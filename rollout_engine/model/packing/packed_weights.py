@@ -25,20 +25,22 @@ from rollout_engine.model.packing.stacks import Place, stacks_of
 from rollout_engine.model.packing.weight_reads import storages_read
 
 _KEPT_BYTES = 256 << 20
-"""Fresh pages for the next copies cost an update up to a second per gigabyte."""
+"""Most memory for next copies that all ranks of a model together keep between updates. Fresh pages cost an update
+up to a second per gigabyte."""
 
 
 class PackedWeights:
     """The packed weights of a module after `make_row_invariant`, with plans proven. Without groups calls are no-ops.
 
-    Linears stop checking whether a weight was written: only `swap` changes what they multiply by.
+    Linears stop checking whether a weight was written: only `swap` changes what they multiply by. `num_ranks`: how many
+    processes the model is cut over, of which each has such weights.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, num_ranks: int = 1) -> None:
         groups = linear_groups(module)
         own = [group for group in groups if group.plan.kernel == linear.OWN]
         _tie_embeddings(module, own)
-        self._module = module
+        self._module, self._num_ranks = module, num_ranks
         read = storages_read(module) if own else set()
         self._stacks = stacks_of(own, {_storage(tensor) for tensor in _read_in_place(module)} | read)
         """Stacks by the address of their plain storage; none after `take_over`."""
@@ -228,7 +230,7 @@ class PackedWeights:
     def settle(self) -> None:
         """Drop the next copies, after a swap or instead of one, and free their memory if it is large."""
         self._next, self._changed, self._anew = [], ChangedPanels(self._likes), []
-        if sum(panels.nbytes for panels in self._room) > _KEPT_BYTES:
+        if sum(panels.nbytes for panels in self._room) * self._num_ranks > _KEPT_BYTES:
             release_pages(self._room)  # at once, whoever still has a view of it
             self._room = []
 

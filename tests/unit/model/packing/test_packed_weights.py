@@ -30,14 +30,14 @@ needs_compiler = pytest.mark.skipif(build.load_kernels() is None, reason="no C++
 class Served:
     """A module as an engine holds it, with its packed copies."""
 
-    def __init__(self, kind="qwen2", plan=None, **changes):
+    def __init__(self, kind="qwen2", plan=None, num_ranks=1, **changes):
         self.module = tiny_model(kind, **changes)
         fuse_projections(self.module)
         make_row_invariant(self.module)
         for group in linear_groups(self.module):
             group.prove()
             group.plan = plan or group.plan
-        self.packed = PackedWeights(self.module)
+        self.packed = PackedWeights(self.module, num_ranks)
         state = self.module.state_dict(keep_vars=True)
         self.views = self.packed.take_over({name: tensor.detach() for name, tensor in state.items()})
 
@@ -231,6 +231,19 @@ def test_much_memory_is_given_back_between_updates_and_serves_the_next(monkeypat
         served.update(source)
         assert equal(served.values(), source)
     assert given_back == [len(linear_groups(served.module))] * 3
+
+
+@needs_compiler
+def test_what_is_kept_between_updates_is_counted_over_all_ranks(monkeypatch):
+    sizes = []
+    for num_ranks in (1, 2):
+        served = Served(num_ranks=num_ranks)
+        served.update(halves(served.values()))
+        if num_ranks == 1:
+            monkeypatch.setattr(packed_weights, "_KEPT_BYTES", served.packed.num_spare_bytes)
+        served.packed.settle()
+        sizes.append(served.packed.num_spare_bytes)
+    assert sizes == [packed_weights._KEPT_BYTES, 0] and sizes[0] > 0
 
 
 def test_a_swap_is_counted_by_every_group():
