@@ -67,10 +67,13 @@ test-pythons:
 	tests/pythons.sh $(PYTHONS)
 
 # On a machine with a CUDA device; PYTHON is one that has PyTorch, Triton, transformers and the wheels of pyproject.toml.
+# Without either, one sentence says what is missing, and nothing runs.
 test-gpu:
+	@$(PYTHON) -m tests.gpu_check
 	$(PYTHON) -m pytest -q -m gpu tests/unit/kernels/triton tests/unit/sync tests/unit/model/cuda
 
 bench-gpu:
+	@$(PYTHON) -m tests.gpu_check
 	$(PYTHON) -m tests.benchmarks.gpu
 
 # Faults by the thousand, each kind to its count or for SECONDS (inf: to its count); figures go to tests/faults/results.

@@ -6,10 +6,12 @@
 
 Every part is a process of its own with a time limit: one that fails or hangs leaves the others theirs. The report is
 written anew after each. It holds what the parts print, versions, and environment variables of CUDA, NCCL, torch and
-Triton; nothing of your models or data. No part of this has run on a device yet.
+Triton; nothing of your models or data. Without a GPU it says what is missing and writes nothing.
+No part of this has run on a device yet.
 """
 
 import argparse
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -21,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from tests.gpu_check import require_gpu
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -104,7 +106,7 @@ def run(part: Part) -> Result:
 
 def written(results: Mapping[str, Result], parts: Mapping[str, Part]) -> str:
     """The report, as Markdown: a line for each part, then what each printed."""
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
     lines = ["# GPU report of rollout-engine", "", f"{versions}, {platform.platform()}", *variables, ""]
     lines += ["| part | result | seconds |", "|---|---|---|"]
@@ -139,6 +141,7 @@ def main() -> None:
             set_first = "".join(f"{variable}={value} " for variable, value in part.environment.items())
             print(f"{name:16}{set_first}{' '.join(part.command)}")
         return
+    require_gpu()
     results = report(parts, args.out)
     print(f"Written to {args.out}.")
     if any(result.status.startswith(("failed", "timed out")) for result in results.values()):

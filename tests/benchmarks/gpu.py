@@ -1,9 +1,10 @@
-"""RowStats of a CUDA device: generation beside its roofline and Hugging Face, what parts of the engine bring, weights.
+"""Figures of a CUDA device: generation beside its roofline and Hugging Face, what parts of the engine bring, weights.
 
     python -m tests.benchmarks.gpu [--seconds 520] [--parts copy "Qwen3-0.6B"]
 
 Every part is a process of its own with a time limit, so that one that fails leaves the others their figures; results
 are written after each, to tests/benchmarks/results/<device>/<date>.json, and a trace of some steps next to it.
+Without a GPU it says what is missing and writes nothing.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from rollout_engine import LLM, SamplingParams
 from tests.benchmarks import gpu_exact, gpu_trace, gpu_weights
 from tests.benchmarks.gpu_engine import ENGINE, generate, seconds_of
 from tests.benchmarks.gpu_shapes import Requests, least_seconds, write_config
+from tests.gpu_check import require_gpu
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", choices=PARTS, help="run one part here and print its figures")
     args = parser.parse_args()
+    require_gpu()
     if args.only:
         print(json.dumps(PARTS[args.only]()))
         return
@@ -167,19 +170,20 @@ def _run(part: str, seconds: float) -> dict[str, Any]:
     return figures
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
-
-
 def _path(results: Path) -> Path:
-    folder = results / "-".join(re.findall(r"[a-z0-9.]+", _device_name().lower()))
+    folder = results / "-".join(re.findall(r"[a-z0-9.]+", torch.cuda.get_device_name().lower()))
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{datetime.date.today().isoformat()}.json"
 
 
 def _save(path: Path, found: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
-    content = {"device": _device_name(), "versions": versions, "command": " ".join(sys.argv), "figures": found}
+    content = {
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "command": " ".join(sys.argv),
+        "figures": found,
+    }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -23,7 +23,7 @@ _ids = map(str, itertools.count())
 
 
 def trace(name: str = "Qwen3-0.6B") -> dict[str, Any]:
-    """RowStats of 256 sequences that decode, then of the same beside a prompt a step, and some events of the former."""
+    """Figures of 256 sequences that decode, then of the same beside a prompt a step, and some events of the former."""
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(str(write_config(Path(folder), name)), **ENGINE)
     engine = llm.llm_engine

@@ -1,4 +1,4 @@
-"""RowStats of weights on a CUDA device: commits, pushes from another process and from a store, sleep. Parts of `gpu`.
+"""Figures of weights on a CUDA device: commits, pushes from another process and from a store, sleep. Parts of `gpu`.
 
     python -m tests.benchmarks.gpu_weights DIRECTORY SHAPE
 
