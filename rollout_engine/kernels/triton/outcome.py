@@ -82,7 +82,7 @@ def write_edited_outcomes(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _outcome_kernel(
     maximum_ptr,
     log_total_ptr,

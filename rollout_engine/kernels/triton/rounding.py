@@ -7,6 +7,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels: it truncates to bfloat16 and multiplies bfloat16 matrices wrongly."""
 
 
+def compiles_kernels() -> bool:
+    """Whether kernels are compiled for a device at their first launch, which takes seconds."""
+    return not INTERPRETED.value
+
+
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 `x` in `dtype`."""

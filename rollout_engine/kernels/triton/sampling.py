@@ -116,7 +116,7 @@ def score(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> RowStats:
     stats = RowStats.empty(len(tokens), logits.device)
     stats.tokens.copy_(tokens)
     given = torch.full_like(tokens, Choice.GIVEN.value, dtype=torch.int32)
-    rows = SamplingRows(temperatures, tokens, tokens, given)  # seeds and positions are not read
+    rows = SamplingRows(temperatures, stats.tokens, stats.tokens, given)  # seeds and positions are not read
     sample(logits, rows, SamplingWorkspace.empty(*logits.shape, logits.device), stats)
     return stats
 

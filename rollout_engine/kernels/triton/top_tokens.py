@@ -49,7 +49,7 @@ def top_tokens(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids_stride", "logprobs_stride", "width"])
 def _top_kernel(
     logits_ptr,
     temperatures_ptr,

@@ -28,8 +28,7 @@ FULL_CONTEXT = 1 << 30
 """First position of an item whose tokens all see its whole context."""
 _SEQUENCE_ITEMS_AT_ONCE = 32
 _ITEMS_AT_ONCE = 1024
-_SEQUENCES_AT_LEAST = 256
-"""Minimum of a compile-time size, so that batches of many sizes share one compiled kernel."""
+_SEQUENCES_AT_ONCE = 256
 
 
 class WorkList:
@@ -92,7 +91,7 @@ class WorkList:
             TOKENS=self.tokens_per_item,
             UNIT=self.unit,
             COLUMNS=COLUMNS,
-            BLOCK_N=max(_SEQUENCES_AT_LEAST, next_power_of_2(num_sequences)),
+            BLOCK_N=_SEQUENCES_AT_ONCE,
             BLOCK_T=_SEQUENCE_ITEMS_AT_ONCE,
         )
         self._share_out()
@@ -141,13 +140,14 @@ def _list_items(
 ):
     """Each program lists the items of one sequence, after counting those of the sequences before it."""
     sequence = tl.program_id(0)
-    others = tl.arange(0, BLOCK_N)
-    before = others < sequence
-    tokens = tl.load(token_starts + others + 1, mask=before, other=0) - tl.load(
-        token_starts + others, mask=before, other=0
-    )
-    tokens = tl.where(tl.load(context_lens + others, mask=before, other=0) > 0, tokens, 0)
-    place = tl.sum((tokens + TOKENS - 1) // TOKENS, 0)
+    place = 0
+    for base in range(0, sequence, BLOCK_N):
+        others = base + tl.arange(0, BLOCK_N)
+        before = others < sequence
+        first = tl.load(token_starts + others, mask=before, other=0)
+        tokens = tl.load(token_starts + others + 1, mask=before, other=0) - first
+        tokens = tl.where(tl.load(context_lens + others, mask=before, other=0) > 0, tokens, 0)
+        place += tl.sum((tokens + TOKENS - 1) // TOKENS, 0)
     start, end = tl.load(token_starts + sequence), tl.load(token_starts + sequence + 1)
     context = tl.load(context_lens + sequence)
     count = tl.where(context > 0, (end - start + TOKENS - 1) // TOKENS, 0)

@@ -11,8 +11,10 @@ from torch import Tensor
 from rollout_engine.config import EngineConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.grammars.compiler import GrammarCompiler
+from rollout_engine.kernels.triton.rounding import compiles_kernels
 from rollout_engine.model.cuda import decoder_trial
 from rollout_engine.model.cuda.attention import Limits
+from rollout_engine.model.cuda.captured_graphs import can_capture
 from rollout_engine.model.cuda.compile_trial import compiled_layers
 from rollout_engine.model.cuda.compiled_layers import CompiledLayers
 from rollout_engine.model.cuda.copy_stream import copy_stream_for
@@ -25,6 +27,7 @@ from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.cuda.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cuda.shadow_memory import CudaShadowMemory
+from rollout_engine.model.cuda.warm_up import warm_up
 from rollout_engine.model.cuda.weight_memory import CudaWeightMemory
 from rollout_engine.model.kv_size import bytes_per_block, describe_pool, most_blocks, size_pool
 from rollout_engine.model.modules.loaded_model import LoadedModel
@@ -71,15 +74,12 @@ class CudaBackend:
             shares_prefixes=config.enable_prefix_caching,
             grammars=grammars,
         )
-        if config.cuda_graphs and self._fused and model.device.type == "cuda":
-            self.runner.graphs = DecodeGraphs(
-                model,
-                self.runner.rows,
-                config.max_num_seqs,
-                vocab_size=loaded.vocab_size,
-                shares_prefixes=config.enable_prefix_caching,
-            )
+        if compiles_kernels():
+            warm_up(self.runner)
+        if config.cuda_graphs and self._fused and can_capture(model.device):
+            self.runner.graphs = self._graphs(model)
             self.runner.graphs.capture_all()
+            warm_up(self.runner)  # steps now run by graphs, where they fit
         stream = copy_stream_for(model.device)
         self.shadow_memory = CudaShadowMemory(stream)
         self.upload = PinnedUpload(stream) if model.device.type == "cuda" else None
@@ -117,6 +117,15 @@ class CudaBackend:
             fused=self._fused,
             deterministic=self._config.deterministic is True,
             compiled=self._compiled,
+        )
+
+    def _graphs(self, model: CudaModel) -> DecodeGraphs:
+        return DecodeGraphs(
+            model,
+            self.runner.rows,
+            self._config.max_num_seqs,
+            vocab_size=self._loaded.vocab_size,
+            shares_prefixes=self._config.enable_prefix_caching,
         )
 
     def _compiled_layers(self, context: int) -> CompiledLayers | None:

@@ -31,6 +31,11 @@ class NoRoomForGraph(Exception):
     """The device has too little free memory for a graph, whose capture was not begun."""
 
 
+def can_capture(device: torch.device) -> bool:
+    """Whether computations on `device` can be captured."""
+    return device.type == "cuda"
+
+
 class CudaGraph:
     """One CUDA graph."""
 

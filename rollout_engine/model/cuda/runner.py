@@ -77,6 +77,11 @@ class CudaRunner:
         """Sequences whose state is held; 0 when idle."""
         return len(self._sequences)
 
+    @property
+    def shared_unit(self) -> int | None:
+        """KV positions by which prefixes are read once for all that share them; None where none are."""
+        return None if self._prefix_shape is None else self._prefix_shape[0]
+
     def block_tables(self) -> dict[int, list[int]]:
         """Sequence id -> KV blocks, of every sequence whose state is held."""
         return self.rows.tables()

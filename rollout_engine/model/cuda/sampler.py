@@ -22,6 +22,7 @@ from rollout_engine.kernels.triton.top_tokens import top_tokens
 from rollout_engine.kernels.triton.truncation import truncate
 from rollout_engine.messages import ModelRunnerOutput
 from rollout_engine.model.cuda.draws import CudaDraws, DrawColumns, Draws, SpecialColumns
+from rollout_engine.model.sampling.logit_rows import aligned_rows
 from rollout_engine.model.sampling.sampler import BAD_LOGITS, NONE_LEFT, ranks_of
 
 _NUM_COLUMNS = 4
@@ -134,7 +135,7 @@ class CudaSampler:
         columns, num_edits = draws.edited, len(special.edited)
         logprobs, tops = torch.empty(num_edits, device=self._device), _empty_top(num_edits, width, self._device)
         ranks = torch.empty(num_edits, 1, device=self._device)
-        size = max(1, _EDITED_NUMEL // self._vocab_size)
+        size = aligned_rows(_EDITED_NUMEL // self._vocab_size)
         for start in range(0, num_edits, size):
             assert columns is not None
             index = slice(start, min(start + size, num_edits))

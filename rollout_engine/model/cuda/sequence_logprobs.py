@@ -45,12 +45,12 @@ def _scored(
     """Compute one sequence; yield nothing new between two pieces of it."""
     ids = torch.tensor(tokens, device=model.device)
     found = [np.empty(0, np.float32)]
-    step = min(_TOKENS, model.limits.num_tokens)
+    step, width = min(_TOKENS, model.limits.num_tokens), -(-model.limits.context // pool.block_size)
     for start in range(0, len(tokens) - 1, step):
         end = min(start + step, len(tokens) - 1)
         wanted = max(start, num_prompt - 1)
         rows = torch.arange(wanted - start, max(end - start, wanted - start), device=model.device)
-        logits = model.forward(_chunk(ids, start, end, pool), rows if len(rows) else rows.new_zeros(1), pool)
+        logits = model.forward(_chunk(ids, start, end, pool, width), rows if len(rows) else rows.new_zeros(1), pool)
         if len(rows):
             temperatures = row_temperatures(temperature, logits)
             stats = sampling.score(logits, temperatures, ids[wanted + 1 : end + 1])
@@ -60,10 +60,11 @@ def _scored(
     return np.concatenate(found)
 
 
-def _chunk(ids: Tensor, start: int, end: int, pool: CudaKVPool) -> CudaBatch:
+def _chunk(ids: Tensor, start: int, end: int, pool: CudaKVPool, width: int) -> CudaBatch:
+    """The batch of tokens [start, end). Block tables of steps have `width` entries: so kernels for them serve here."""
     positions = torch.arange(start, end, device=ids.device)
-    tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=ids.device)[None]
+    table = torch.arange(max(pool.num_blocks, width), dtype=torch.int32, device=ids.device)
     bounds = torch.tensor([0, end - start], dtype=torch.int32, device=ids.device)
     lens = torch.tensor([end], dtype=torch.int32, device=ids.device)
-    attention = Batch(bounds, lens, tables, num_decodes=int(end - start == 1))
+    attention = Batch(bounds, lens, table[None], num_decodes=int(end - start == 1))
     return CudaBatch(ids[start:end], positions, positions, attention)

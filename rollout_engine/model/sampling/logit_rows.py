@@ -19,9 +19,21 @@ _DEVICE_PIECE_NUMEL = 1 << 28
 """Larger on devices, where a launch costs more."""
 
 
+_ALIGNED_ROWS = 16
+"""A slice of a column or of logits that begins at a multiple of these rows begins at one of 16 bytes."""
+
+
 def max_rows(vocab_size: int, device: torch.device) -> int:
     """The most rows of logits in a piece."""
-    return max(1, (_PIECE_NUMEL if device.type == "cpu" else _DEVICE_PIECE_NUMEL) // vocab_size)
+    if device.type == "cpu":
+        return max(1, _PIECE_NUMEL // vocab_size)
+    return aligned_rows(_DEVICE_PIECE_NUMEL // vocab_size)
+
+
+def aligned_rows(count: int) -> int:
+    """`count`, at least 1, less what makes pieces of so many rows begin at addresses for which kernels are compiled
+    anew; too few rows stay as they are."""
+    return max(1, count - count % _ALIGNED_ROWS if count > _ALIGNED_ROWS else count)
 
 
 def row_pieces(count: int, vocab_size: int, device: torch.device) -> list[slice]:
