@@ -3,7 +3,8 @@
 A step of n sequences replays the smallest captured graph that holds it; one whose sequences share prefixes, where no
 graph knows prefixes, one that reads them for each sequence. Padding has no context and writes no KV. A graph plans
 attention, so it serves every context length, computes logits into memory that all graphs share, and draws from them
-without truncation or edits. Graphs hold addresses: when memory has moved, all are captured again.
+without truncation or edits. Graphs hold addresses: when memory has moved, as after sleep, each is captured again by the
+first step that needs it, so that waking up does not wait for graphs that no step may need.
 
     host        columns ──upload──> static memory                                           ┌──download──> result
     device                          prepare ── [plan ── forward ── sample ── write] ── outcome
@@ -11,7 +12,7 @@ without truncation or edits. Graphs hold addresses: when memory has moved, all a
 
 import logging
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort
 
 import torch
 from torch import Tensor
@@ -47,55 +48,43 @@ class DecodeGraphs:
     ) -> None:
         """`capture` replaces CUDA's, for tests."""
         max_batch = min(max_batch, max_rows(vocab_size, model.device))  # larger steps draw piece by piece
-        self._model, self._rows, self._capture = model, rows, capture
+        self._model, self._rows, self._given_capture = model, rows, capture
         self._variants = (False, True) if shares_prefixes else (False,)
         self._sizes = _ladder(max_batch)
         self._inputs = DecodeInputs(max_batch, model.kv.block_size, rows)
         self._drawn = DrawMemory.empty(max_batch, vocab_size, model.device)
-        self._last_tokens = rows.last_tokens
-        self._graphs: dict[tuple[int, bool], Captured] = {}
-        self._captured: dict[bool, list[int]] = {}
-        """Sizes of the captured graphs without and with prefixes, ascending."""
-        self._logits: Tensor | None = None
-        """[max_batch, V], written by every graph; one of its own for each would take gigabytes."""
-        self._is_void = True
+        self.void()
 
     def void(self) -> None:
-        """Drop all graphs, because memory has moved; they are captured again before the next replay."""
-        self._graphs.clear()
-        self._captured, self._logits = {}, None
-        self._is_void = True
+        """Drop all graphs, because memory has moved; each is captured again when a step first needs it."""
+        self._graphs: dict[tuple[int, bool], Captured] = {}
+        """Captured graphs, by size and whether they read shared prefixes."""
+        self._captured: dict[bool, list[int]] = {variant: [] for variant in self._variants}
+        """Their sizes without and with prefixes, ascending."""
+        self._logits: Tensor | None = None
+        """[max_batch, V], written by every graph; one of its own for each would take gigabytes."""
+        self._capture: Capture | None = self._given_capture
+        self._last_tokens = self._rows.last_tokens
+        self._problems: dict[tuple[int, bool], str] = {}
+        """Graphs that were not captured, and why."""
+        self._captures_more = True
+        self._num_bytes, self._num_seconds = 0, 0.0
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture graphs, the largest first, until time or memory run out. Steps that none holds run without a graph.
+        """Capture all graphs, the largest first, until time or memory run out; later steps capture no more.
 
-        A failed capture is the last one: torch before 2.13 goes on to count it as under way. Graphs for which there is
-        no room are left out before they are begun.
+        Steps that none holds run without a graph.
         """
-        started, before = time.perf_counter(), _free_bytes()
         self.void()
-        self._last_tokens, self._is_void = self._rows.last_tokens, False
-        problems: list[str] = []
-        try:
-            self._logits = self._logits_memory()
-            capture = self._capture or GraphPool().capture
-            for size, has_prefixes in self._wanted():
-                if time.perf_counter() - started > _SECONDS or before - _free_bytes() > _BYTES:
-                    break
-                try:
-                    self._graphs[size, has_prefixes] = self._capture_one(size, has_prefixes, capture)
-                except NoRoomForGraph as problem:  # a smaller one may fit
-                    problems.append(f"for {size} sequences: {problem}")
-        except Exception as problem:  # steps can run without any graph
-            problems.append(f"{type(problem).__name__}: {problem}")
-        self._know_captured()
-        wanted, taken = len(self._wanted()), before - _free_bytes()
-        if problems:
+        for size, has_prefixes in self._wanted():
+            self._try(size, has_prefixes)
+        self._captures_more = False
+        if self._problems:
             text = "%d of %d CUDA graphs were captured; steps that fit none run without, more slowly. First problem: %s"
-            logger.warning(text, len(self._graphs), wanted, problems[0])
-        seconds = time.perf_counter() - started
-        logger.info("%s graphs captured in %.1f s, %.0f MiB.", self.described(), seconds, taken / 2**20)
+            problem = next(iter(self._problems.values()))
+            logger.warning(text, len(self._graphs), len(self._wanted()), problem)
+        logger.info("%s graphs captured in %.1f s, %.0f MiB.", self.described(), *self._taken())
 
     def described(self) -> str:
         """How many graphs there are, of those wanted: "52 of 52"."""
@@ -106,8 +95,8 @@ class DecodeGraphs:
 
         Where `step.draws` is None the draws are meaningless.
         """
-        if self._is_void or self._last_tokens is not self._rows.last_tokens:
-            self.capture_all()
+        if self._last_tokens is not self._rows.last_tokens:
+            self.void()
         count = len(step.flat.rows)
         found = self._fitting(count, step.prefixes is not None)
         if found is None:
@@ -125,9 +114,9 @@ class DecodeGraphs:
     def _wanted(self) -> list[tuple[int, bool]]:
         return [(size, has_prefixes) for size in reversed(self._sizes) for has_prefixes in self._variants]
 
-    def _know_captured(self) -> None:
-        for has_prefixes in self._variants:
-            self._captured[has_prefixes] = sorted(size for size, kind in self._graphs if kind == has_prefixes)
+    def _taken(self) -> tuple[float, float]:
+        """Seconds and MiB of the captures so far."""
+        return self._num_seconds, self._num_bytes / 2**20
 
     def _logits_memory(self) -> Tensor:
         weight, decoder = next(self._model.module.parameters()), self._model.decoder
@@ -135,20 +124,57 @@ class DecodeGraphs:
         return weight.new_empty(self._sizes[-1], decoder.vocab_size)
 
     def _fitting(self, count: int, has_prefixes: bool) -> tuple[int, bool] | None:
-        """Size and variant of the smallest graph for `count` sequences, with prefixes where they are wanted."""
+        """Size and variant of the smallest graph for `count` sequences, with prefixes where they are wanted.
+
+        The first step that needs a graph captures it. Without it a larger one serves, or one without prefixes.
+        """
+        place = bisect_left(self._sizes, count)
         for variant in (True, False) if has_prefixes else (False,):
-            sizes = self._captured.get(variant, [])
-            place = bisect_left(sizes, count)
-            if place < len(sizes):
-                return sizes[place], variant
+            if self._captures_more and place < len(self._sizes):
+                self._capture_for_step(self._sizes[place], variant)
+            captured = self._captured[variant]
+            if (index := bisect_left(captured, count)) < len(captured):
+                return captured[index], variant
         return None
 
-    def _capture_one(self, size: int, has_prefixes: bool, capture: Capture) -> Captured:
+    def _capture_for_step(self, size: int, has_prefixes: bool) -> None:
+        key, is_first = (size, has_prefixes), not self._problems
+        if key in self._graphs or key in self._problems:
+            return
+        self._try(size, has_prefixes)
+        if is_first and key in self._problems:
+            text = "A CUDA graph was not captured again; steps that fit no other run without, more slowly: %s"
+            logger.warning(text, self._problems[key])
+
+    def _try(self, size: int, has_prefixes: bool) -> None:
+        """Capture a graph, unless time or memory have run out, or there is no room for it.
+
+        A failed capture is the last one: torch before 2.13 goes on to count it as under way. Graphs for which there is
+        no room are left out before they are begun.
+        """
+        if not self._captures_more or self._num_seconds > _SECONDS or self._num_bytes > _BYTES:
+            return
+        started, before = time.perf_counter(), _free_bytes()
+        try:
+            if self._logits is None:
+                self._logits = self._logits_memory()
+                self._capture = self._capture or GraphPool().capture
+            self._graphs[size, has_prefixes] = self._capture_one(size, has_prefixes)
+            insort(self._captured[has_prefixes], size)
+        except NoRoomForGraph as problem:  # a smaller one may fit
+            self._problems[size, has_prefixes] = f"for {size} sequences: {problem}"
+        except Exception as problem:  # steps can run without any graph
+            self._problems[size, has_prefixes] = f"{type(problem).__name__}: {problem}"
+            self._captures_more = False
+        self._num_seconds += time.perf_counter() - started
+        self._num_bytes += max(0, before - _free_bytes())
+
+    def _capture_one(self, size: int, has_prefixes: bool) -> Captured:
         self._inputs.clear()
         batch, draws = self._inputs.batch(size, has_prefixes=has_prefixes), self._inputs.draws(size)
         drawn, model, last_tokens = self._drawn.rows(size), self._model, self._last_tokens
-        decoder, logits = model.decoder, self._logits
-        assert decoder is not None and logits is not None, "modules are not captured"
+        decoder, logits, capture = model.decoder, self._logits, self._capture
+        assert decoder is not None and logits is not None and capture is not None, "modules are not captured"
         out = logits[:size]
 
         def compute() -> None:

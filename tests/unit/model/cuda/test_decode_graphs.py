@@ -64,15 +64,17 @@ def graphs(device, monkeypatch):
 
     def make(problems=()):
         problems, keys = dict(problems), []
-        wanted = [(size, variant) for size in (8, 4, 2, 1) for variant in (False, True)]
 
         def capture(compute):
-            key = wanted[len(keys) % len(wanted)]
-            keys.append(key)
+            key = keys[-1]
             if key in problems:
                 raise problems[key]
             compute()
             return Graph(key, compute)
+
+        def capture_one(size, has_prefixes):
+            keys.append((size, has_prefixes))
+            return DecodeGraphs._capture_one(made, size, has_prefixes)
 
         made = DecodeGraphs(
             *(Model(device), SequenceRows(8, torch.device(device)), 8),
@@ -80,7 +82,7 @@ def graphs(device, monkeypatch):
             shares_prefixes=True,
             capture=capture,
         )
-        made.tried = keys
+        made.tried, made.problems, made._capture_one = keys, problems, capture_one
         return made
 
     return make
@@ -102,6 +104,7 @@ def step(graphs, count, *, has_prefixes=False):
 
 def test_all_graphs_write_their_logits_to_the_same_memory(graphs):
     made = graphs()
+    made.capture_all()
     for count in (8, 3, 1):
         logits, _ = made.run(step(made, count))
         assert logits[:, 0].tolist() == [index + 1 for index in range(count)]
@@ -114,9 +117,7 @@ def test_all_graphs_write_their_logits_to_the_same_memory(graphs):
 def test_a_step_replays_the_smallest_graph_that_was_captured_and_holds_it(graphs):
     made = graphs()
     made.capture_all()
-    for size in (4, 2):
-        del made._graphs[size, False]
-    made._know_captured()
+    made._captured[False] = [1, 8]
     for count, has_prefixes, key in [
         (1, False, (1, False)),
         (2, False, (8, False)),
@@ -130,8 +131,7 @@ def test_a_step_replays_the_smallest_graph_that_was_captured_and_holds_it(graphs
 def test_a_step_with_prefixes_and_no_graph_for_them_replays_the_plain_one_and_reads_them_apart(graphs):
     made = graphs()
     made.capture_all()
-    made._graphs = {key: graph for key, graph in made._graphs.items() if not key[1]}
-    made._know_captured()
+    made._captured[True] = []
     sent = []
     put = made._inputs.put
     made._inputs.put = lambda each, size: sent.append(each.prefixes) or put(each, size)
@@ -155,6 +155,59 @@ def test_a_failed_capture_is_the_last_one_and_the_graphs_before_it_serve(graphs,
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "2 of 8 CUDA graphs were captured" in warning and "RuntimeError: not permitted" in warning
     assert made.run(step(made, 1)) is not None and Graph.replays == [(8, False)]
+
+
+def test_after_memory_has_moved_each_graph_is_captured_by_the_first_step_that_needs_it(graphs):
+    made = graphs()
+    made.capture_all()
+    at_load = len(made.tried)
+    made.void()
+    for count, key in [
+        (3, (4, False)),
+        (4, (4, False)),
+        (1, (1, False)),
+        (3, (4, True)),
+        (4, (4, True)),
+        (8, (8, False)),
+    ]:
+        known = set(made.tried[at_load:])
+        logits, _ = made.run(step(made, count, has_prefixes=key[1]))
+        assert set(made.tried[at_load:]) - known == {key} - known
+        assert logits[:, 0].tolist() == [index + 1 for index in range(count)]
+        assert Graph.replays[-1] == key
+    assert len(made.tried) == at_load + 4
+    assert len({out.data_ptr() for out in made._model.outs[-4:]}) == 1, "graphs captured one by one share their logits"
+
+
+def test_a_graph_without_room_after_a_sleep_is_not_tried_at_every_step(graphs, caplog):
+    made = graphs()
+    made.capture_all()
+    made.void()
+    made.problems |= {(4, False): NoRoomForGraph("3 MiB are free"), (2, False): NoRoomForGraph("2 MiB are free")}
+    made.tried.clear()
+    for count in (3, 2, 3):
+        assert made.run(step(made, count)) is None
+    assert made.run(step(made, 8)) is not None
+    assert made.run(step(made, 3)) is not None and Graph.replays[-1] == (8, False), "a larger one serves"
+    assert made.tried == [(4, False), (2, False), (8, False)]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "not captured again" in warning and "for 4 sequences: 3 MiB are free" in warning
+    made.void()
+    made.problems.clear()
+    assert made.run(step(made, 3)) is not None and Graph.replays[-1] == (4, False), (
+        "after the next sleep it is tried again"
+    )
+
+
+def test_a_capture_that_fails_after_a_sleep_is_the_last_one_until_the_next(graphs):
+    made = graphs()
+    made.capture_all()
+    made.void()
+    made.problems[4, False] = RuntimeError("not permitted")
+    made.tried.clear()
+    assert made.run(step(made, 8)) is not None
+    assert made.run(step(made, 3)) is not None and made.run(step(made, 1)) is not None
+    assert made.tried == [(8, False), (4, False)] and set(Graph.replays) == {(8, False)}
 
 
 def test_an_engine_without_memory_for_logits_runs_without_graphs(graphs, monkeypatch):
