@@ -25,7 +25,7 @@ from rollout_engine.execution.rank_worker import RankWorker
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.seat import Seat
-from rollout_engine.threads import start_thread
+from rollout_engine.threads import give_way_early, start_thread
 
 logger = logging.getLogger("rollout_engine")
 
@@ -96,6 +96,7 @@ def _leave(status: int) -> NoReturn:
 
 def main() -> None:
     """Serve as a rank."""
+    give_way_early()
     memory, *ends, num_ranks = map(int, sys.argv[1:])
     life, steps, calls = (Channel(socket.socket(fileno=end)) for end in ends)
     try:

@@ -33,10 +33,8 @@ from rollout_engine.process.parent_watch import ParentWatch
 from rollout_engine.process.post_mortem import catch_crashes, write_post_mortem
 from rollout_engine.process.pulse import Pulse
 from rollout_engine.process.weight_rendezvous import remove_directories
-from rollout_engine.process.wire import (
-    PROTOCOL,
-    Ready,
-)
+from rollout_engine.process.wire import PROTOCOL, Ready
+from rollout_engine.threads import give_way_early
 
 logger = logging.getLogger("rollout_engine")
 
@@ -134,6 +132,7 @@ def _leave(directory: str, status: int) -> NoReturn:
 def main() -> None:
     """Serve as a core's process; only `CoreProcess` starts one."""
     descriptor, locked, directory, parent = sys.argv[1:]
+    give_way_early()
     os.set_inheritable(int(locked), False)  # it stays open, and locked, as long as this process lives
     lifeline = Lifeline(socket.socket(fileno=int(descriptor)))
     watch = ParentWatch(lifeline.socket, int(parent), lambda: _leave(directory, 1))

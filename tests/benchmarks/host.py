@@ -3,12 +3,17 @@
 The engine is whole, but its model does nothing: a step prepares attention over the paged KV and returns fixed logits.
 
     PYTHONPATH=$PWD python tests/benchmarks/host.py --requests 64   this thread's processor time, on a busy machine too
+    ... --busy 1 --switch-intervals 5 0.5   beside a thread that runs Python all the time, as a weight update or
+                                            messages may, and gives way after so many milliseconds, in turns
 """
 
 import argparse
 import statistics
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +40,41 @@ _NUM_PROMPT_TOKENS, _NUM_SAMPLED_TOKENS = 64, 128
 _PARAMS = SamplingParams(
     max_tokens=_NUM_SAMPLED_TOKENS, logprobs=0, ignore_eos=True, detokenize=False, output_kind="final_only"
 )
+
+
+@contextmanager
+def busy_threads(count: int, switch_interval: float) -> Iterator[None]:
+    """So many threads that run Python meanwhile; they give way after `switch_interval` seconds."""
+    stop, before = threading.Event(), sys.getswitchinterval()
+
+    def work() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    sys.setswitchinterval(switch_interval)
+    try:
+        for thread in threads:
+            thread.start()
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+
+
+def compare_intervals(num_requests: int, rounds: int, count: int, intervals: Sequence[float]) -> dict[str, Any]:
+    """`measure` beside `count` busy threads, by their switch interval in milliseconds; the median of the rounds."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(rounds):
+        for interval in intervals:
+            with busy_threads(count, interval / 1e3):
+                found.setdefault(f"{interval:g} ms", []).append(measure(num_requests, 1))
+    return {
+        name: {key: round(statistics.median(each[key] for each in figures), 4) for key in figures[0]}
+        for name, figures in found.items()
+    }
 
 
 def measure(num_requests: int, rounds: int) -> dict[str, Any]:
@@ -76,7 +116,7 @@ class _NoModel:
             has_sinks=False,
         )
         self.kv = CpuKVPool([layer], num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, dtype=torch.float32)
-        self.adapters = None
+        self.module, self.adapters = torch.nn.Identity(), None
         self._logits = torch.zeros(1024, _VOCAB_SIZE)
 
     def forward_states(
@@ -119,6 +159,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--busy", type=int, default=0, help="threads that run Python meanwhile")
+    parser.add_argument("--switch-intervals", type=float, nargs="+", default=[5.0], help="milliseconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(measure(args.requests, args.rounds))
+    if args.busy:
+        print(compare_intervals(args.requests, args.rounds, args.busy, args.switch_intervals))
+    else:
+        print(measure(args.requests, args.rounds))

@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -56,6 +57,10 @@ class Sample(WorkerExtension):
     @rpc
     def pid(self) -> int:
         return os.getpid()
+
+    @rpc
+    def switch_interval(self) -> float:
+        return sys.getswitchinterval()
 
     @rpc
     def double(self, array: np.ndarray, tensor: Tensor | None = None) -> dict[str, np.ndarray | None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from rollout_engine import (
     SamplingParams,
 )
 from rollout_engine.testing import tiny_checkpoint, tiny_model
+from rollout_engine.threads import SWITCH_SECONDS
 from sync.manifest import describe
 
 HERE = Path(__file__).parent
@@ -64,6 +66,13 @@ def call(request):
         return request.getfixturevalue("llm").collective_rpc
     engine = request.getfixturevalue("remote")
     return lambda *args, **kwargs: asyncio.run(engine.collective_rpc(*args, **kwargs))
+
+
+def test_threads_give_way_early_in_an_engine_s_own_process_and_as_python_says_in_the_caller_s(llm, remote):
+    """Weights that are taken on one thread must not keep the steps of another waiting."""
+    (own,) = asyncio.run(remote.collective_rpc("switch_interval"))
+    assert own == pytest.approx(SWITCH_SECONDS)
+    assert llm.collective_rpc("switch_interval") == [sys.getswitchinterval()] == [pytest.approx(0.005)]
 
 
 def test_the_stock_extensions_answer_everywhere(call, llm):
