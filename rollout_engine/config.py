@@ -14,6 +14,7 @@ from rollout_engine.speculation_config import SpeculationConfig
 from rollout_engine.toml_files import TomlFile
 
 KV_TILE = 64
+_CPU_BLOCK_SIZE, _DEVICE_BLOCK_SIZE = 16, 64
 """Tokens of context that attention reads at a time; `block_size` divides it."""
 
 EXAMPLE_FILE = "`rollout-engine tune` writes"
@@ -113,8 +114,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     trainer: it excludes `deterministic=True`, and a CPU, whose bits are the trainer's, refuses it (decisions/0006)."""
     max_model_len: Positive | None = None
     """Most tokens of one sequence, prompt included. None: the checkpoint's, capped so that one fits the KV pool."""
-    block_size: Positive = 16
-    """Tokens per KV block; divides 64, the KV tile."""
+    block_size: Positive | Literal["auto"] = "auto"
+    """Tokens per KV block; divides 64, the KV tile. "auto": 16 on a CPU; 64 on a device, whose attention reads whole
+    tiles faster. No result depends on it. Prompts share the KV of whole blocks of what they begin with: where many
+    begin alike for fewer than 64 tokens and then differ, give 16 (docs/tuning.md)."""
     kv_cache_bytes: Positive | None = None
     """Size of the KV pool. None: on a CPU, the smaller of 4 GiB and a quarter of the available memory;
     on a device, what `gpu_memory_utilization` leaves. A given size leaves room for updates to you."""
@@ -197,6 +200,13 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most bytes of an engine's trace; the oldest steps are forgotten."""
 
     @property
+    def tokens_per_block(self) -> int:
+        """`block_size` with "auto" resolved."""
+        if self.block_size != "auto":
+            return self.block_size
+        return _DEVICE_BLOCK_SIZE if self.device == "cuda" else _CPU_BLOCK_SIZE
+
+    @property
     def schedules_ahead(self) -> bool:
         """Whether steps are scheduled ahead: `async_scheduling` with "auto" resolved."""
         return self.async_scheduling is True or (self.async_scheduling == "auto" and self.device == "cuda")
@@ -211,7 +221,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     def check(self) -> None:
         if self.speculates is not None:
             self._check_speculation()
-        if KV_TILE % self.block_size:
+        if KV_TILE % self.tokens_per_block:
             bound = f"a divisor of {KV_TILE} (1, 2, 4, 8, 16, 32 or 64)"
             raise ConfigError(refused("block_size", self.block_size, bound))
         if self.kv_cache_bytes is not None and self.num_kv_blocks is not None:

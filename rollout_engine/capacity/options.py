@@ -66,7 +66,7 @@ class EngineTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_kv_blocks: Count = 24_000
     """Blocks of the KV pool."""
     block_size: Count = 16
-    """Tokens of a block."""
+    """Tokens of a block: by default 16 on a CPU, 64 on a device."""
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share the KV of what they have in common."""
 

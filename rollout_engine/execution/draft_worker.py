@@ -99,7 +99,7 @@ def _num_blocks(
     config: EngineConfig, given: int | None, loaded: LoadedModel, policy: LoadedModel, policy_blocks: int
 ) -> int:
     """KV blocks of the draft model: as many as `given` bytes hold, or the default."""
-    size, block_size = bytes_per_block(loaded, config.block_size), config.block_size
+    size, block_size = bytes_per_block(loaded, config.tokens_per_block), config.tokens_per_block
     if given is not None:
         if given < _LEAST_BLOCKS * size:
             bound = f"{_LEAST_BLOCKS * size} or more: two KV blocks of {block_size} tokens"

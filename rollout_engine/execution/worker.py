@@ -65,7 +65,7 @@ class Worker:
         self.draft = DraftWorker(config, loaded, backend) if drafts else None
         self.info = ModelInfo(
             num_blocks=backend.num_blocks,
-            block_size=config.block_size,
+            block_size=config.tokens_per_block,
             max_model_len=cap_model_len(config, loaded.max_model_len, backend.num_blocks),
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,

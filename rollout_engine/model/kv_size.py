@@ -17,8 +17,8 @@ def bytes_per_block(loaded: LoadedModel, block_size: int) -> int:
 
 def describe_pool(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> str:
     """The size of the KV pool, for the start-up line."""
-    mib = num_blocks * bytes_per_block(loaded, config.block_size) / 2**20
-    return f"KV pool {num_blocks} blocks of {config.block_size} tokens ({mib:.0f} MiB)"
+    mib = num_blocks * bytes_per_block(loaded, config.tokens_per_block) / 2**20
+    return f"KV pool {num_blocks} blocks of {config.tokens_per_block} tokens ({mib:.0f} MiB)"
 
 
 def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | None = None) -> int:
@@ -27,7 +27,7 @@ def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | Non
     The default never exceeds what `max_num_seqs` sequences of the longest length can fill. `device_bytes`: all memory
     of the device that holds the pool; None: the host does. Raises `ConfigError` for a pool larger than that.
     """
-    block_bytes = bytes_per_block(loaded, config.block_size)
+    block_bytes = bytes_per_block(loaded, config.tokens_per_block)
     if config.num_kv_blocks is not None:
         num_bytes = config.num_kv_blocks * block_bytes * loaded.num_ranks
         _check_fits("num_kv_blocks", config.num_kv_blocks, num_bytes, device_bytes)
@@ -39,15 +39,15 @@ def size_pool(config: EngineConfig, loaded: LoadedModel, device_bytes: int | Non
     num_blocks = pool_bytes // (block_bytes * loaded.num_ranks)
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_bytes={pool_bytes} holds not even one KV block: one block of {config.block_size} tokens takes "
-            f"{block_bytes} bytes ({len(loaded.geometry)} layers). Give at least that, or a smaller block_size."
+            f"kv_cache_bytes={pool_bytes} holds not even one KV block: one block of {config.tokens_per_block} tokens "
+            f"takes {block_bytes} bytes ({len(loaded.geometry)} layers). Give at least that, or a smaller block_size."
         )
     return num_blocks if given is not None else min(num_blocks, most_blocks(config, loaded))
 
 
 def most_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     """Blocks that `max_num_seqs` sequences of the longest length fill."""
-    return config.max_num_seqs * -(-(config.max_model_len or loaded.max_model_len) // config.block_size)
+    return config.max_num_seqs * -(-(config.max_model_len or loaded.max_model_len) // config.tokens_per_block)
 
 
 def _check_fits(field: str, value: int, num_bytes: int, device_bytes: int | None) -> None:
@@ -60,7 +60,7 @@ def _check_fits(field: str, value: int, num_bytes: int, device_bytes: int | None
 
 def cap_model_len(config: EngineConfig, checkpoint_len: int, num_blocks: int) -> int:
     """`max_model_len`: the checkpoint's or the user's, capped so that one sequence fits the pool."""
-    pool_tokens = num_blocks * config.block_size
+    pool_tokens = num_blocks * config.tokens_per_block
     if config.max_model_len is None:
         return min(checkpoint_len, pool_tokens)
     if config.max_model_len > checkpoint_len:
@@ -70,6 +70,6 @@ def cap_model_len(config: EngineConfig, checkpoint_len: int, num_blocks: int) ->
     if config.max_model_len > pool_tokens:
         raise ConfigError(
             f"max_model_len={config.max_model_len} does not fit the KV pool of {num_blocks} blocks of "
-            f"{config.block_size} = {pool_tokens} tokens. Give more KV memory or a smaller max_model_len."
+            f"{config.tokens_per_block} = {pool_tokens} tokens. Give more KV memory or a smaller max_model_len."
         )
     return config.max_model_len

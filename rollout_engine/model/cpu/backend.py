@@ -68,7 +68,7 @@ class CpuBackend:
             loaded.module,
             loaded.geometry,
             num_blocks=self.num_blocks,
-            block_size=config.block_size,
+            block_size=config.tokens_per_block,
             compiled=reason is None,
             adapters=self.adapters,
             cut=cut,

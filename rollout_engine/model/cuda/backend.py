@@ -61,12 +61,12 @@ class CudaBackend:
     ) -> None:
         self._config, self._loaded = config, loaded
         deterministic = self.is_deterministic = config.deterministic is True
-        self._fused = runs_fused(loaded, deterministic=deterministic)
+        self._fused = runs_fused(loaded, deterministic=deterministic, block_size=config.tokens_per_block)
         self.packed = PackedWeights(loaded.module)
         model_len = config.max_model_len or loaded.max_model_len
         self._compiled = self._compiled_layers(model_len) if config.compile else None
         self.num_blocks = self._num_blocks(model_len)
-        model = self._model(self.num_blocks, min(model_len, self.num_blocks * config.block_size))
+        model = self._model(self.num_blocks, min(model_len, self.num_blocks * config.tokens_per_block))
         self.runner = CudaRunner(
             model,
             vocab_size=loaded.vocab_size,
@@ -112,7 +112,7 @@ class CudaBackend:
             self._loaded.module,
             self._loaded.geometry,
             num_blocks=num_blocks,
-            block_size=self._config.block_size,
+            block_size=self._config.tokens_per_block,
             limits=self._limits(context),
             fused=self._fused,
             deterministic=self._config.deterministic is True,
@@ -146,8 +146,8 @@ class CudaBackend:
         foreign = total - free - torch.cuda.memory_reserved(device)
         room = int(total * config.gpu_memory_utilization) - foreign - peak - graphs
         room -= self._update_bytes(room)
-        num_blocks = room // bytes_per_block(self._loaded, config.block_size)
-        if num_blocks * config.block_size < min(model_len, 64):
+        num_blocks = room // bytes_per_block(self._loaded, config.tokens_per_block)
+        if num_blocks * config.tokens_per_block < min(model_len, 64):
             raise ConfigError(
                 f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {room} bytes for the KV pool: of "
                 f"{total}, others take {foreign}, weights and the largest step {peak}, CUDA graphs {graphs}. Give "
@@ -192,12 +192,14 @@ class CudaBackend:
         return peak
 
 
-def runs_fused(loaded: LoadedModel, *, deterministic: bool) -> bool:
+def runs_fused(loaded: LoadedModel, *, deterministic: bool, block_size: int) -> bool:
     """Whether our kernels run the layers of `loaded`; a log line says why not, a warning where they fail here.
 
     Raises `ConfigError` where `deterministic` layers cannot be had.
     """
-    reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, deterministic=deterministic)
+    reason = decoder_trial.unsupported_reason(
+        loaded.module, loaded.geometry, deterministic=deterministic, block_size=block_size
+    )
     if reason is not None and deterministic:
         raise ConfigError(f"deterministic=True is not possible on a device: {reason.text}. Use deterministic=False.")
     if reason is not None:

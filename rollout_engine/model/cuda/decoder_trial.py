@@ -15,7 +15,7 @@ from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 _NUM_BLOCKS = 4
 _SIZES = (17, 3), (1, 4)
 """Tokens of two sequences in each step: two prompts; then one decodes while the other goes on."""
@@ -31,7 +31,9 @@ class Reason(NamedTuple):
     """The structure is supported, but the kernels fail here, or their results are wrong."""
 
 
-def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool) -> Reason | None:
+def unsupported_reason(
+    module: nn.Module, geometry: Sequence[LayerGeometry], *, deterministic: bool, block_size: int = BLOCK_SIZE
+) -> Reason | None:
     """Why the layers of `module` must run as modules; None where they need not. Weights must be loaded.
 
     Fused layers round differently, so logits may differ slightly; a different factor, norm or rotation moves them more.
@@ -39,7 +41,7 @@ def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], *, 
     """
     try:
         ours, theirs = (
-            served(small_model(module, geometry, fused=fused, deterministic=deterministic and fused))
+            served(small_model(module, geometry, block_size, fused=fused, deterministic=deterministic and fused))
             for fused in (True, False)
         )
         if (problem := disagreement(ours, theirs)) is not None:
@@ -57,10 +59,12 @@ def unsupported_reason(module: nn.Module, geometry: Sequence[LayerGeometry], *, 
     return None
 
 
-def small_model(module: nn.Module, geometry: Sequence[LayerGeometry], **options: Any) -> CudaModel:
+def small_model(
+    module: nn.Module, geometry: Sequence[LayerGeometry], block_size: int = BLOCK_SIZE, **options: Any
+) -> CudaModel:
     """A model of `module` with a pool just large enough for the trial's batches."""
-    limits = Limits(num_tokens=64, num_sequences=4, context=_NUM_BLOCKS * _BLOCK_SIZE)
-    return CudaModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, limits=limits, **options)
+    limits = Limits(num_tokens=64, num_sequences=4, context=_NUM_BLOCKS * block_size)
+    return CudaModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=block_size, limits=limits, **options)
 
 
 def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
@@ -86,7 +90,7 @@ def served(model: CudaModel) -> list[Tensor]:
     logits: list[list[Tensor]] = [[], []]
     first = [0, 0]
     for sizes in _SIZES:
-        batch = _batch(token_ids, first, sizes)
+        batch = _batch(token_ids, first, sizes, model.kv.block_size)
         rows = torch.arange(sum(sizes), device=model.device)
         for index, part in enumerate(model.forward(batch, rows).split(sizes)):
             logits[index].append(part)
@@ -106,7 +110,7 @@ def _trained(module: nn.Module) -> list[Tensor]:
     return [row[: len(ids)] for row, ids in zip(logits, token_ids, strict=True)]
 
 
-def _batch(token_ids: list[Tensor], first: list[int], sizes: tuple[int, int]) -> CudaBatch:
+def _batch(token_ids: list[Tensor], first: list[int], sizes: tuple[int, int], block_size: int) -> CudaBatch:
     """A batch of the next `sizes` tokens of each sequence, after its `first` tokens."""
     device = token_ids[0].device
     ends = [start + size for start, size in zip(first, sizes, strict=True)]
@@ -114,7 +118,7 @@ def _batch(token_ids: list[Tensor], first: list[int], sizes: tuple[int, int]) ->
     tables = torch.tensor([[0, 1, 0, 0], [2, 3, 0, 0]], dtype=torch.int32, device=device)
     positions = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
     rows = torch.arange(2, device=device).repeat_interleave(torch.tensor(sizes, device=device))
-    slots = tables[rows, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+    slots = tables[rows, positions // block_size].long() * block_size + positions % block_size
     starts = torch.tensor([0, sizes[0], sum(sizes)], dtype=torch.int32, device=device)
     lens = torch.tensor(ends, dtype=torch.int32, device=device)
     ids = torch.cat([known[start:end] for known, (start, end) in zip(token_ids, spans, strict=True)])

@@ -25,10 +25,10 @@ def fused(monkeypatch, caplog):
                 raise result
             return [torch.ones(4) + result]
 
-        monkeypatch.setattr(decoder_trial, "small_model", lambda module, geometry, fused, **options: fused)
+        monkeypatch.setattr(decoder_trial, "small_model", lambda module, geometry, block_size, fused, **options: fused)
         monkeypatch.setattr(decoder_trial, "served", served)
         loaded = SimpleNamespace(module=nn.Linear(1, 1), geometry=[])
-        found = runs_fused(loaded, deterministic=deterministic)
+        found = runs_fused(loaded, deterministic=deterministic, block_size=64)
         return found, [record.levelname for record in caplog.records], caplog.text
 
     return run

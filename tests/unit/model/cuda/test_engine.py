@@ -74,6 +74,15 @@ def test_tokens_and_logprobs_are_those_of_the_cpu(engine_on, params):
     assert_alike(run(ours, params), run(engine_on("cpu"), params))
 
 
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_size_of_blocks_changes_no_bit(engine_on, deterministic):
+    """Of 16 tokens, as elsewhere here, and of 64, a device's default: whole tiles of attention."""
+    prompts = [[5] * 70 + [each] for each in (6, 7)]
+    options = {"max_model_len": 96, "deterministic": deterministic}
+    small, large = (engine_on("device", block_size=size, **options) for size in (16, 64))
+    assert_alike(run(large, DRAWN, prompts), run(small, DRAWN, prompts), bound=0)
+
+
 def test_layers_of_another_architecture_run_as_modules_over_the_same_pool(engine_on):
     ours = engine_on("device", "gemma2")
     assert runner_of(ours).model.decoder is None
