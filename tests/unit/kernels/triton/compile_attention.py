@@ -63,7 +63,8 @@ def sharing() -> Any:
 
 
 KERNELS = {
-    "decode": lambda: attention("decode", (16, 8), 128, 16),
+    "decode": lambda: attention("decode", (16, 8), 128, 64),
+    "decode, blocks of 16": lambda: attention("decode", (16, 8), 128, 16),
     "decode, everything": lambda: attention("decode", (14, 2), 64, 48, **EVERYTHING),
     "shared prefix": lambda: attention("shared_prefix", (32, 8), 128, 16, writes_parts=True, has_sinks=True),
     "prefill": lambda: attention("prefill", (16, 8), 128, 16),
