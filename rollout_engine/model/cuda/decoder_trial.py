@@ -16,9 +16,10 @@ from rollout_engine.model.modules.decoder_structure import UnsupportedStructure
 from rollout_engine.model.modules.geometry import LayerGeometry
 
 BLOCK_SIZE = 16
-_NUM_BLOCKS = 4
 _SIZES = (17, 3), (1, 4)
 """Tokens of two sequences in each step: two prompts; then one decodes while the other goes on."""
+_LONGEST = 18
+"""Tokens of the longer one."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Allowed root mean square of the difference, relative to that of the logits."""
 
@@ -63,8 +64,9 @@ def small_model(
     module: nn.Module, geometry: Sequence[LayerGeometry], block_size: int = BLOCK_SIZE, **options: Any
 ) -> CudaModel:
     """A model of `module` with a pool just large enough for the trial's batches."""
-    limits = Limits(num_tokens=64, num_sequences=4, context=_NUM_BLOCKS * block_size)
-    return CudaModel(module, geometry, num_blocks=_NUM_BLOCKS, block_size=block_size, limits=limits, **options)
+    width = _blocks_each(block_size)
+    limits = Limits(num_tokens=64, num_sequences=4, context=width * block_size)
+    return CudaModel(module, geometry, num_blocks=2 * width, block_size=block_size, limits=limits, **options)
 
 
 def disagreement(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
@@ -115,7 +117,8 @@ def _batch(token_ids: list[Tensor], first: list[int], sizes: tuple[int, int], bl
     device = token_ids[0].device
     ends = [start + size for start, size in zip(first, sizes, strict=True)]
     spans = list(zip(first, ends, strict=True))
-    tables = torch.tensor([[0, 1, 0, 0], [2, 3, 0, 0]], dtype=torch.int32, device=device)
+    width = _blocks_each(block_size)
+    tables = torch.arange(2 * width, dtype=torch.int32, device=device).view(2, width)
     positions = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
     rows = torch.arange(2, device=device).repeat_interleave(torch.tensor(sizes, device=device))
     slots = tables[rows, positions // block_size].long() * block_size + positions % block_size
@@ -123,6 +126,10 @@ def _batch(token_ids: list[Tensor], first: list[int], sizes: tuple[int, int], bl
     lens = torch.tensor(ends, dtype=torch.int32, device=device)
     ids = torch.cat([known[start:end] for known, (start, end) in zip(token_ids, spans, strict=True)])
     return CudaBatch(ids, positions, slots, Batch(starts, lens, tables, num_decodes=int(sizes[0] == 1)))
+
+
+def _blocks_each(block_size: int) -> int:
+    return -(-_LONGEST // block_size)
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
