@@ -1,5 +1,7 @@
 """Kernels run on a CUDA device where there is one, else through Triton's interpreter (`tests/conftest.py` asks)."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
+
+from tests.unit.kernels.triton.harsh_interpreter import make_harsh  # noqa: E402
 
 
 @pytest.fixture
@@ -61,3 +65,20 @@ def products_in_one_order(monkeypatch):
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def harsh(language_patched_once, monkeypatch):
+    """The interpreter is as unkind as a device may be, and so is memory that is not initialised."""
+    make_harsh(monkeypatch)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills what it does not initialise
+    yield
+    torch.use_deterministic_algorithms(was)
+
+
+@pytest.fixture(autouse=True)
+def harsh_if_asked(request):
+    """With HARSH_INTERPRETER=1 in the environment all tests of kernels are run by the harsh interpreter."""
+    if os.environ.get("HARSH_INTERPRETER") == "1":
+        request.getfixturevalue("harsh")

@@ -12,6 +12,8 @@ from rollout_engine.model.cuda.backend import CudaBackend  # noqa: E402
 from rollout_engine.testing.models import tiny_checkpoint  # noqa: E402
 from tests.unit.kernels.triton.conftest import (  # noqa: E402, F401
     device,
+    harsh,
+    harsh_if_asked,
     language_patched_once,
     products_in_one_order,
     tensors_as_loop_bounds,
