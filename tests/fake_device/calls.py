@@ -33,7 +33,6 @@ class Calls(TorchFunctionMode):
             Tensor.numpy: self._numpy,
             Tensor.__array__: lambda tensor, *args: np.asarray(self._numpy(tensor), *args),
             Tensor.tolist: self._tolist,
-            Tensor.set_: self._set,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +90,3 @@ class Calls(TorchFunctionMode):
             device.host_reads(tensor, "tolist")
         with device.plainly():
             return tensor.tolist()
-
-    def _set(self, tensor: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
-        with self._device.plainly():
-            return tensor.set_(getattr(source, "real", source), *args, **kwargs)

@@ -61,11 +61,14 @@ class Wait(NamedTuple):
 
 
 class FakeDevice:
-    """One device, as a context manager. `seed` and `order` decide when operations run."""
+    """One device, as a context manager. `seed` and `order` decide when operations run.
 
-    def __init__(self, seed: int = 0, order: Order = "random") -> None:
+    `reuses`: freed memory is handed out at once, as torch does. Otherwise never, and no stale address finds new values.
+    """
+
+    def __init__(self, seed: int = 0, order: Order = "random", *, reuses: bool = True) -> None:
         self.timeline = Timeline(seed, order)
-        self.memory = Memory(self.timeline)
+        self.memory = Memory(self.timeline, reuses=reuses)
         self.accesses = Accesses(self.memory, self.timeline)
         self.lock = self.timeline.lock
         self.waits_seen: list[Wait] = []
@@ -82,7 +85,8 @@ class FakeDevice:
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in patches(self).items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(Tensor, "record_stream", self.record_stream_of())
+        for name, method in self._methods().items():
+            patch.setattr(Tensor, name, method)
         self._stack.enter_context(queued_kernels(self, patch))
         run = threading.Thread.run
 
@@ -169,14 +173,18 @@ class FakeDevice:
         block, real = self.memory.block_of(tensor), tensor.untyped_storage()
         return real if block is None or block.is_pinned else DeviceStorage(self, real, block)
 
-    def record_stream_of(self) -> Callable[[Tensor, Any], None]:
-        """What stands in for `Tensor.record_stream`, which takes only streams of torch."""
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        """Methods of tensors that take only streams and storages of torch, and so cannot be taken as other calls."""
+        base = torch._C.TensorBase
 
         def record_stream(tensor: Tensor, stream: Any) -> None:
             if (block := self.memory.block_of(tensor)) is not None:
                 block.streams.add(stream.queue.name)
 
-        return record_stream
+        def set_(tensor: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return base.set_(tensor, getattr(source, "real", source), *args, **kwargs)
+
+        return {"record_stream": record_stream, "set_": set_}
 
     def empty_as(self, form: Tensor) -> Tensor:
         """Memory on the device for a tensor like `form`."""

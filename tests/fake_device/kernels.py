@@ -13,6 +13,9 @@ from triton.runtime import interpreter
 from tests.fake_device.memory import Block, View
 from tests.fake_device.streams import Operation
 
+_MOST_ACCESSES = 5_000
+"""Loads and stores of one launch."""
+
 
 class Trace:
     """What one launch loads and stores."""
@@ -21,37 +24,50 @@ class Trace:
         self._device, self._operation = device, operation
         self._touched: dict[bool, dict[Block, np.ndarray]] = {False: {}, True: {}}
         """By whether it writes, and block: which bytes."""
+        self._count = 0
 
-    def access(self, addresses: np.ndarray, mask: np.ndarray, size: int, *, writes: bool) -> None:
-        """Elements of `size` bytes at those `addresses` where `mask`."""
-        chosen = addresses[mask] if mask.shape == addresses.shape else addresses[np.broadcast_to(mask, addresses.shape)]
-        while chosen.size:
-            block = self._device.memory.find(int(chosen.flat[0]))
-            if block is None:
-                self._report("outside", f"touches {int(chosen.flat[0]):#x}, which is nobody's memory")
-                return
-            places = (chosen - np.uint64(block.address)).astype(np.int64)
-            inside = (places >= 0) & (places < block.capacity)
-            self._touch(block, places[inside], size, writes=writes)
-            chosen = chosen[~inside]
+    def access(self, addresses: np.ndarray, mask: np.ndarray, size: int, *, writes: bool) -> np.ndarray:
+        """Elements of `size` bytes at those `addresses` where `mask`. Returns those of `mask` that may be touched: the
+        others lie in memory of this process, or in what others have on the device now."""
+        self._count += 1
+        if self._count > _MOST_ACCESSES:
+            raise RuntimeError(f"{self._operation} does not end: it may count by a number that is not one")
+        asked, safe = np.broadcast_to(mask, addresses.shape), np.zeros(addresses.shape, np.bool_)
+        if not asked.any():
+            return safe
+        starts = self._device.memory.starts
+        owners = np.searchsorted(starts, addresses, "right") - 1
+        for owner in np.unique(owners[asked]):
+            block = self._device.memory.blocks[int(starts[owner])] if owner >= 0 else None
+            chosen = asked & (owners == owner)
+            if block is not None:
+                places = (addresses - np.uint64(block.address)).astype(np.int64)
+                safe |= self._touch(block, places, chosen, size, writes=writes)
+            elif chosen.any():
+                self._report("outside", "touches memory that was never the device's")
+        return safe
 
-    def _touch(self, block: Block, places: np.ndarray, size: int, *, writes: bool) -> None:
-        if not block.is_of_graphs:
-            life = block.life_at(self._operation.tick)
-            if life is None:
-                self._report("stale", "has the address of memory that had been freed")
-                return
-            if (places + size > life.num_bytes).any():
-                self._report("outside", f"touches bytes behind the {life.num_bytes} of a tensor")
-                places = places[places + size <= life.num_bytes]
+    def _touch(self, block: Block, places: np.ndarray, chosen: np.ndarray, size: int, *, writes: bool) -> np.ndarray:
+        """Elements at `places` of a block where `chosen`; returns those that are in what was allocated."""
+        life = block.life_at(self._operation.tick) or block.lives[-1]
+        limit = block.capacity if block.is_of_graphs else life.num_bytes
+        safe = chosen & (places + size <= limit)
+        if not block.is_of_graphs and block.life_at(self._operation.tick) is None:
+            self._report("stale", "has the address of memory that had been freed")
+            return np.zeros_like(safe)
+        if (safe != chosen).any():
+            self._report("outside", f"touches bytes behind the {limit} of a tensor")
         if block not in self._touched[writes]:
             self._touched[writes][block] = np.zeros(block.capacity, np.bool_)
-        if not writes and not block.is_set[places].all():
+        if not writes and not block.is_set[places[safe]].all():
             self._report("uninitialised", "reads bytes that nobody has written")
+            safe[safe] = block.is_set[places[safe]]  # it finds zeros, so that it does not count to a random number
+        inside = places[safe]
         for byte in range(size):
-            self._touched[writes][block][places + byte] = True
+            self._touched[writes][block][inside + byte] = True
             if writes:
-                block.is_set[places + byte] = True
+                block.is_set[inside + byte] = True
+        return safe
 
     def finish(self) -> None:
         """Compare all with earlier accesses."""
@@ -110,7 +126,9 @@ def _traced(name: str, place_of_mask: int, writes: bool, current: list[Trace]) -
             size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
             if place:  # an atomic reads as well
                 current[-1].access(pointers.data, mask.data.astype(bool), size, writes=False)
-            current[-1].access(pointers.data, mask.data.astype(bool), size, writes=writes)
+            safe = current[-1].access(pointers.data, mask.data.astype(bool), size, writes=writes)
+            mask = interpreter.TensorHandle(safe, mask.dtype)
+            args = (*args[:place_of_mask], mask, *args[place_of_mask + 1 :])
         return function(builder, *args)
 
     return traced

@@ -130,8 +130,8 @@ def bytes_of(elements: Tensor, size: int) -> np.ndarray:
 class Memory:
     """Every block. What is freed is handed out again first, as torch's caching allocators do."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, timeline: Timeline, *, reuses: bool) -> None:
+        self._timeline, self._reuses = timeline, reuses
         self.blocks: dict[int, Block] = {}
         """By address."""
         self._free: dict[Hashable, list[Block]] = {}
@@ -146,13 +146,12 @@ class Memory:
         """The block of a tensor, None for one of the host's own."""
         return self.blocks.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
 
-    def find(self, address: int) -> Block | None:
-        """The block that an address lies in."""
+    @property
+    def starts(self) -> np.ndarray:
+        """The addresses of all blocks, ascending: uint64 [n]."""
         if len(self._starts) != len(self.blocks):
             self._starts = np.sort(np.fromiter(self.blocks, np.uint64, len(self.blocks)))
-        place = int(np.searchsorted(self._starts, np.uint64(address), "right"))
-        block = self.blocks[int(self._starts[place - 1])] if place else None
-        return block if block is not None and address < block.address + block.capacity else None
+        return self._starts
 
     def allocate(self, num_bytes: int, pool: Hashable, *, pinned: bool) -> tuple[Block, Tensor]:
         """A block, and a tensor uint8 over its bytes whose end gives it back."""
@@ -160,7 +159,7 @@ class Memory:
         is_over = self._timeline.is_over
         fitting = [
             block
-            for block in self._free.get(pool, [])
+            for block in self._free.get(pool, []) * self._reuses
             if num_bytes <= block.capacity <= _STALE * max(num_bytes, _ROUND) and all(map(is_over, block.uses))
         ]
         if fitting:
