@@ -60,7 +60,11 @@ def _check_temperature(temperature: float | Tensor, num_rows: int) -> None:
 
 def row_temperatures(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """`temperature` as float32 [N], within float32's normal range; 0 (greedy) becomes 1."""
-    given = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).expand(logits.shape[0])
+    if isinstance(temperature, Tensor):
+        given = temperature.to(logits.device, torch.float64)
+    else:  # filled where it is: a copy of a number to a device would wait for it
+        given = torch.full((), temperature, dtype=torch.float64, device=logits.device)
+    given = given.expand(logits.shape[0])
     return torch.where(given == 0, 1.0, given).clamp(_TINY, _HUGE).float()
 
 

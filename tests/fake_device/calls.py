@@ -51,7 +51,7 @@ class Calls(TorchFunctionMode):
         """A factory's tensor, on the device or in pinned memory."""
         device, name = self._device, func.__name__
         with device.plainly():
-            made = func(*args, **{**kwargs, "device": _HOST, "pin_memory": False})
+            made = func(*args, **{**kwargs, "device": _HOST} | ({"pin_memory": False} if pinned else {}))
             is_empty = name.startswith(("empty", "new_empty"))
             if pinned:
                 return device.pinned_as(made) if is_empty else device.pinned_copy(made)

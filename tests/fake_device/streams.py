@@ -49,7 +49,7 @@ class Timeline:
     """All streams, what the host knows of them, and who runs next."""
 
     def __init__(self, seed: int, order: Order) -> None:
-        self._random, self._order = random.Random(seed), order
+        self._random, self.order = random.Random(seed), order
         self.streams: dict[str, Stream] = {}
         self.host = Clock()
         self.accesses: list[Operation] = [Operation("nothing", HOST, 0, {}, 0)]
@@ -69,9 +69,9 @@ class Timeline:
         operation = Operation(name, stream.name, stream.count, dict(stream.clock), tick)
         operation.run = lambda: run(operation)
         stream.queue.append(operation)
-        if self._order == "eager":
+        if self.order == "eager":
             self.finish({stream.name: stream.count})
-        elif self._order == "random":
+        elif self.order == "random":
             self.advance()
         return operation
 

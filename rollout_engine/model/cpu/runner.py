@@ -85,7 +85,7 @@ class CpuRunner:
             logits, states = self.model.forward_states(batch, logit_rows, pooled_rows, adapter_rows)
         pooled = self._pooler.pool(states) if self._pooler else {}
         if self._prompts.has_pieces:
-            prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))
+            prompt_logprobs = self._prompts.score(logits.take(slice(len(last_rows), None)))()
         else:
             prompt_logprobs = {}
         if not rows:

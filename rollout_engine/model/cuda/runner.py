@@ -43,6 +43,7 @@ from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 from rollout_engine.model.sequences.sequence_states import SequenceStates
 
 Result = Callable[[], ModelRunnerOutput]
+_PromptResult = Callable[[], dict[int, PromptLogprobs]]
 
 
 class CudaRunner:
@@ -61,7 +62,7 @@ class CudaRunner:
         self.graphs: DecodeGraphs | None = None
         """Graphs for decode-only steps, where there are any."""
         self._vocab_size = vocab_size
-        self._prompts = PromptScorer(vocab_size, score)
+        self._prompts = PromptScorer(vocab_size, score, lambda figures: Download(figures).wait)
         self._sequences = SequenceStates(vocab_size, processors, self._prompts, grammars)
         size = model.kv.block_size
         self.rows = SequenceRows(-(-model.limits.context // size), model.device)
@@ -116,7 +117,7 @@ class CudaRunner:
         logits, drawn_rows, columns, drawn = self._replay(step) or self._compute(step)
         prompt_logprobs = self._score_prompts(logits.take(slice(asked.num_distinct, None)), order)
         if not work.samples:
-            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs)
+            return lambda: ModelRunnerOutput(token_ids=[], logprobs=None, prompt_logprobs=prompt_logprobs())
         if drawn_rows is not None and asked.num_distinct < len(work.samples):
             logits = logits.at(drawn_rows)
         outcome = self._draw(logits, draws, columns, drawn)
@@ -183,9 +184,9 @@ class CudaRunner:
         )
         return found if len(found.items) else None
 
-    def _score_prompts(self, logits: Tensor, order: list[int]) -> dict[int, PromptLogprobs]:
-        found = self._prompts.score(logits)
-        return {order[index]: logprobs for index, logprobs in found.items()}
+    def _score_prompts(self, logits: Tensor, order: list[int]) -> _PromptResult:
+        finish = self._prompts.score(logits)
+        return lambda: {order[index]: logprobs for index, logprobs in finish().items()}
 
     def _draws(self, work: SchedulerOutput, positions: np.ndarray) -> Draws:
         """The draws of a step. While the same sequences are drawn from, only positions and edits change."""
@@ -280,7 +281,7 @@ class _Asked(NamedTuple):
 class _Pending:
     """A result on its way to the host."""
 
-    def __init__(self, draws: Draws, download: Download, prompt_logprobs: dict[int, PromptLogprobs]) -> None:
+    def __init__(self, draws: Draws, download: Download, prompt_logprobs: _PromptResult) -> None:
         self.draws, self._download, self._prompt_logprobs = draws, download, prompt_logprobs
         self._out: ModelRunnerOutput | None = None
 
@@ -294,7 +295,7 @@ class _Pending:
     def arrive(self, change: Callable[[ModelRunnerOutput], None] | None = None) -> ModelRunnerOutput:
         """Wait, let `change` edit the result, and append the tokens to their sequences."""
         out = to_output(self.draws, self._download.wait())
-        out.prompt_logprobs = self._prompt_logprobs
+        out.prompt_logprobs = self._prompt_logprobs()
         if change is not None:
             change(out)
         for sequence, token in zip(self.draws.sequences, out.token_ids, strict=True):

@@ -5,8 +5,8 @@ tokens start + 1 to min(end, P - 1). The scheduler bounds the rows of logits per
 unless it has sampled tokens: then its prompt log-probs have been returned.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,14 +19,21 @@ from rollout_engine.model.sampling.sampler import ranks_of
 
 _DEVICE_BLOCK_NUMEL = 1 << 22
 """Logits that are ranked at a time on a device: ids of 64 bits for each of them may be held there."""
+Fetch: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts to copy a tensor to the host; returns a function that waits for the copy and returns it."""
 
 
 class PromptScorer:
     """Scores and ranks the tokens of prompts as their chunks are computed."""
 
-    def __init__(self, vocab_size: int, kernel: RowStatsKernel = row_stats) -> None:
-        """`kernel` runs where the logits are."""
-        self._vocab_size, self._kernel = vocab_size, kernel
+    def __init__(
+        self,
+        vocab_size: int,
+        kernel: RowStatsKernel = row_stats,
+        fetch: Fetch = lambda tensor: lambda: tensor,
+    ) -> None:
+        """`kernel` runs where the logits are, and `fetch` brings its results from there."""
+        self._vocab_size, self._kernel, self._fetch = vocab_size, kernel, fetch
         self._prompts: dict[int, _Prompt] = {}
         self._pieces: list[_Piece] = []
 
@@ -62,13 +69,29 @@ class PromptScorer:
         """Whether this step computes any part of a prompt to score."""
         return bool(self._pieces)
 
-    def score(self, logits: Tensor) -> dict[int, PromptLogprobs]:
-        """Score the logits [n, V] of `rows`; returns index into `scheduled` -> log-probs of prompts now complete."""
-        start = 0
+    def score(self, logits: Tensor) -> Callable[[], dict[int, PromptLogprobs]]:
+        """Start to score the logits [n, V] of `rows`.
+
+        Returns a function that waits for the results of this step and returns index into `scheduled` -> log-probs of
+        prompts now complete. They are whole once the functions of all earlier steps have been called, too.
+        """
+        start, arriving = 0, list[_Arriving]()
         for piece in self._pieces:
-            piece.score(logits[start : start + piece.size], self._kernel)
+            arriving += piece.score(logits[start : start + piece.size], self._kernel, self._fetch)
             start += piece.size
-        return {piece.index: piece.prompt.found for piece in self._pieces if piece.end == len(piece.prompt.token_ids)}
+        complete = [piece for piece in self._pieces if piece.end == len(piece.prompt.token_ids)]
+
+        def finish() -> dict[int, PromptLogprobs]:
+            for place, wait in arriving:
+                place[:] = wait().numpy()
+            arriving.clear()
+            return {piece.index: piece.prompt.found for piece in complete}
+
+        return finish
+
+
+_Arriving: TypeAlias = tuple[np.ndarray, Callable[[], Tensor]]
+"""Where figures go on the host, and a function that waits for them."""
 
 
 class _Prompt:
@@ -101,19 +124,25 @@ class _Piece(NamedTuple):
         """Rows with a token to score: the prompt's last position has none."""
         return min(self.end, len(self.prompt.token_ids) - 1) - self.start
 
-    def score(self, logits: Tensor, kernel: RowStatsKernel) -> None:
+    def score(self, logits: Tensor, kernel: RowStatsKernel, fetch: Fetch) -> list[_Arriving]:
         if not len(logits):
-            return
+            return []
         prompt, scored = self.prompt, slice(self.start + 1, self.start + 1 + self.size)
         temperatures = row_temperatures(prompt.temperature, logits)
-        token_ids = prompt.token_ids[scored].to(logits.device)
+        token_ids = _sent(prompt.token_ids[scored], logits.device)
         stats = kernel(logits, temperatures, token_ids)
-        prompt.found.logprobs[scored] = stats.logprobs.cpu().numpy()
+        arriving = [(prompt.found.logprobs[scored], fetch(stats.logprobs))]
         ranks, *top = (column[scored] for column in (prompt.ranks, *(prompt.found.top_logprobs or ())))
         for block in row_blocks(logits, _DEVICE_BLOCK_NUMEL):
-            ranks[block] = ranks_of(logits[block], token_ids[block]).cpu().numpy()
+            arriving.append((ranks[block], fetch(ranks_of(logits[block], token_ids[block]))))
             if top:
                 ids = most_likely(torch.nan_to_num(logits[block]), prompt.num_top)
                 figure = (stats.maximum, temperatures, stats.log_total)
                 logprobs = logprobs_at(logits[block].gather(-1, ids), *(column[block, None] for column in figure))
-                top[0][block], top[1][block] = ids.cpu().numpy(), logprobs.cpu().numpy()
+                arriving += [(top[0][block], fetch(ids.int())), (top[1][block], fetch(logprobs))]
+        return arriving
+
+
+def _sent(token_ids: Tensor, device: torch.device) -> Tensor:
+    """`token_ids` of the host on `device`; nothing waits for the copy."""
+    return token_ids if device.type == "cpu" else token_ids.pin_memory().to(device, non_blocking=True)

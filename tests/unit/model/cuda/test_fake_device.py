@@ -104,7 +104,7 @@ def test_what_the_host_has_waited_for_comes_before_all_that_it_launches(fake):
         x.add_(1)
         event = side.record_event()
     while not event.query():
-        torch.cuda.synchronize() if fake.timeline._order == "lazy" else None
+        torch.cuda.synchronize() if fake.timeline.order == "lazy" else None
     assert x.sum().item() == 16 and not kinds(fake)
 
 
@@ -121,7 +121,7 @@ def test_freed_memory_is_handed_out_at_once_and_used_again_too_early_by_another_
         torch.cuda.current_stream().wait_stream(side)
     del x
     y = torch.zeros(64, device=CUDA)
-    if how != "records the stream" or fake.timeline._order == "lazy":
+    if how != "records the stream" or fake.timeline.order == "lazy":
         assert (y.data_ptr() == address) == (how != "records the stream")
     found = kinds(fake)
     assert found & {"reuse", "race"} if how == "neither" else not found
