@@ -273,3 +273,24 @@ def test_a_computation_that_runs_out_of_memory_is_not_captured(monkeypatch):
     with pytest.raises(NoRoomForGraph, match="of 12 GiB"):
         GraphPool().capture(fail)
     assert device.trace == []
+
+
+def test_after_a_failed_capture_all_graphs_are_captured_again_in_a_new_pool(device, monkeypatch):
+    memory = Device(monkeypatch, 1 << 40)
+    monkeypatch.setattr(decode_graphs, "draw_plainly", lambda *args: None)
+    pools = []
+
+    def capture(compute, pool):
+        pools.append(pool)
+        if len(pools) == 2:
+            raise RuntimeError("not permitted")
+        return Graph((8, False), compute)
+
+    monkeypatch.setattr(captured_graphs, "CudaGraph", capture)
+    made = DecodeGraphs(
+        Model(device), SequenceRows(8, torch.device(device)), 8, vocab_size=VOCAB_SIZE, shares_prefixes=False
+    )
+    for _ in range(2):
+        made.capture_all()
+    assert pools == [1, 1, 2, 2, 2, 2], "the first pool may have leaked, and would poison what is captured in it"
+    assert memory.pools == 2 and made.described() == "4 of 4"

@@ -1,6 +1,6 @@
 """Whole engines on the fake device: the same results in every order, no fault, and no wait in a step."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -8,12 +8,19 @@ import torch
 
 from rollout_engine import LLM, SamplingParams
 from rollout_engine.execution import worker
+from rollout_engine.kernels.triton.block_copies import BlockCopies
 from rollout_engine.kernels.truncation import most_likely
 from rollout_engine.model import backends
+from rollout_engine.model.cuda import runner as runner_module
+from rollout_engine.model.cuda import upload as upload_module
+from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.cuda.backend import CudaBackend
+from rollout_engine.model.cuda.runner import CudaRunner
+from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.testing.models import tiny_checkpoint
 from tests.fake_device.calls import CUDA
 from tests.fake_device.device import FakeDevice
+from tests.fake_device.plants import Plant
 from tests.unit.model.cuda.conftest import OPTIONS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels have to run in Triton's interpreter")
@@ -153,3 +160,72 @@ def test_nothing_that_is_asked_for_makes_a_step_wait(on_device, monkeypatch, nam
             found.append(run(llm, params))
     assert_alike(*found)
     assert waits.forbidden == waits.allowed == []
+
+
+@pytest.mark.slow
+def test_only_rows_that_a_users_own_code_draws_make_a_step_wait(on_device, monkeypatch):
+    waits, own = Waits(), DRAWN.clone(extra_args={}, n=1)
+    with on_device(logits_processors=(f"{__name__}:OnlyOdd",)) as (device, llm), waits.noted(device, llm, monkeypatch):
+        assert all(token % 2 for tokens, _ in run(llm, own) for token in tokens)
+    assert waits.forbidden == [] and waits.allowed
+
+
+IN_A_STEP = "return _Computed(logits, next(arrived), CudaDraws.of(draws, list(arrived)), None)"
+WAITS = {
+    "scalar read": Plant(CudaRunner, "_compute", IN_A_STEP, f"logits.take(slice(1)).max().item(); {IN_A_STEP}"),
+    "scalar read for a condition": Plant(CudaRunner, "_compute", IN_A_STEP, f"bool((lens > 0).all()); {IN_A_STEP}"),
+    "nonzero": Plant(CudaRunner, "_compute", IN_A_STEP, f"(token_ids < 0).nonzero(); {IN_A_STEP}"),
+    "boolean mask": Plant(CudaRunner, "_compute", IN_A_STEP, f"lens[lens > 0]; {IN_A_STEP}"),
+    "unpinned copy": Plant(upload_module, "upload", 'pin_memory=device.type == "cuda"', "pin_memory=False"),
+    "unpinned copy to the host": Plant(CudaRunner, "_compute", IN_A_STEP, f"lens.tolist(); {IN_A_STEP}"),
+    "unpinned copy of a number": Plant(
+        CudaRunner, "_compute", IN_A_STEP, f"torch.tensor([1], device=lens.device); {IN_A_STEP}"
+    ),
+    "blocking copy": Plant(upload_module, "upload", "packed.to(device, non_blocking=True)", "packed.to(device)"),
+    "event": Plant(upload_module.Download, "__init__", "self._event.record()", "self._event.record(); self.wait()"),
+    "device": Plant(CudaRunner, "_compute", IN_A_STEP, f"torch.cuda.synchronize(); {IN_A_STEP}"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_planted_in_a_step_is_found(on_device, monkeypatch, name):
+    waits, one = Waits(), DRAWN.clone(n=1, max_tokens=1)
+    with on_device(max_num_seqs=2) as (device, llm), WAITS[name].planted(), waits.noted(device, llm, monkeypatch):
+        device.timeline.order = "eager"
+        if WAITS[name].name == "upload":
+            monkeypatch.setattr(runner_module, "upload", upload_module.upload)
+        llm.reset_prefix_cache()
+        run(llm, one, [[7, 8, 9]])
+    assert waits.forbidden, "found"
+    assert all(name.startswith(wait.kind) for wait in waits.forbidden), waits.forbidden
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        None,
+        Plant(
+            CudaKVPool,
+            "copy_blocks",
+            "upload([np.array(pairs, np.int64)], self.layers[0].keys.device)",
+            "[torch.tensor(pairs, device=self.layers[0].keys.device)]",
+        ),
+        Plant(
+            BlockCopies,
+            "__init__",
+            "table.pin_memory().to(device, non_blocking=True)",
+            "table.to(device, non_blocking=True)",
+        ),
+    ],
+    ids=["as it is", "pairs are not pinned", "addresses are not pinned"],
+)
+def test_blocks_are_copied_without_a_wait(plant):
+    layer = LayerGeometry(2, 1, 8, 16, scale=1.0, sliding_window=None, softcap=None, has_sinks=False)
+    with FakeDevice() as device, plant.planted() if plant else nullcontext():
+        pool = CudaKVPool([layer], num_blocks=4, block_size=4, dtype=torch.float32, device=CUDA)
+        (keys, _) = pool.tensors()
+        keys[1].fill_(3.0)
+        pool.copy_blocks([(1, 2)])
+        kinds = {wait.kind for wait in device.waits_seen}
+        assert keys[2].min().item() == 3.0 and device.faults == []
+    assert kinds == ({"unpinned copy"} if plant else set())
