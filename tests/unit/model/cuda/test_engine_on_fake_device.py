@@ -229,3 +229,25 @@ def test_blocks_are_copied_without_a_wait(plant):
         kinds = {wait.kind for wait in device.waits_seen}
         assert keys[2].min().item() == 3.0 and device.faults == []
     assert kinds == ({"unpinned copy"} if plant else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+def test_weights_are_updated_beside_steps_and_survive_a_sleep(on_device, staging):
+    """From the host, then from the device's own memory; every step's log-probs are those of whole weights."""
+    with on_device(max_num_seqs=2) as (device, llm):
+        device.timeline.order = "random"
+        llm.reset_prefix_cache()
+        before = run(llm, DRAWN)
+        given = llm.llm_engine.apply_model(lambda module: {k: v.cpu() for k, v in module.state_dict().items()})[0]
+        changed = {name: tensor * 1.5 if "norm" in name else tensor for name, tensor in given.items()}
+        for weights in (changed, {name: tensor.pin_memory().to(CUDA) for name, tensor in given.items()}):
+            report = llm.update_weights(weights, staging=staging)
+            assert report.digest == llm.collective_rpc("get_weight_digest")[0] and report.staging == staging
+            for _ in range(2):
+                after = run(llm, DRAWN)
+            llm.sleep(1)
+            llm.wake_up()
+            llm.reset_prefix_cache()
+            assert_alike(run(llm, DRAWN), after)
+        assert_alike(after, before)
