@@ -2,7 +2,7 @@
 
 **Unproven**: its device part has not run yet. The protocol and the packing are those of `sync.broadcast`, proven over
 gloo; only the group, the stream and the deadline on the device are here. That a deadline raises and ends no process is
-how torch 2.13 reads; tests prove only what its constructor is given.
+how torch 2.13 reads; tests prove what its constructor is given, and the order of streams on a fake device.
 
 NCCL opens sockets on the interfaces that NCCL_SOCKET_IFNAME allows: set it to "lo" on one machine.
 """

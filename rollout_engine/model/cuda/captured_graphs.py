@@ -3,7 +3,8 @@
 On torch 2.11 and 2.12 a capture that fails leaks its pool, and may break later captures of the process
 (pytorch/pytorch#180395, #190348). So memory is asked for before a capture, by what the computation took uncaptured.
 
-**Unproven**: no capture has run on a device yet. Tests prove what is asked for before one.
+**Unproven**: no capture has run on a device yet. Tests show what is asked for before one, and
+that a fake device's captures and replays compute what steps without graphs do.
 """
 
 from collections.abc import Callable
