@@ -44,13 +44,13 @@ def patches(device: Any) -> dict[str, Any]:
 
 
 def _streams(device: Any) -> dict[str, Any]:
-    timeline, numbers = device.timeline, itertools.count(1)
+    timeline = device.timeline
 
     class Stream:
         """Stands in for `torch.cuda.Stream`."""
 
         def __init__(self, device: Any = None, priority: int = 0, queue: Any = None) -> None:
-            self.queue = queue or timeline.new_stream(f"stream {next(numbers)}")
+            self.queue = queue or timeline.new_stream(f"stream {len(timeline.streams)}")
 
         def wait_stream(self, other: "Stream") -> None:
             self.wait_event(other.record_event())

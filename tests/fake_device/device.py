@@ -139,8 +139,9 @@ class FakeDevice:
             with self.plainly(), torch.no_grad():
                 run(operation)
 
-        self.memory.tick += 1
-        self.timeline.launch(stream, name, run_plainly, self.memory.tick)
+        with self.lock:
+            self.memory.tick += 1
+            self.timeline.launch(stream, name, run_plainly, self.memory.tick)
 
     def waits(self, what: str, kind: str, clock: dict[str, int] | None = None) -> None:
         """Have the host wait for `clock`, this thread's stream by default."""

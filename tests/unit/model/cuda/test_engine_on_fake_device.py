@@ -1,5 +1,6 @@
 """Whole engines on the fake device: the same results in every order, no fault, and no wait in a step."""
 
+import threading
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -17,7 +18,8 @@ from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.modules.geometry import LayerGeometry
-from rollout_engine.testing.models import tiny_checkpoint
+from rollout_engine.testing import spelled_token, spelling_state_dict
+from rollout_engine.testing.models import tiny_checkpoint, tiny_model
 from tests.fake_device.calls import CUDA
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.plants import Plant
@@ -251,3 +253,35 @@ def test_weights_are_updated_beside_steps_and_survive_a_sleep(on_device, staging
             llm.reset_prefix_cache()
             assert_alike(run(llm, DRAWN), after)
         assert_alike(after, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["lazy", "random"])
+def test_weights_come_from_another_thread_while_steps_run_and_every_token_is_of_its_version(on_device, order):
+    model, failures = tiny_model(**SMALL), []
+    with on_device(max_num_seqs=2) as (device, llm):
+        device.timeline.order, first = order, llm.policy_version + 1
+        llm.update_weights(spelling_state_dict(model, first))
+
+        def push():
+            try:
+                for version in range(first + 1, first + 4):
+                    llm.update_weights(spelling_state_dict(model, version), kv="recompute", staging="shadow")
+            except Exception as problem:
+                failures.append(problem)
+
+        pusher, seen = threading.Thread(target=push), set()
+        pusher.start()
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        while True:
+            is_last = not pusher.is_alive()
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in ([5, 6, 7], [9, 12])], params, use_tqdm=False)
+            for output in (each.outputs[0] for each in outputs):
+                assert output.error is None and len(output.token_ids) == 8
+                for span in output.version_spans:
+                    assert set(output.token_ids[span.start : span.end]) == {spelled_token(span.policy_version)}
+                    seen.add(span.policy_version)
+            if is_last:
+                break
+        pusher.join()
+    assert not failures and seen >= {first + 3}
