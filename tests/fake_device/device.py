@@ -18,8 +18,9 @@ that has been released or has moved since they were captured; and it lists every
 It does not model: how long anything takes; order within a kernel (races between its programs, barriers); code that
 was compiled (Triton's interpreter computes); errors and limits of the driver; several devices, NCCL, memory of other
 processes. All host threads count as one. Of a host's writes to pinned memory it sees torch's and item assignments to
-arrays; a memoryview counts as written when it is taken. Released memory comes back in its old place, though what knew
-its address counts as stale. Operators read and write all of their tensors, but for those that pick elements.
+arrays; a memoryview counts as written when it is taken. Released memory comes back in its old place; graphs that knew
+its address are told of, tables of addresses are not. Operators read and write all of their tensors, but for those that
+pick elements. What torch composes of others by the device (`one_hot`) is composed as for the host, and does not run.
 """
 
 import sys

@@ -35,7 +35,7 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         device = self._device
         with device.plainly():
-            tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+            tensors = _tensors_in((args, kwargs))
             blocks = [device.memory.block_of(each) for each in tensors]
         if not any(blocks) or func.overloadpacket is aten.set_:
             return func(*args, **kwargs)
@@ -56,6 +56,10 @@ class Operators(TorchDispatchMode):
             return _launched(device, func, args, kwargs, list(zip(tensors, blocks, strict=True)))
 
 
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+
+
 def _kernels_of(func: Any) -> list[str]:
     key = "CompositeImplicitAutograd"
     return [key] if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) else []
@@ -72,15 +76,15 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
-            found += [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+            found += _tensors_in(value)
     return found
 
 
 def _on_host(device: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """The host works on pinned memory, now."""
     written = _written(func, args, kwargs)
-    for tensor in tree_flatten((args, kwargs))[0]:
-        if isinstance(tensor, Tensor) and not any(tensor is each for each in written):
+    for tensor in _tensors_in((args, kwargs)):
+        if not any(tensor is each for each in written):
             device.host_reads(tensor, func.overloadpacket.__name__)
     result = func(*args, **kwargs)
     for tensor in written:
@@ -117,7 +121,7 @@ def _launched(device: Any, func: Any, args: Any, kwargs: Any, given: list[tuple[
         raise NotImplementedError(f"{func} on the fake device")
     made = tree_map_only(Tensor, device.empty_as, _forms(func, raw_args, raw_kwargs))
     if name not in _FACTORIES:
-        operator.outs = [View.of(each, device.memory.block_of(each)) for each in tree_flatten(made)[0]]
+        operator.outs = [device.view(each) for each in _tensors_in(made)]
         device.launch(name, operator.run)
     return made
 
@@ -178,7 +182,7 @@ class _Operator:
             accesses.read(operation, view.block, self._part(view, place, args), must_be_set=self._name not in _MOVES)
         self.result = func(*args, **kwargs)
         places = [(view, self._put(view, args)) for view in self._writes] + [(view, view.where()) for view in self.outs]
-        results = tree_flatten(self.result)[0] if self.outs else []
+        results = _tensors_in(self.result) if self.outs else []
         for out, value in zip(self.outs, results, strict=True):
             out.tensor().copy_(value)
         for view, where in places:

@@ -18,6 +18,7 @@ from rollout_engine.model.cuda.attention import CudaKVPool
 from rollout_engine.model.cuda.backend import CudaBackend
 from rollout_engine.model.cuda.runner import CudaRunner
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.sampling import logit_rows
 from rollout_engine.testing import spelled_token, spelling_state_dict
 from rollout_engine.testing.models import tiny_checkpoint, tiny_model
 from tests.fake_device.calls import CUDA
@@ -231,6 +232,46 @@ def test_blocks_are_copied_without_a_wait(plant):
         kinds = {wait.kind for wait in device.waits_seen}
         assert keys[2].min().item() == 3.0 and device.faults == []
     assert kinds == ({"unpinned copy"} if plant else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("gemma2", {"max_num_seqs": 3}),  # layers run as modules
+        ("qwen3", {"deterministic": True, "max_num_seqs": 2}),
+        ("qwen3", {"num_kv_blocks": 4, "enable_prefix_caching": False}),
+    ],
+    ids=["modules", "deterministic", "preempted"],
+)
+def test_other_engines_have_no_fault_either_and_wait_for_nothing(
+    on_device, monkeypatch, tmp_path, engines, architecture, options
+):
+    monkeypatch.setitem(engines, "checkpoint", tiny_checkpoint(tmp_path, architecture, **SMALL))
+    waits, found = Waits(), []
+    num_tokens = 18 if "num_kv_blocks" in options else 3
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.5, max_tokens=num_tokens, logprobs=0, ignore_eos=True)
+    for order in ("lazy", "random"):
+        with on_device(**options) as (device, llm), waits.noted(device, llm, monkeypatch):
+            device.timeline.order = order
+            llm.reset_prefix_cache()
+            found.append(run(llm, params, [[5 + i, 6, 7] for i in range(4)]))
+            assert ("num_kv_blocks" in options) == (llm.llm_engine.stats.num_preemptions > 0)
+    assert_alike(*found)
+    assert waits.forbidden == waits.allowed == []
+
+
+@pytest.mark.slow
+def test_logits_in_pieces_make_no_step_wait(on_device, monkeypatch):
+    waits, found = Waits(), []
+    for rows in (100, 2):
+        monkeypatch.setattr(logit_rows, "_DEVICE_PIECE_NUMEL", rows * 259)
+        with on_device(max_num_seqs=2) as (device, llm), waits.noted(device, llm, monkeypatch):
+            device.timeline.order = "random"
+            llm.reset_prefix_cache()
+            found.append(run(llm, DRAWN.clone(n=4)))
+    assert_alike(*found)
+    assert waits.forbidden == waits.allowed == []
 
 
 @pytest.mark.slow
