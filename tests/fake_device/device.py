@@ -75,6 +75,7 @@ class FakeDevice:
         self.waits_seen: list[Wait] = []
         self.default_stream = self.timeline.new_stream("default")
         self.local = threading.local()
+        self.event_class: Any = None
         self._stack = ExitStack()
 
     @property
