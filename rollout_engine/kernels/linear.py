@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout_engine.kernels.cpu import gemm
+from rollout_engine.kernels.cpu import gemm, int8
 
 OWN, ONEDNN, LIBRARY = "own", "onednn", "library"
 """Kernels: ours, oneDNN with packed weights, or whatever `F.linear` calls."""
@@ -34,6 +34,8 @@ class RowPlan(NamedTuple):
     max_rows: int
     float32_out: bool = False
     """The float32 sums of bfloat16 products are returned unrounded."""
+    int8: bool = False
+    """The weight is rounded to int8 codes (`cpu.int8`)."""
 
     @property
     def is_bounded(self) -> bool:
@@ -49,6 +51,7 @@ PLAIN = RowPlan(LIBRARY, 1, _ANY)
 
 _OWN = RowPlan(OWN, 0, _ANY)
 _OWN_FLOAT32_OUT = RowPlan(OWN, 0, _ANY, float32_out=True)
+_OWN_INT8 = RowPlan(OWN, 0, _ANY, int8=True)
 _LIBRARY_PLANS = (
     RowPlan(ONEDNN, 2, 256),
     RowPlan(ONEDNN, 32, 32),
@@ -67,10 +70,12 @@ _OWN_HEIGHTS_THREADED = (33, 200)
 
 
 def pack(weight: Tensor, plan: RowPlan, panels: Tensor | None = None) -> Operand:
-    """The operand for `matmul`: our panels or oneDNN's layout of `weight` [N, K], or the weight itself.
+    """The operand for `matmul`: our panels, int8 codes or oneDNN's layout of `weight` [N, K], or the weight itself.
 
-    `panels`: memory from `gemm.empty_panels` for ours.
+    `panels`: memory from `gemm.empty_panels` for ours, except codes.
     """
+    if plan.int8:
+        return int8.pack(weight)
     if plan.kernel == OWN:
         return gemm.pack(weight, panels)
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if plan.kernel == ONEDNN else weight
@@ -88,14 +93,14 @@ def matmul(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> T
     return blocks[0][:rows] if len(blocks) == 1 else torch.cat(blocks)[:rows]
 
 
-def plan_for(weight: Tensor, *, float32_out: bool = False) -> RowPlan:
+def plan_for(weight: Tensor, *, float32_out: bool = False, as_int8: bool = False) -> RowPlan:
     """The first plan under which products with a weight of this shape [N, K] and dtype are batch-invariant, by test.
 
-    `float32_out` asks for plans with float32 results; for bfloat16 only our own kernel has one. Raises `NotInvariant`
-    where none holds. The result depends on the CPU, compiler and library alone, so a trainer and an engine on the same
-    kind of machine find the same plan.
+    `float32_out` asks for plans with float32 results; for bfloat16 only our own kernel has one. `as_int8` asks for the
+    plan that rounds the weight to int8 codes. Raises `NotInvariant` where none holds. The result depends on the CPU,
+    compiler and library alone, so a trainer and an engine on the same kind of machine find the same plan.
     """
-    return _plan(*weight.shape, weight.dtype, float32_out and weight.dtype != torch.float32)
+    return _plan(*weight.shape, weight.dtype, float32_out and weight.dtype != torch.float32, as_int8)
 
 
 def _gemm(x: Tensor, operand: Operand, bias: Tensor | None, plan: RowPlan) -> Tensor:
@@ -112,10 +117,10 @@ def _padded(block: Tensor, min_rows: int) -> Tensor:
 
 
 @cache
-def _plan(out_features: int, in_features: int, dtype: torch.dtype, float32_out: bool) -> RowPlan:
+def _plan(out_features: int, in_features: int, dtype: torch.dtype, float32_out: bool, as_int8: bool = False) -> RowPlan:
     # Columns of our kernel are independent too: two panels, and one as narrow as the last, represent all.
     own_features = min(out_features, 2 * gemm.PANEL + out_features % gemm.PANEL)
-    for plan in _candidates(dtype, float32_out):
+    for plan in _candidates(dtype, float32_out, as_int8):
         if _proven(plan, own_features if plan.kernel == OWN else out_features, in_features, dtype):
             return plan
     raise NotInvariant(
@@ -124,10 +129,10 @@ def _plan(out_features: int, in_features: int, dtype: torch.dtype, float32_out: 
     )
 
 
-def _candidates(dtype: torch.dtype, float32_out: bool = False) -> tuple[RowPlan, ...]:
+def _candidates(dtype: torch.dtype, float32_out: bool = False, as_int8: bool = False) -> tuple[RowPlan, ...]:
     """Plans in order of expected speed, by dtype and instruction set; never timed, so the choice is reproducible."""
-    if float32_out:
-        return (_OWN_FLOAT32_OUT,) if gemm.supports(dtype) else ()
+    if float32_out or as_int8:
+        return (_OWN_INT8 if as_int8 else _OWN_FLOAT32_OUT,) if gemm.supports(dtype) else ()
     if not gemm.supports(dtype):
         return _LIBRARY_PLANS
     return (_OWN, *_LIBRARY_PLANS) if gemm.is_fast(dtype) else (*_LIBRARY_PLANS, _OWN)

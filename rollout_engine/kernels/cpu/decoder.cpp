@@ -31,8 +31,9 @@ struct Norm {
 };
 
 struct Product {
-    const int32_t* packed;
-    const void* bias;  // or null
+    const void* packed;
+    const void* bias;     // or null
+    const float* scales;  // of int8 codes, or null
 };
 
 }  // namespace
@@ -101,18 +102,23 @@ struct Buffers : Carved {
 
     explicit Buffers(const DecoderCall& c) : Carved(c.memory) {
         int64_t qkv_size = 0, attended_size = 0, scratch_bytes = 0;
+        bool is_int8 = false;
         for (int i = 0; i < c.num_layers; i++) {
             const AttentionCall& a = c.layers[i].attention;
             qkv_size = std::max<int64_t>(qkv_size, (a.num_heads + a.num_kv_heads) * a.dk + a.num_kv_heads * a.dv);
             attended_size = std::max(attended_size, c.layers[i].attended.whole);
             scratch_bytes = std::max(scratch_bytes, attention_scratch(&a));
+            is_int8 |= c.layers[i].qkv.scales != nullptr;
         }
         const int64_t mlp_rows = std::min(c.num_tokens, MLP_ROWS);
         const int64_t hidden_size = c.hidden_columns.whole;
         take(normed, c.num_tokens * hidden_size), take(qkv, c.num_tokens * qkv_size);
         take(gate_up, mlp_rows * 2 * c.intermediate.size);
-        take(staging, std::max(gemm_staging_bytes(c.num_tokens, std::max(hidden_size, attended_size), c.is_bf16),
-                               gemm_staging_bytes(mlp_rows, c.intermediate.whole, c.is_bf16)));
+        auto staged = [&](int64_t rows, int64_t size) {
+            return gemm_staging_bytes(rows, size, c.is_bf16, is_int8, c.num_threads);
+        };
+        const int64_t before_mlp = staged(c.num_tokens, std::max(hidden_size, attended_size));
+        take(staging, std::max(before_mlp, staged(mlp_rows, c.intermediate.whole)));
         take(scratch, scratch_bytes * c.num_threads);
         take(low, low_size(c));
     }
@@ -213,7 +219,7 @@ struct Worker {
                                      columns.whole, first, first + count, c.is_bf16, c.num_threads};
         if (table.parts) adapters_down_in_team(adapted);
         gemm_in_team({(const char*)x, p.packed, p.bias, own, b.staging, count, in_features, columns.size, c.is_bf16,
-                      c.num_threads, 0, table.parts ? &adapted : nullptr, columns.whole},
+                      c.num_threads, 0, table.parts ? &adapted : nullptr, columns.whole, p.scales},
                      team);
     }
 };

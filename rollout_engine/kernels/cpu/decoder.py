@@ -4,7 +4,7 @@ The values equal, bit for bit, those of the Hugging Face modules with our linear
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from rollout_engine.kernels.attention_params import AttentionParams
 from rollout_engine.kernels.cpu import attention, build
 from rollout_engine.kernels.cpu.adapters import AdapterRows, AdapterTable, RowsCall, TableCall
 from rollout_engine.kernels.cpu.arguments import address
-from rollout_engine.kernels.cpu.gemm import PackedWeight, panels_shape
+from rollout_engine.kernels.cpu.gemm import PackedWeight, addresses
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError, Turns
 
 _CACHE_LINE = 64
@@ -226,7 +226,7 @@ def _check_product(name: str, product: Product, shape: tuple[int, int], dtype: t
     came = (weight.out_features, weight.in_features)
     if came != shape or weight.dtype != dtype:
         raise ValueError(f"{name} should be {dtype} {shape}, and is {weight.dtype} {came}")
-    address(f"the panels of {name}", weight.panels, torch.int32, panels_shape(*shape, dtype))
+    addresses(weight)
     if product.bias is not None:
         address(f"the bias of {name}", product.bias, dtype, shape[:1])
 
@@ -236,7 +236,7 @@ class _Norm(ctypes.Structure):
 
 
 class _Product(ctypes.Structure):
-    _fields_ = [("packed", c_void_p), ("bias", c_void_p)]
+    _fields_ = [(name, c_void_p) for name in ("packed", "bias", "scales")]
 
 
 class _Columns(ctypes.Structure):
@@ -275,10 +275,14 @@ def _layer(layer: LayerWeights, kv: attention.KVLayer, attended: Columns) -> _La
         setattr(call, f"{name}_epsilon", norm.epsilon if norm else 0.0)
     norms = (_Norm(norm.weight.data_ptr(), norm.epsilon) for norm in (layer.attention_norm, layer.mlp_norm))
     products = (
-        _Product(weight.panels.data_ptr(), None if bias is None else bias.data_ptr())
+        _Product(*_addresses(weight.panels, bias, weight.scales))
         for weight, bias in (layer.qkv, layer.out, layer.gate_up, layer.down)
     )
     return _Layer(call, _Columns(*attended), *norms, *products)
+
+
+def _addresses(*tensors: Tensor | None) -> Iterator[int | None]:
+    yield from (None if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def _at_least(memory: Tensor, num_bytes: int) -> Tensor:

@@ -10,6 +10,8 @@
 
 #include "amx.h"
 #include "gemm.h"
+#include "gemm_output.h"
+#include "int8.h"
 #include "openmp.h"
 #include "panels.h"
 #include "vec.h"
@@ -24,69 +26,6 @@ using namespace panels;
 
 constexpr int64_t CACHED_BYTES = 1 << 20;       // rows that stay in the second-level cache while panels pass by
 constexpr int64_t PRODUCTS_A_THREAD = 1 << 17;  // fewer are done before another thread has woken up
-
-using Call = GemmCall;
-
-char* out_of(const Call& call, int64_t row, int64_t column) {
-    return call.out + (row * call.out_stride + column) * (call.is_bf16 && !call.float32_out ? 2 : 4);
-}
-
-template <typename T>
-VEC_INLINE void store_panel(T* out, vec::F left, vec::F right) {
-    vec::store(out, left);
-    vec::store(out + vec::LANES, right);
-}
-
-#ifdef __AVX512BF16__
-VEC_INLINE void store_panel(bf16* out, vec::F left, vec::F right) {
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(right, left));
-}
-#endif
-
-// Adds the bias in float32, rounds once to Out, writes those columns of the panel that exist.
-template <typename T, typename Out = T>
-VEC_INLINE void write_columns(vec::F left, vec::F right, const Call& call, int64_t row, int64_t column) {
-    const int64_t count = std::min(PANEL, call.out_features - column);
-    Out* out = reinterpret_cast<Out*>(out_of(call, row, column));
-    T bias[PANEL] = {};
-    if (call.bias) {
-        std::memcpy(bias, static_cast<const T*>(call.bias) + column, count * sizeof(T));
-        left += vec::load(bias);
-        right += vec::load(bias + vec::LANES);
-    }
-    if (count == PANEL) {
-        store_panel(out, left, right);
-    } else {
-        Out padded[PANEL];
-        store_panel(padded, left, right);
-        std::memcpy(out, padded, count * sizeof(Out));
-    }
-}
-
-VEC_INLINE void write_row(vec::F left, vec::F right, const Call& call, int64_t row, int64_t column) {
-    if (call.is_bf16 && call.float32_out)
-        write_columns<bf16, float>(left, right, call, row, column);
-    else if (call.is_bf16)
-        write_columns<bf16>(left, right, call, row, column);
-    else
-        write_columns<float>(left, right, call, row, column);
-}
-
-// Requests the lines that these rows of a panel will be written to, while they are multiplied.
-VEC_INLINE void prefetch_out(const Call& call, int64_t row, int64_t rows, int64_t panel) {
-    const char* out = out_of(call, row, panel * PANEL);
-    const int64_t stride = out_of(call, row + 1, panel * PANEL) - out;
-    for (int64_t r = 0; r < rows; ++r, out += stride) {
-        __builtin_prefetch(out, 1);
-        __builtin_prefetch(out + 64, 1);
-    }
-}
-
-// Rows from `row` on of a panel, from their sums [rows, PANEL].
-__attribute__((noinline)) void write_rows(const float* sums, int64_t rows, const Call& call, int64_t row, int64_t panel) {
-    for (int64_t r = 0; r < rows; ++r, sums += PANEL)
-        write_row(vec::load(sums), vec::load(sums + vec::LANES), call, row + r, panel * PANEL);
-}
 
 // Division of a team's work: every part of the rows is multiplied by every panel. There are several parts where panels
 // alone would not occupy all threads, or where all rows would not fit the cache. Bits do not depend on it.
@@ -116,6 +55,12 @@ VEC_INLINE void adapt(const Call& call, int64_t panel, int64_t begin, int64_t en
         adapters_up(*call.adapters, {begin, end, panel * PANEL, std::min((panel + 1) * PANEL, call.out_features)});
 }
 
+const char* packed_panel(const Call& call, int64_t panel) {
+    const int64_t bytes = call.scales ? int8::panel_bytes(call.in_features, call.is_bf16)
+                                      : padded_units(call.in_features, call.is_bf16) * PANEL * 4;
+    return static_cast<const char*>(call.packed) + panel * bytes;
+}
+
 int useful_threads(const Call& call) {
     const int64_t products = call.rows * call.in_features * call.out_features;
     return static_cast<int>(std::clamp<int64_t>(products / PRODUCTS_A_THREAD, 1, call.num_threads));
@@ -127,29 +72,53 @@ constexpr int64_t LINE = 64;
 
 #ifdef __AVX512F__
 
+// The panel as units of weights: where it is, or widened from its codes into memory of the calling thread.
+const int32_t* weights_of(const Call& call, int64_t panel) {
+    const char* packed = packed_panel(call, panel);
+    if (!call.scales) return reinterpret_cast<const int32_t*>(packed);
+    const int64_t units = padded_units(call.in_features, call.is_bf16);
+    char* own = call.staging + gemm_copy_bytes(call.rows, call.in_features, call.is_bf16);
+    int32_t* out = reinterpret_cast<int32_t*>(own) + omp_get_thread_num() * units * PANEL;
+    const int8_t* codes = reinterpret_cast<const int8_t*>(packed);
+    call.is_bf16 ? int8::widen<int32_t>(codes, units, out) : int8::widen<float>(codes, units, out);
+    return out;
+}
+
 constexpr int MAX_ROWS = 12;  // by two vectors: 24 accumulators of 32 registers
+
+// Sixteen columns of a unit, packed or as codes.
+template <typename Unit>
+VEC_INLINE vec::I columns(const Unit* packed) {
+    vec::I found;
+    vec::read(packed, found);
+    return found;
+}
+template <typename Unit>
+VEC_INLINE vec::I columns(const int8_t* codes) {
+    return int8::columns(codes, Unit());
+}
 
 VEC_INLINE vec::F accumulated(vec::F sum, float a, vec::I b) { return vec::fma(a - vec::F{}, (vec::F)b, sum); }
 VEC_INLINE vec::F accumulated(vec::F sum, int32_t a, vec::I b) { return vec::dot_pairs(sum, a - vec::I{}, b); }
 
-// ROWS rows from `row` on, one panel, all of K. Unit is float, or int32_t that holds two bfloat16.
-template <typename Unit, int ROWS>
-void vector_block(const Call& call, const char* x, int64_t stride, int64_t panel, int64_t row) {
-    constexpr int64_t AHEAD = 32 * PANEL;  // 4 KiB: the hardware alone fetches too late
+// ROWS rows from `row` on, one panel `b`, all of K. Unit is float, or int32_t that holds two bfloat16; Packed the same, or
+// int8_t for codes.
+template <typename Unit, typename Packed, int ROWS>
+void vector_block(const Call& call, const char* x, int64_t stride, const void* panel_of_b, int64_t panel, int64_t row) {
     constexpr bool IS_BF16 = std::is_same<Unit, int32_t>::value;
+    constexpr int64_t ELEMENTS = std::is_same<Packed, int8_t>::value && IS_BF16 ? 2 : 1;  // of `b`, in a unit
+    constexpr int64_t AHEAD = 4096 / sizeof(Packed);  // the hardware alone fetches too late
     const int64_t units = whole_units(call.in_features, IS_BF16);
-    const int32_t* b = call.packed + panel * padded_units(call.in_features, IS_BF16) * PANEL;
+    const Packed* b = static_cast<const Packed*>(panel_of_b);
     // Two pointers, half of the rows from each: with twelve, addresses and sums would not stay in registers.
     constexpr int HALF = (MAX_ROWS + 1) / 2;
     const char *upper = x + row * stride, *lower = upper + HALF * stride;
     if constexpr (ROWS == MAX_ROWS) prefetch_out(call, row, ROWS, panel);
     vec::F left[ROWS] = {}, right[ROWS] = {};
-    for (int64_t u = 0; u < units; ++u, b += PANEL, upper += sizeof(Unit), lower += sizeof(Unit)) {
+    for (int64_t u = 0; u < units; ++u, b += ELEMENTS * PANEL, upper += sizeof(Unit), lower += sizeof(Unit)) {
         __builtin_prefetch(b + AHEAD);
-        __builtin_prefetch(b + AHEAD + vec::LANES);
-        vec::I left_columns, right_columns;
-        vec::read(b, left_columns);
-        vec::read(b + vec::LANES, right_columns);
+        if constexpr (sizeof(Packed) > 1) __builtin_prefetch(b + AHEAD + vec::LANES);
+        const vec::I left_columns = columns<Unit>(b), right_columns = columns<Unit>(b + ELEMENTS * vec::LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             Unit value;
@@ -167,14 +136,14 @@ void vector_block(const Call& call, const char* x, int64_t stride, int64_t panel
     write_rows(sums, ROWS, call, row, panel);
 }
 
-typedef void (*VectorBlock)(const Call&, const char*, int64_t, int64_t, int64_t);
+typedef void (*VectorBlock)(const Call&, const char*, int64_t, const void*, int64_t, int64_t);
 
-template <typename Unit, int ROWS = MAX_ROWS>
+template <typename Unit, typename Packed, int ROWS = MAX_ROWS>
 VectorBlock vector_block_of(int64_t rows) {
     if constexpr (ROWS == 1)
-        return vector_block<Unit, 1>;
+        return vector_block<Unit, Packed, 1>;
     else
-        return rows == ROWS ? vector_block<Unit, ROWS> : vector_block_of<Unit, ROWS - 1>(rows);
+        return rows == ROWS ? vector_block<Unit, Packed, ROWS> : vector_block_of<Unit, Packed, ROWS - 1>(rows);
 }
 
 // Rows in place, or copied where that is faster to read. An odd number of bfloat16 leaves half a unit at the end of a row.
@@ -198,11 +167,16 @@ Rows staged(const Call& call, Team& team) {
     return {call.staging, apart};
 }
 
-// Rows [begin, end) of one panel, in blocks of nearly equal height.
+// Rows [begin, end) of one panel, in blocks of nearly equal height. One block alone widens codes as it reads them.
 void vector_panel(const Call& call, Rows x, int64_t panel, int64_t begin, int64_t end) {
+    const bool reads_codes = call.scales && end - begin <= MAX_ROWS;
+    const void* b = reads_codes ? packed_panel(call, panel) : static_cast<const void*>(weights_of(call, panel));
     for (int64_t blocks = divided_up(end - begin, MAX_ROWS), rows; blocks > 0; --blocks, begin += rows) {
         rows = divided_up(end - begin, blocks);
-        (call.is_bf16 ? vector_block_of<int32_t>(rows) : vector_block_of<float>(rows))(call, x.first, x.stride, panel, begin);
+        const VectorBlock block =
+            call.is_bf16 ? (reads_codes ? vector_block_of<int32_t, int8_t>(rows) : vector_block_of<int32_t, int32_t>(rows))
+                         : (reads_codes ? vector_block_of<float, int8_t>(rows) : vector_block_of<float, float>(rows));
+        block(call, x.first, x.stride, b, panel, begin);
     }
 }
 
@@ -240,12 +214,12 @@ Rows rows_of(const Call& call, Team& team) {
 // Rows [begin, end) of one panel.
 void vector_panel(const Call& call, Rows x, int64_t panel, int64_t begin, int64_t end) {
     alignas(64) float sums[registers::PART_ROWS * PANEL];
-    const int32_t* packed = call.packed + panel * padded_units(call.in_features, call.is_bf16) * PANEL;
+    const char* packed = packed_panel(call, panel);
     const int64_t units = whole_units(call.in_features, call.is_bf16);
     for (int64_t count; begin < end; begin += count) {
         count = std::min(registers::PART_ROWS, end - begin);
         const Rows part = {x.first + begin * x.stride, x.stride};
-        registers::panel(packed, units, call.is_bf16, part, count, sums);
+        registers::panel(packed, units, call.is_bf16, call.scales, part, count, sums);
         write_rows(sums, count, call, begin, panel);
     }
 }
@@ -314,10 +288,10 @@ void tile_block(const int32_t* a, const int32_t* b, int64_t units, const char* n
 void tile_panel(const Call& call, int64_t panel, bool is_last, int64_t begin, int64_t end) {
     alignas(64) float sums[2 * TILE_ROWS * PANEL];
     const int64_t units = padded_units(call.in_features, true), blocks = divided_up(end - begin, 2 * TILE_ROWS);
-    const int32_t* b = call.packed + panel * units * PANEL;
+    const int32_t* b = weights_of(call, panel);
     // Several blocks of rows read this panel again from the cache and have time for the next one; a single block reads
     // straight from memory, and looks 8 KiB ahead.
-    const int64_t lines = blocks > 1 && is_last ? 0 : divided_up(2 * UNIT_BLOCK, blocks);
+    const int64_t lines = (blocks > 1 && is_last) || call.scales ? 0 : divided_up(2 * UNIT_BLOCK, blocks);
     const char* next = reinterpret_cast<const char*>(b + (blocks > 1 ? units : 4 * UNIT_BLOCK) * PANEL);
     for (int64_t row = begin; row < end; row += 2 * TILE_ROWS, next += lines * units / UNIT_BLOCK * 64) {
         const int32_t* a = reinterpret_cast<const int32_t*>(call.staging) + row * units;
@@ -389,8 +363,8 @@ int32_t gemm_level(int32_t is_bf16) {
 }
 
 // Bytes of `Call::staging`.
-int64_t gemm_staging(int64_t rows, int64_t in_features, int32_t is_bf16) {
-    return gemm_staging_bytes(rows, in_features, is_bf16);
+int64_t gemm_staging(const Call* call) {
+    return gemm_staging_bytes(call->rows, call->in_features, call->is_bf16, call->scales, call->num_threads);
 }
 
 void gemm_run(const Call* call) {

@@ -24,10 +24,14 @@ class PackedWeight(NamedTuple):
     """A weight [out_features, in_features] in the kernel's layout."""
 
     panels: Tensor
-    """int32 [out_features / 32 rounded up, 32-bit units of a row rounded up to 16, 32]"""
+    """int32 [out_features / 32 rounded up, 32-bit units of a row rounded up to 16, 32]; with `scales`, int8 codes: a
+    byte for each element of these units, in the same order."""
     out_features: int
     in_features: int
     dtype: torch.dtype
+    """Of the weight that was packed, and of what it multiplies."""
+    scales: Tensor | None = None
+    """float32 [out_features rounded up to 32]: weights are code * scale (`kernels.cpu.int8`); None: as given."""
 
 
 class _Call(ctypes.Structure):
@@ -45,6 +49,7 @@ class _Call(ctypes.Structure):
         ("float32_out", c_int32),
         ("adapters", c_void_p),
         ("out_stride", c_int64),
+        ("scales", c_void_p),
     ]
 
 
@@ -79,6 +84,22 @@ def panels_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tup
     """Shape of the panels of a weight [out_features, in_features]."""
     units = -(-in_features // 2) if dtype == torch.bfloat16 else in_features
     return -(-out_features // PANEL), -(-units // _UNIT_BLOCK) * _UNIT_BLOCK, PANEL
+
+
+def codes_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Shape of the int8 codes of a weight: panels, 32-bit units of a row of it, elements of a unit of 32 columns."""
+    panels, units, columns = panels_shape(out_features, in_features, dtype)
+    return panels, units, columns * (4 // dtype.itemsize)
+
+
+def addresses(weight: PackedWeight) -> tuple[int, int | None]:
+    """Addresses of the panels and scales. Raises `ValueError` where they are not those of such a weight."""
+    shape = panels_shape(weight.out_features, weight.in_features, weight.dtype)
+    if weight.scales is None:
+        return address("the panels of a weight", weight.panels, torch.int32, shape), None
+    of_codes = codes_shape(weight.out_features, weight.in_features, weight.dtype)
+    codes = address("the codes of a weight", weight.panels, torch.int8, of_codes)
+    return codes, address("the scales of a weight", weight.scales, torch.float32, (shape[0] * PANEL,))
 
 
 def pack(weight: Tensor, panels: Tensor | None = None) -> PackedWeight:
@@ -116,7 +137,7 @@ def move_panels(move: int, runs: Iterable[tuple[PackedWeight, Tensor]]) -> None:
     tensors.
     """
     flat: list[int] = []
-    for (panels, out_features, in_features, dtype), out in runs:
+    for (panels, out_features, in_features, dtype, _), out in runs:
         if dtype not in DTYPES:
             raise ValueError(f"Weights should be float32 or bfloat16, and one is {dtype}.")
         shape = panels_shape(out_features, in_features, dtype)
@@ -159,16 +180,15 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out:
     rows, in_features = x.shape
     if in_features != weight.in_features or x.dtype is not weight.dtype:
         raise argument_error("x", x, f"{weight.dtype} [R, {weight.in_features}] like the weight")
-    panels = address("weight.panels", weight.panels, torch.int32, panels_shape(*weight[1:]))
+    panels, scales = addresses(weight)
     out = torch.empty(rows, weight.out_features, dtype=torch.float32 if float32_out else x.dtype)
     is_bf16 = x.dtype == torch.bfloat16
-    staging = torch.empty(_library().gemm_staging(rows, in_features, is_bf16), dtype=torch.uint8)
     call = _Call(
         x.data_ptr(),
         panels,
         None if bias is None else address("bias", bias, x.dtype, (weight.out_features,)),
         out.data_ptr(),
-        staging.data_ptr(),
+        None,
         rows,
         in_features,
         weight.out_features,
@@ -177,7 +197,10 @@ def matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, float32_out:
         float32_out,
         None,
         weight.out_features,
+        scales,
     )
+    staging = torch.empty(_library().gemm_staging(ctypes.addressof(call)), dtype=torch.uint8)
+    call.staging = staging.data_ptr()
     _library().gemm_run(ctypes.addressof(call))
     return out
 
@@ -189,6 +212,6 @@ def _library() -> ctypes.CDLL:
         gemm_pack=(None, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
         gemm_move_panels=(None, c_void_p, c_int64, c_int32, c_int32),
         gemm_ask_for_large_pages=(None, c_void_p, c_int64),
-        gemm_staging=(c_int64, c_int64, c_int64, c_int32),
+        gemm_staging=(c_int64, c_void_p),
         gemm_run=(None, c_void_p),
     )

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "int8.h"
 #include "panels.h"
 #include "vec.h"
 
@@ -110,18 +111,23 @@ inline void widen(const int32_t* packed, int64_t units, float* out) {
 }
 
 // sums[rows, 32] = x[rows, K] @ one panel of `units`; at most PART_ROWS rows.
-inline void panel(const int32_t* packed, int64_t units, bool is_bf16, Operand x, int64_t rows, float* sums) {
+inline void panel(const char* packed, int64_t units, bool is_bf16, bool is_int8, Operand x, int64_t rows, float* sums) {
     alignas(64) float wide[DEPTH * PANEL];
     std::memset(sums, 0, rows * PANEL * sizeof(float));
     const int64_t per_unit = is_bf16 ? 2 : 1, units_a_piece = DEPTH / per_unit;
-    for (int64_t u = 0, count; u < units; u += count, packed += count * PANEL, x.first += count * per_unit) {
+    const int64_t unit_bytes = PANEL * (is_int8 ? per_unit : 4);
+    for (int64_t u = 0, count; u < units; u += count, packed += count * unit_bytes, x.first += count * per_unit) {
         count = std::min(units_a_piece, units - u);
-        if (!is_bf16) {
+        const int32_t* weights = reinterpret_cast<const int32_t*>(packed);
+        if (is_int8) {
+            int8::widen_to_rows(reinterpret_cast<const int8_t*>(packed), count, is_bf16, wide);
+            piece(wide, per_unit * count, x, rows, sums);
+        } else if (!is_bf16) {
             piece(reinterpret_cast<const float*>(packed), count, x, rows, sums);
         } else if (rows <= FEW_ROWS) {
-            piece(packed, count, x, rows, sums);
+            piece(weights, count, x, rows, sums);
         } else {
-            widen(packed, count, wide);
+            widen(weights, count, wide);
             piece(wide, 2 * count, x, rows, sums);
         }
     }

@@ -72,6 +72,7 @@ typedef Wide<float, LANES>::type F;
 typedef Wide<int32_t, LANES>::type I;
 typedef Wide<uint32_t, LANES>::type U;
 typedef Wide<uint16_t, LANES>::type Half;
+typedef Wide<int8_t, LANES>::type Byte;
 
 VEC_INLINE I lane_numbers() {
     constexpr int32_t numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -112,6 +112,10 @@ template <>
 PAIR_INLINE Wide<uint32_t, 8>::type converted(Wide<uint16_t, 8>::type x) {  // compilers take four instructions
     return (Wide<uint32_t, 8>::type)_mm256_cvtepu16_epi32((__m128i)x);
 }
+template <>
+PAIR_INLINE Wide<int32_t, 8>::type converted(Wide<int8_t, 8>::type x) {
+    return (Wide<int32_t, 8>::type)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+}
 #endif
 template <typename To, typename S, typename H>
 PAIR_INLINE To converted(Pair<S, H> x) {

@@ -11,7 +11,7 @@ import torch
 from rollout_engine.kernels.cpu import build, gemm
 
 SOURCES = Path(build.__file__).parent
-MATMUL = [SOURCES / name for name in ("adapters.cpp", "gemm.cpp", "panels.cpp")]
+MATMUL = [SOURCES / name for name in ("adapters.cpp", "gemm.cpp", "int8.cpp", "panels.cpp")]
 """Our matrix product and what it calls."""
 FOLDER = Path("torch")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -138,4 +138,5 @@ def test_rows_are_the_same_bits_alone_and_in_a_batch_by_every_compiler(tmp_path,
     flags = ["-O3", "-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas"]
     subprocess.run([*compiler, *flags, *files, "-o", tmp_path / "lone_rows"], check=True, capture_output=True)
     done = subprocess.run([*start, tmp_path / "lone_rows"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "float32 1, bfloat16 1\n")
+    kinds = ("float32", "bfloat16", "int8 codes of float32", "int8 codes of bfloat16")
+    assert (done.returncode, done.stdout.splitlines()) == (0, [f"{kind} 1" for kind in kinds])
